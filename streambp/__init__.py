@@ -1,0 +1,11 @@
+"""Train HuggingFace models on sequences many times longer than gradient checkpointing allows, with exact gradients.
+
+    import streambp
+    streambp.patch(model)
+"""
+
+from streambp.config import StreamConfig
+from streambp.errors import StreamBPError
+from streambp.patching import describe, patch, unpatch
+
+__all__ = ["StreamBPError", "StreamConfig", "describe", "patch", "unpatch"]

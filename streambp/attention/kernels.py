@@ -1,0 +1,273 @@
+"""Kernels for one block of attention: forward to (o, lse), backward from the *merged* (o, lse).
+
+A block is a rectangle of the attention matrix (`spans.Block`). Forward gives its own softmax's output and logsumexp.
+Backward is handed the output and logsumexp of the whole row, over all its blocks; every kernel recomputes the weights as
+exp(score - lse), so the parts it returns add up to the exact gradient (DESIGN.md section 2, "Block attention").
+
+Shapes: q, o, do [B, H, Tq, D]; k, v [B, H_kv, Tk, D]; lse [B, H, Tq] in float32, float64 for float64 inputs. A query
+that reads nothing has o = 0 and lse = -inf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from streambp.attention.masks import reads
+from streambp.attention.spans import Block, Kind, Tiling
+from streambp.errors import StreamBPError
+
+aten = torch.ops.aten
+K_BLOCK = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a kernel needs to know beside the tensors."""
+
+    block: Block
+    scale: float
+    tile: Tensor | None = None  # [B or 1, H or 1, Tq, Tk] for Kind.MASK
+    dropout: float = 0.0
+    seed: int = 0
+
+
+class Kernel(Protocol):
+    name: str
+    kinds: frozenset[Kind]
+    tiling: Tiling
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class MathKernel:
+    """Plain matrix products in promote_types(dtype, float32); serves every kind, dropout and any head size."""
+
+    name = "math"
+    kinds = frozenset(Kind) - {Kind.VARLEN, Kind.WINDOW}
+    tiling = Tiling(q_block=512, k_block=2048)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        scores, v = self._scores(q, k, task), _wide(v)  # [B, H_kv, G, Tq, Tk]
+        lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
+        weights = _weights(scores, lse)
+        keep = _dropout_mask(weights, task)
+        if keep is not None:
+            weights = weights * keep
+        o = weights.flatten(2, 3) @ v
+        return o.unflatten(2, weights.shape[2:4]).flatten(1, 2), lse.flatten(1, 2)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = (k.shape[1], q.shape[1] // k.shape[1])
+        scores = self._scores(q, k, task)
+        weights = _weights(scores, lse.unflatten(1, groups))
+        do, o, q, k, v = (_wide(t) for t in (do, o, q, k, v))
+        delta = (do * o).sum(-1).unflatten(1, groups)  # [B, H_kv, G, Tq]
+        do = do.unflatten(1, groups).flatten(2, 3)  # [B, H_kv, G * Tq, D_v]
+        dweights = (do @ v.mT).view_as(weights)
+        keep = _dropout_mask(weights, task)
+        dropped = weights
+        if keep is not None:
+            dropped, dweights = weights * keep, dweights * keep
+        dv = dropped.flatten(2, 3).mT @ do
+        dscores = (weights * (dweights - delta[..., None]) * task.scale).flatten(2, 3)
+        dq = (dscores @ k).unflatten(2, weights.shape[2:4]).flatten(1, 2)
+        dk = dscores.mT @ q.unflatten(1, groups).flatten(2, 3)
+        return dq, dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, task: Task) -> Tensor:
+        groups = (k.shape[1], q.shape[1] // k.shape[1])
+        scores = _wide(q).unflatten(1, groups).flatten(2, 3) @ _wide(k).mT
+        scores = (scores * task.scale).unflatten(2, (groups[1], q.shape[2]))  # [B, H_kv, G, Tq, Tk]
+        tile = _tile(task, q.device)
+        if tile is None:
+            return scores
+        if tile.dim() == 4:  # [B or 1, H or 1, Tq, Tk]
+            tile = tile.unflatten(1, groups) if tile.shape[1] == q.shape[1] else tile[:, :, None]
+        if tile.dtype != torch.bool:
+            scores = scores + tile.to(scores.dtype)
+        return scores.masked_fill(~reads(tile), -torch.inf)
+
+
+class CpuFlashKernel:
+    """torch's fused CPU kernel (online softmax, grouped queries); no dropout, D_v = D."""
+
+    name = "cpu flash"
+    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
+    tiling = Tiling(k_block=K_BLOCK)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        causal = task.block.kind is Kind.CAUSAL
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=task.scale)
+        return o, lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        causal = task.block.kind is Kind.CAUSAL
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, causal, scale=task.scale
+        )
+
+
+class FlashKernel:
+    """torch's FlashAttention on CUDA: dense, windowed and varlen (bottom-right causal, grouped queries)."""
+
+    name = "flash"
+    kinds = frozenset({Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.VARLEN})
+    tiling = Tiling(k_block=K_BLOCK, native_window=True, native_varlen=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, T, H, D]
+        cu_q, cu_k, max_q, max_k = _cu_seqlens(task.block, q, k)
+        if cu_q is not None:
+            q, k, v = q[0], k[0], v[0]  # [T, H, D]
+        o, lse, *_ = aten._flash_attention_forward(
+            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, task.block.kind is not Kind.FULL, False, scale=task.scale,
+            **_flash_window(task.block),
+        )  # fmt: skip
+        if cu_q is not None:
+            o, lse = o[None], lse[None]  # lse [H, T] of a packed row
+        return o.transpose(1, 2), lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        do, q, k, v, o = (t.transpose(1, 2) for t in (do, q, k, v, o))
+        cu_q, cu_k, max_q, max_k = _cu_seqlens(task.block, q, k)
+        if cu_q is not None:
+            do, q, k, v, o, lse = do[0], q[0], k[0], v[0], o[0], lse[0]
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        grads = aten._flash_attention_backward(
+            do, q, k, v, o, lse.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, task.block.kind is not Kind.FULL,
+            *no_dropout, scale=task.scale, **_flash_window(task.block),
+        )  # fmt: skip
+        dq, dk, dv = ((g if cu_q is None else g[None]).transpose(1, 2) for g in grads)
+        return dq, dk, dv
+
+
+class CudnnKernel:
+    """cuDNN's fused attention on Hopper and later; nearly twice FlashAttention-2, but causal only for squares."""
+
+    name = "cudnn"
+    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
+    tiling = Tiling(k_block=K_BLOCK, native_window=True, native_varlen=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        causal = task.block.kind is Kind.CAUSAL
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=task.scale)
+        return o, lse.squeeze(-1)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        causal = task.block.kind is Kind.CAUSAL
+        philox = torch.empty(0, dtype=torch.uint64, device=q.device)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse[..., None].contiguous(), philox, philox, None, None, None, q.shape[2], k.shape[2],
+            0.0, causal, scale=task.scale,
+        )  # fmt: skip
+
+
+MATH, CPU_FLASH, FLASH, CUDNN = MathKernel(), CpuFlashKernel(), FlashKernel(), CudnnKernel()
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """Kernels in order of preference; each kind of block goes to the first that knows it."""
+
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernels[0].name
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.kernels[0].tiling
+
+    def kernel(self, kind: Kind) -> Kernel:
+        return next(kernel for kernel in self.kernels if kind in kernel.kinds)
+
+
+def choose_backend(wanted: str, q: Tensor, v: Tensor, dropout: float) -> Backend:
+    """The backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
+
+    Raises:
+        StreamBPError: the wanted backend cannot do it; "auto" never raises, "math" does everything.
+    """
+    fused = dropout == 0.0 and q.shape[-1] == v.shape[-1]
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    on_gpu = q.device.type in ("cuda", "meta") and fused and half and q.shape[-1] % 8 == 0
+    flash = on_gpu and q.shape[-1] <= 256
+    if wanted == "math":
+        return Backend((MATH,))
+    if wanted in ("auto", "cudnn") and on_gpu and q.shape[-1] <= 128 and _has_cudnn_attention(q.device):
+        return Backend((CUDNN, FLASH, MATH))
+    if wanted in ("auto", "flash") and flash:
+        return Backend((FLASH, MATH))
+    if wanted in ("auto", "flash") and fused and q.device.type == "cpu":
+        return Backend((CPU_FLASH, MATH))
+    if wanted == "auto":
+        return Backend((MATH,))
+    raise StreamBPError(
+        f"attention={wanted!r} cannot attend {q.dtype} on {q.device.type} with head sizes {q.shape[-1]} and "
+        f"{v.shape[-1]} and dropout {dropout}. Set attention='auto' or 'math' in StreamConfig."
+    )
+
+
+def _has_cudnn_attention(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse); a query without any key has lse = -inf and weights 0, not NaN. [Note: empty rows]"""
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+
+
+def _dropout_mask(weights: Tensor, task: Task) -> Tensor | None:
+    """0 or 1 / (1 - p), the same in forward, recomputation and backward: it depends on nothing but the task's seed."""
+    if task.dropout == 0.0:
+        return None
+    generator = torch.Generator(weights.device).manual_seed(task.seed)
+    draw = torch.rand(weights.shape, generator=generator, device=weights.device, dtype=torch.float32)
+    return (draw >= task.dropout).to(weights.dtype) / (1.0 - task.dropout)
+
+
+def _tile(task: Task, device: torch.device) -> Tensor | None:
+    block = task.block
+    if block.kind is Kind.MASK:
+        return task.tile
+    if block.kind is Kind.FULL:
+        return None
+    query = torch.arange(block.q0, block.q1, device=device)[:, None]
+    key = torch.arange(block.k0, block.k1, device=device)
+    if block.kind is Kind.CAUSAL:
+        return key <= query
+    assert block.kind is Kind.BAND and block.window is not None
+    return key > query - block.window
+
+
+def _flash_window(block: Block) -> dict[str, int]:
+    return {} if block.window is None else {"window_size_left": block.window - 1, "window_size_right": 0}
+
+
+def _cu_seqlens(block: Block, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if block.kind is not Kind.VARLEN:
+        return None, None, q.shape[1], k.shape[1]
+    longest = [max(b - a for a, b in zip(cu, cu[1:], strict=False)) for cu in (block.cu_q, block.cu_k)]
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=q.device) for cu in (block.cu_q, block.cu_k))
+    return cu_q, cu_k, longest[0], longest[1]

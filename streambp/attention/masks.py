@@ -1,0 +1,245 @@
+"""From transformers' description of a mask to spans, without ever building a [T, T] tensor.
+
+transformers builds masks from index functions. Registered under our attention's name, `lazy_mask` keeps that description
+(`LazyMask`) instead of calling it. `resolve` then reads the spans off the parts that are known (2-D padding, window,
+packing) and checks them against the index function at the edges of every span. A mask that is no interval becomes a
+`DenseMask`, built tile by tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
+
+from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
+from streambp.errors import UnsupportedMaskError
+
+SCAN = 1024
+
+
+class LazyMask:
+    """A mask as transformers describes it; `layout` caches what `resolve` made of it, for all layers that share it."""
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self.description = description
+        self.layout: Spans | DenseMask | None = None
+
+
+def lazy_mask(**description: Any) -> LazyMask:
+    """The mask function behind our attention's name; takes what `sdpa_mask` takes."""
+    return LazyMask(description)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseMask:
+    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]; bool (True is read) or added to the scores."""
+
+    batch_size: int
+    length: int
+    source: LazyMask | Tensor
+
+    def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
+        q_step = tiling.q_block or SCAN
+        k_step = tiling.k_block or SCAN
+        for q0 in range(start, stop, q_step):
+            q1 = min(q0 + q_step, stop)
+            for k0 in range(0, q1, k_step):
+                yield Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, q1))
+
+    def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
+        if isinstance(self.source, Tensor):
+            return self.source[:, :, q0:q1, k0:k1].to(device)
+        known = self.source.description
+        tile = sdpa_mask(
+            batch_size=self.batch_size,
+            q_length=q1 - q0,
+            kv_length=k1 - k0,
+            q_offset=q0,
+            kv_offset=k0,
+            mask_function=known["mask_function"],
+            attention_mask=known.get("attention_mask"),
+            allow_is_causal_skip=False,
+            use_vmap=known.get("use_vmap", False),
+            device=device,
+        )
+        return tile  # [B, 1, q, k]
+
+    def check_causal(self, device: torch.device) -> None:
+        """Raise if any query reads a key behind it. Costs T^2 / 2 mask elements, SCAN^2 at a time, once a forward."""
+        for q0 in range(0, self.length, SCAN):
+            q1 = min(q0 + SCAN, self.length)
+            for k0 in range(q0, self.length, SCAN):
+                k1 = min(k0 + SCAN, self.length)
+                read = reads(self.tile(q0, q1, k0, k1, device))
+                if k0 == q0:
+                    read = read.triu(1)
+                if read.any():
+                    raise UnsupportedMaskError(
+                        f"The attention mask lets a query in [{q0}, {q1}) read a key in [{k0}, {k1}) that comes after "
+                        "it. streambp needs causal masks: a chunk must not read what later chunks hold. Run this model "
+                        "or this batch unpatched (streambp.unpatch(model))."
+                    )
+
+
+def reads(tile: Tensor) -> Tensor:
+    """Which pairs of a mask tile count; an added mask leaves a pair out with the lowest number of its dtype, or -inf."""
+    return tile if tile.dtype == torch.bool else tile > torch.finfo(tile.dtype).min / 2
+
+
+def resolve(
+    mask: LazyMask | Tensor | None,
+    batch_size: int,
+    length: int,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    device: torch.device,
+) -> Spans | DenseMask:
+    """What the queries of this batch may read.
+
+    Args:
+        mask: a `LazyMask`, a ready 4-D mask of the user's, or None for plain causal.
+        position_ids: [1 or B, T]; restarts mark packed documents, if there is no 2-D padding mask.
+        cu_seq_lens: [documents + 1] document boundaries of a single packed row; they win over plain position_ids.
+    """
+    if isinstance(mask, Tensor):
+        return _from_tensor(mask, batch_size, length, device)
+    if mask is None:
+        mask = LazyMask({"mask_function": causal_mask_function, "q_length": length, "kv_length": length})
+    if mask.layout is None:
+        mask.layout = _from_description(mask, batch_size, length, position_ids, cu_seq_lens, device)
+    return mask.layout
+
+
+def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch_size) and tuple(mask.shape[2:]) == (length, length)
+    if not fits:
+        raise UnsupportedMaskError(
+            f"The attention mask has shape {tuple(mask.shape)}; for this batch it must be [{batch_size} or 1, heads or 1, "
+            f"{length}, {length}], or 2-D [{batch_size}, {length}] with 1 for tokens and 0 for padding."
+        )
+    dense = DenseMask(batch_size, length, mask)
+    dense.check_causal(device)
+    if mask.dtype != torch.bool:
+        for q0 in range(0, length, SCAN):
+            if not reads(mask[:, :, q0 : q0 + SCAN]).any(-1).all():
+                raise UnsupportedMaskError(
+                    f"The added 4-D attention mask leaves a query in [{q0}, {q0 + SCAN}) without any key, which softmax "
+                    "turns into equal weights on all of them, later ones too. Pass a bool mask (True is read): there "
+                    "such a query reads nothing."
+                )
+    return dense
+
+
+def _from_description(
+    mask: LazyMask,
+    batch_size: int,
+    length: int,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    device: torch.device,
+) -> Spans | DenseMask:
+    known = mask.description
+    if (known["q_length"], known["kv_length"]) != (length, length):
+        raise UnsupportedMaskError(
+            f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} tokens. "
+            "Pass an attention_mask of the same length as input_ids."
+        )
+    padding, window = known.get("attention_mask"), known.get("local_size")
+    if padding is not None and bool(padding.all()):
+        padding = None
+    plain = known["mask_function"] is causal_mask_function and padding is None
+    if plain and cu_seq_lens is None:
+        return Spans.causal(batch_size, length)
+    if known.get("use_vmap", False):
+        return _dense(mask, batch_size, length, device)
+    packed = None
+    if known.get("attention_mask") is None and not plain and position_ids is not None:
+        packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
+    if cu_seq_lens is not None:
+        rows = _rows_of_documents(cu_seq_lens, batch_size, length)
+        if packed is not None and rows != _rows(batch_size, length, None, packed):
+            raise UnsupportedMaskError(
+                f"cu_seq_lens ends its documents at {cu_seq_lens.tolist()[:9]}..., but position_ids restart elsewhere. "
+                "Make them agree, or pass only one of them."
+            )
+        return Spans(length, rows, window)
+    spans = Spans(length, _rows(batch_size, length, padding, packed), window)
+    return spans if _agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
+
+
+def _dense(mask: LazyMask, batch_size: int, length: int, device: torch.device) -> DenseMask:
+    dense = DenseMask(batch_size, length, mask)
+    dense.check_causal(device)
+    return dense
+
+
+def _rows(batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None) -> tuple[tuple[Run, ...], ...]:
+    """The runs of each row from a 2-D padding mask [B, T], or from document numbers [B, T]."""
+    if packed is not None:
+        rows = []
+        for row in packed.cpu():
+            changes = (row[1:] != row[:-1]).nonzero().flatten() + 1
+            rows.append(_documents([0, *changes.tolist(), length]))
+        return tuple(rows)
+    if padding is None:
+        return Spans.causal(batch_size, length).rows
+    rows = []
+    for row in padding.cpu():
+        kept = row.nonzero().flatten()
+        first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (length, length)
+        runs = [Run(first, last, first)] if first < last else []
+        rows.append(tuple(runs + ([Run(last, length, first, last)] if runs and last < length else [])))
+    return tuple(rows)
+
+
+def _rows_of_documents(cu_seq_lens: Tensor, batch_size: int, length: int) -> tuple[tuple[Run, ...], ...]:
+    ends = cu_seq_lens.tolist()
+    if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
+        raise UnsupportedMaskError(
+            f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must rise from 0 to the length of a "
+            "single row. Flatten the batch into one row, or leave cu_seq_lens out."
+        )
+    return (_documents(ends),)
+
+
+def _documents(ends: list[int]) -> tuple[Run, ...]:
+    return tuple(Run(a, b, a) for a, b in zip(ends, ends[1:], strict=False) if a < b)
+
+
+def _agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device) -> bool:
+    """Whether the index function reads the first and last key of every span, and neither neighbour outside."""
+    first, last = _edges(spans, device)  # [B, T] each; an empty span has last < first
+    query = torch.arange(spans.length, device=device).expand_as(first)
+    row = torch.arange(len(spans.rows), device=device)[:, None].expand_as(first)
+    head = torch.zeros_like(row)
+
+    def read(key: Tensor) -> Tensor:
+        inside = (key >= 0) & (key < spans.length)
+        key = key.clamp(0, spans.length - 1)
+        result = known["mask_function"](row, head, query, key) & inside
+        return result if padding is None else result & padding.to(device)[row, key]
+
+    empty = last < first
+    right = read(first) & read(last) & ~read(first - 1) & ~read(last + 1)
+    nothing = ~read(query) & ~read(torch.zeros_like(query))
+    return bool(torch.where(empty, nothing, right).all())
+
+
+def _edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+    first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long)  # [B, T]
+    last = torch.full_like(first, -1)
+    query = torch.arange(spans.length)
+    for row, runs in enumerate(spans.rows):
+        for run in runs:
+            here = slice(run.q0, run.q1)
+            start = torch.full_like(query[here], run.k0)
+            if spans.window is not None:
+                start = torch.maximum(start, query[here] - spans.window + 1)
+            first[row, here] = start
+            last[row, here] = query[here] if run.k1 is None else run.k1 - 1
+    return first.to(device), last.to(device)

@@ -1,0 +1,226 @@
+"""Causal-prefix attention: a chunk's queries against the keys and values of everything up to the chunk's end.
+
+Life of one attention call site of one layer, for one batch:
+
+    forward (no graph)   chunk by chunk: append K, V to the buffer, attend, keep (o, lse) if they are to be saved
+    refill  (no graph)   if the buffer was not kept: append K, V again, stop the layer there
+    recompute (graph)    last chunk to first: `PrefixAttention` attends, or takes the saved (o, lse)
+    backward             dQ of the chunk; dK, dV of the whole prefix into accumulators; their slice [s, e) is returned
+
+[Note: prefix accumulation order] Chunks are differentiated from the last to the first. The keys of chunk i are read by
+the queries of chunks i, i + 1, ...; so when chunk i's own backward has added its part, the accumulators' slice [s, e) is
+complete and can be handed to autograd as the gradient of this chunk's K and V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.attention.kernels import Backend, Task, choose_backend
+from streambp.attention.masks import DenseMask
+from streambp.attention.spans import Block, Kind, Spans
+from streambp.chunks import Chunk
+from streambp.errors import StreamBPError
+
+
+class Stage(enum.Enum):
+    FORWARD = "forward"
+    REFILL = "refill"
+    RECOMPUTE = "recompute"
+
+
+class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
+    """Raised inside the layer's forward once K and V are in the buffer: what follows would be thrown away."""
+
+
+@dataclasses.dataclass
+class CallSite:
+    """Buffers of one attention call of the layer. B rows, T tokens of the whole sequence."""
+
+    k: Tensor  # [B, H_kv, T, D]
+    v: Tensor  # [B, H_kv, T, D_v]
+    dk: Tensor | None = None  # [B, H_kv, T, D] in promote_types(dtype, float32)
+    dv: Tensor | None = None
+
+    def grow_accumulators(self) -> tuple[Tensor, Tensor]:
+        if self.dk is None or self.dv is None:
+            dtype = torch.promote_types(self.k.dtype, torch.float32)
+            self.dk, self.dv = torch.zeros_like(self.k, dtype=dtype), torch.zeros_like(self.v, dtype=dtype)
+        return self.dk, self.dv
+
+
+@dataclasses.dataclass
+class Attended:
+    """What one chunk's attention leaves behind: o [B, H, C, D_v] and lse [B, H, C]."""
+
+    o: Tensor
+    lse: Tensor
+
+
+class Prefix:
+    """All attention calls of one layer over one batch: what their chunks share.
+
+    `sites` are indexed by call order within the layer, which every chunk repeats.
+    """
+
+    def __init__(self, layout: Spans | DenseMask, length: int, attention: str) -> None:
+        self.layout = layout
+        self.length = length
+        self.attention = attention
+        self.sites: list[CallSite] = []
+        self.calls = 0  # attention calls of a whole layer forward
+        self.filled_until = 0
+        self.backends: set[str] = set()
+
+    def drop_buffers(self) -> None:
+        self.sites, self.filled_until = [], 0
+
+
+class ChunkMask:
+    """Travels through the layer as `attention_mask` and tells our attention function where it is."""
+
+    def __init__(self, prefix: Prefix, chunk: Chunk, stage: Stage, saved: list[Attended] | None = None) -> None:
+        self.prefix = prefix
+        self.chunk = chunk
+        self.stage = stage
+        self.saved = saved
+        self.attended: list[Attended] = []
+        self.call = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+        """q [B, H, C, D], k and v [B, H_kv, C, D] of this chunk -> [B, C, H, D_v]."""
+        prefix, chunk, index = self.prefix, self.chunk, self.call
+        self.call += 1
+        backend = choose_backend(prefix.attention, q, v, dropout)
+        seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
+        params = Params(backend, q.shape[-1] ** -0.5 if scale is None else scale, dropout, seed)
+        site = self._site(index, k, v)
+        if self.stage is Stage.REFILL and self.call == prefix.calls:
+            raise RefillDone
+        if self.stage is not Stage.RECOMPUTE:
+            attended = attend_blocks(q, site, prefix.layout, chunk, params)
+            self.attended.append(attended)
+            return attended.o.transpose(1, 2).contiguous()
+        saved = self.saved[index] if self.saved else None
+        out: Tensor = PrefixAttention.apply(q, k, v, site, prefix.layout, chunk, params, saved)
+        return out
+
+    def finish(self) -> None:
+        """After the layer's forward over this chunk: it must have attended, the same number of times as ever."""
+        prefix = self.prefix
+        if self.call == 0 or (prefix.calls and self.call != prefix.calls):
+            raise StreamBPError(
+                f"The layer called its attention {self.call} times on chunk {self.chunk.index} and {prefix.calls} times "
+                "before. A layer that does not hand attention_mask to transformers' attention interface, the same number "
+                "of times for every chunk, cannot be streamed. Please report this model."
+            )
+        prefix.calls = self.call
+        prefix.filled_until = max(prefix.filled_until, self.chunk.stop)
+
+    def _site(self, index: int, k: Tensor, v: Tensor) -> CallSite:
+        prefix, chunk = self.prefix, self.chunk
+        if index == len(prefix.sites):
+            sizes = [(t.shape[0], t.shape[1], prefix.length, t.shape[3]) for t in (k, v)]
+            prefix.sites.append(CallSite(k.new_empty(sizes[0]), v.new_empty(sizes[1])))
+        site = prefix.sites[index]
+        if chunk.stop > prefix.filled_until:
+            site.k[:, :, chunk.start : chunk.stop] = k.detach()
+            site.v[:, :, chunk.start : chunk.stop] = v.detach()
+        return site
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    backend: Backend
+    scale: float
+    dropout: float
+    seed: int
+
+    def task(self, number: int, block: Block, layout: Spans | DenseMask, device: torch.device) -> Task:
+        tile = None
+        if block.kind is Kind.MASK:
+            assert isinstance(layout, DenseMask)
+            tile = layout.tile(block.q0, block.q1, block.k0, block.k1, device)
+        return Task(block, self.scale, tile, self.dropout, self.seed + number)
+
+
+def attend_blocks(q: Tensor, site: CallSite, layout: Spans | DenseMask, chunk: Chunk, params: Params) -> Attended:
+    """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    shape = (*q.shape[:3], site.v.shape[3])
+    blocks = list(layout.blocks(chunk.start, chunk.stop, params.backend.tiling))
+    if len(blocks) == 1 and _covers(blocks[0], chunk, q.shape[0]):
+        o, lse = _forward(q, site, params, params.task(0, blocks[0], layout, q.device), chunk)
+        return Attended(o.to(q.dtype), lse)
+    o = q.new_zeros(shape, dtype=wide)  # [B, H, C, D_v]
+    lse = q.new_full(shape[:3], -torch.inf, dtype=wide)  # [B, H, C]
+    for number, block in enumerate(blocks):
+        part_o, part_lse = _forward(q, site, params, params.task(number, block, layout, q.device), chunk)
+        rows, columns = slice(block.b0, block.b1), slice(block.q0 - chunk.start, block.q1 - chunk.start)
+        o_here, lse_here = o[rows, :, columns], lse[rows, :, columns]
+        merged = torch.logaddexp(lse_here, part_lse)
+        safe = merged.masked_fill(merged == -torch.inf, 0.0)  # [Note: empty rows]
+        o_here.mul_(torch.exp(lse_here - safe)[..., None])
+        o_here.add_(part_o * torch.exp(part_lse - safe)[..., None])
+        lse_here.copy_(merged)
+    return Attended(o.to(q.dtype), lse)
+
+
+def _covers(block: Block, chunk: Chunk, batch_size: int) -> bool:
+    return (block.b0, block.b1, block.q0, block.q1) == (0, batch_size, chunk.start, chunk.stop)
+
+
+def _forward(q: Tensor, site: CallSite, params: Params, task: Task, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    block = task.block
+    rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
+    queries = slice(block.q0 - chunk.start, block.q1 - chunk.start)
+    kernel = params.backend.kernel(block.kind)
+    return kernel.forward(q[rows, :, queries], site.k[rows, :, keys], site.v[rows, :, keys], task)
+
+
+class PrefixAttention(torch.autograd.Function):
+    """One chunk's attention over its prefix; q, k, v in, [B, C, H, D_v] out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        site: CallSite,
+        layout: Spans | DenseMask,
+        chunk: Chunk,
+        params: Params,
+        saved: Attended | None,
+    ) -> Tensor:
+        attended = saved or attend_blocks(q, site, layout, chunk, params)
+        ctx.save_for_backward(q, attended.o, attended.lse)
+        ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
+        return attended.o.transpose(1, 2).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, o, lse = ctx.saved_tensors
+        site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
+        dk, dv = site.grow_accumulators()
+        do = grad.transpose(1, 2)  # [B, H, C, D_v]
+        dq = torch.zeros_like(q, dtype=dk.dtype)
+        for number, block in enumerate(layout.blocks(chunk.start, chunk.stop, params.backend.tiling)):
+            task = params.task(number, block, layout, q.device)
+            rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
+            columns = slice(block.q0 - chunk.start, block.q1 - chunk.start)
+            do_here, q_here, o_here = (t[rows, :, columns] for t in (do, q, o))
+            parts = params.backend.kernel(block.kind).backward(
+                do_here, q_here, site.k[rows, :, keys], site.v[rows, :, keys], o_here, lse[rows, :, columns], task
+            )
+            dq[rows, :, columns] += parts[0]
+            dk[rows, :, keys] += parts[1]
+            dv[rows, :, keys] += parts[2]
+        own = slice(chunk.start, chunk.stop)  # complete: [Note: prefix accumulation order]
+        dk_own, dv_own = dk[:, :, own].to(q.dtype), dv[:, :, own].to(q.dtype)
+        return dq.to(q.dtype), dk_own, dv_own, None, None, None, None, None

@@ -1,0 +1,23 @@
+"""The errors that streambp raises on purpose. Catch `StreamBPError` to catch them all."""
+
+from __future__ import annotations
+
+
+class StreamBPError(RuntimeError):
+    """Base class. A message says what was found, what was expected and what to do next."""
+
+
+class ConfigError(StreamBPError, ValueError):
+    """A `StreamConfig` field has a value that it cannot have."""
+
+
+class UnsupportedModelError(StreamBPError):
+    """The model, or a part of it, cannot be streamed exactly."""
+
+
+class UnsupportedMaskError(StreamBPError):
+    """The attention mask lets a query read keys that come after it, or does not fit the sequence."""
+
+
+class BackwardError(StreamBPError):
+    """A backward pass was asked for that cannot give the right gradient."""

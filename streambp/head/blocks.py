@@ -1,0 +1,116 @@
+"""The arithmetic of one block of logits: project, fold into running statistics, differentiate.
+
+Everything is computed in promote_types(dtype, float32) once the matrix product is done; the product itself runs in the
+hidden states' dtype, as in the model. N tokens, V vocabulary entries, h hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+LOGITS_PER_BLOCK = 2**25  # 128 MiB of float32 logits
+TOKENS_PER_BLOCK = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """How logits come from normed hidden states: softcap(scale * (hidden @ W^T + bias)) / temperature."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def logits(self, product: Tensor) -> Tensor:
+        """Raw products [n, v] -> logits [n, v] in the accumulation dtype."""
+        logits = product.to(torch.promote_types(product.dtype, torch.float32))
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """d loss / d product from d loss / d logits; `grad` is overwritten."""
+        if self.softcap is not None:
+            grad.mul_(1.0 - (logits * (self.temperature / self.softcap)).square())
+        return grad.mul_(self.logit_scale / self.temperature)
+
+
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+    """Logits [n, v] of hidden [n, h] for weight [v, h] and bias [v]; weight and bias take the hidden states' dtype."""
+    weight = weight.to(hidden.dtype)
+    product = torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
+    return projection.logits(product)
+
+
+def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:
+    return (slice(start, min(start + tokens, count)) for start in range(0, count, tokens))
+
+
+def vocabulary_blocks(size: int, tokens: int) -> Iterator[slice]:
+    step = max(1, LOGITS_PER_BLOCK // max(1, tokens))
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+class Statistics:
+    """Running softmax statistics of n tokens over vocabulary blocks.
+
+    max, sum: lse = max + log(sum); target: the label's logit; mean: sum of exp(z - max) * z, for the entropy.
+    """
+
+    def __init__(self, labels: Tensor, dtype: torch.dtype, entropy: bool) -> None:
+        self.labels = labels  # [n]
+        self.max = torch.full(labels.shape, -torch.inf, dtype=dtype, device=labels.device)
+        self.sum = torch.zeros_like(self.max)
+        self.target = torch.zeros_like(self.max)
+        self.mean = torch.zeros_like(self.max) if entropy else None
+
+    def add(self, logits: Tensor, block: slice) -> None:
+        top = torch.maximum(self.max, logits.amax(-1))
+        shrink = torch.exp(self.max - top)
+        weights = torch.exp(logits - top[:, None])
+        self.sum = self.sum * shrink + weights.sum(-1)
+        if self.mean is not None:
+            self.mean = self.mean * shrink + (weights * logits).sum(-1)
+        self.max = top
+        here, column = locate(self.labels, block)
+        self.target += torch.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+
+    def lse(self) -> Tensor:
+        return self.max + torch.log(self.sum)
+
+    def entropy(self) -> Tensor | None:
+        return None if self.mean is None else self.lse() - self.mean / self.sum
+
+
+def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Which labels lie in a vocabulary block, and their column there (0 for the others)."""
+    here = (labels >= block.start) & (labels < block.stop)
+    return here, torch.where(here, labels - block.start, 0)
+
+
+def logits_gradient(
+    logits: Tensor,
+    lse: Tensor,
+    labels: Tensor,
+    block: slice,
+    grad_log_probs: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """d loss / d logits [n, v] of one vocabulary block.
+
+    log p_y = z_y - lse gives (onehot - p) * g; H = -sum p log p gives -p * (log p + H) * g_H.
+    """
+    log_p = logits - lse[:, None]
+    p = torch.exp(log_p)
+    grad = p * -grad_log_probs[:, None]
+    here, column = locate(labels, block)
+    grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
+    if entropy is not None and grad_entropy is not None:
+        grad.sub_(p * (log_p + entropy[:, None]) * grad_entropy[:, None])
+    return grad

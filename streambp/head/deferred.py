@@ -1,0 +1,273 @@
+"""Hidden states and logits that a model computes with, but that do not exist.
+
+A model's own forward ends with: final norm, slice, `lm_head`, perhaps a scale or a softcap, the loss function. While a
+streamed model computes a loss, its final norm returns a `Deferred` instead: a tensor without storage that remembers the
+norm's input. Slicing it slices that input; `F.linear` turns it into deferred logits; multiplication, division and tanh
+are remembered; `F.cross_entropy` finally computes the loss block by block. So no family's head is written again here.
+Any other operation builds the real tensor and goes on with it: exact, at the memory cost that the unpatched model has;
+the operation's name is kept, for `describe`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from streambp.errors import StreamBPError
+from streambp.head.blocks import Projection
+from streambp.head.log_probs import BlockwiseLogProbs, check_labels, make_inputs
+from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
+
+
+@dataclasses.dataclass
+class HeadRecord:
+    """What happened to one forward's deferred tensors."""
+
+    pending: Pending
+    want_log_probs: bool = False
+    keep_logits: bool = False
+    log_probs: Tensor | None = None  # [N], with grad
+    built_for: str | None = None  # the operation that needed a real tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What stands between the stored hidden states and a deferred tensor's value."""
+
+    record: HeadRecord
+    norm: nn.Module | None = None
+    scale_hidden: float = 1.0
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    before: float = 1.0  # logits = after * tanh(before * product), or after * before * product without tanh
+    tanh: bool = False
+    after: float = 1.0
+
+    def scaled(self, factor: float) -> Recipe:
+        if self.weight is None:
+            return dataclasses.replace(self, scale_hidden=self.scale_hidden * factor)
+        if self.tanh:
+            return dataclasses.replace(self, after=self.after * factor)
+        return dataclasses.replace(self, before=self.before * factor)
+
+    def projection(self) -> Projection:
+        """The same in the terms of `Projection`: softcap(scale * product), softcap(z) = cap * tanh(z / cap)."""
+        if not self.tanh:
+            return Projection(logit_scale=self.before)
+        return Projection(logit_scale=self.before * self.after, softcap=self.after)
+
+
+class Deferred(Tensor):
+    """Shape, dtype and device of a tensor [..., h] or [..., V]; `source` [..., h] and `recipe` say how to compute it."""
+
+    source: Tensor
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
+        width = source.shape[-1] if recipe.weight is None else recipe.weight.shape[0]
+        shape = (*source.shape[:-1], width)
+        self: Deferred = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=source.requires_grad
+        )  # type: ignore[attr-defined]
+        self.source, self.recipe = source, recipe
+        return self
+
+    def build(self) -> Tensor:
+        """The real tensor, differentiable."""
+        recipe, value = self.recipe, self.source
+        if recipe.norm is not None:
+            value = recipe.norm(value)
+        if recipe.scale_hidden != 1.0:
+            value = value * recipe.scale_hidden
+        if recipe.weight is not None:
+            value = F.linear(value, recipe.weight, recipe.bias)
+            value = value * recipe.before if recipe.before != 1.0 else value
+            value = torch.tanh(value) * recipe.after if recipe.tanh else value
+        return value.to(self.dtype)
+
+    def derive(self, source: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
+        return Deferred(self.source if source is None else source, recipe or self.recipe, self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = RULES.get(func)
+        if rule is not None:
+            result = rule(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            Deferred, lambda d: _build_for(d, getattr(func, "__name__", str(func))), (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StreamBPError(
+            f"{func} reached logits that do not exist. Ask for logits by calling the model without labels."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _build_for(deferred: Deferred, operation: str) -> Tensor:
+    deferred.recipe.record.built_for = operation
+    return deferred.build()
+
+
+METADATA = frozenset(
+    {
+        Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.stride, Tensor.__len__,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda",
+                                                     "is_meta", "layout", "is_leaf", "grad_fn", "is_sparse")),
+    }
+)  # fmt: skip
+
+
+def _slice(x: Deferred, index: Any) -> Any:
+    """An index that leaves the last dimension whole applies to the source as well."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is None for part in parts):
+        return NotImplemented
+    ellipsis = any(part is Ellipsis for part in parts)
+    consumed = sum(_dims(part) for part in parts if part is not Ellipsis)
+    reaches_last = consumed == x.dim() or (ellipsis and parts[-1] is not Ellipsis)
+    if reaches_last and not _whole(parts[-1]):
+        return NotImplemented
+    return x.derive(x.source[index])
+
+
+def _dims(part: Any) -> int:
+    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def _whole(part: Any) -> bool:
+    return isinstance(part, slice) and part == slice(None)
+
+
+def _same(x: Deferred, *args: Any, **kwargs: Any) -> Any:
+    return x
+
+
+def _float(x: Deferred, *args: Any, **kwargs: Any) -> Any:
+    wide = torch.promote_types(x.source.dtype, torch.float32)
+    return Deferred(x.source, x.recipe, wide)
+
+
+def _to(x: Deferred, *args: Any, **kwargs: Any) -> Any:
+    """Only casts up and moves to where the tensor is; the loss is computed in float32 or wider anyway."""
+    wanted = [*args, *kwargs.values()]
+    dtypes = [w for w in wanted if isinstance(w, torch.dtype)]
+    devices = [torch.device(w) for w in wanted if isinstance(w, str | torch.device)]
+    if any(isinstance(w, Tensor) for w in wanted) or any(d.type != x.device.type for d in devices):
+        return NotImplemented
+    if any(torch.promote_types(d, x.source.dtype) != d for d in dtypes):
+        return NotImplemented
+    return Deferred(x.source, x.recipe, dtypes[0]) if dtypes else x
+
+
+def _view(x: Deferred, *shape: Any) -> Any:
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if isinstance(sizes, torch.dtype) or sizes[-1] not in (-1, x.shape[-1]):
+        return NotImplemented
+    source = x.source.reshape(*sizes[:-1], x.source.shape[-1])
+    return x.derive(source)
+
+
+def _flatten(x: Deferred, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim in (-1, x.dim() - 1):
+        return NotImplemented
+    return x.derive(x.source.flatten(start_dim, end_dim))
+
+
+def _multiply(x: Any, factor: Any) -> Any:
+    if isinstance(factor, Deferred):
+        x, factor = factor, x
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        return NotImplemented
+    return x.derive(recipe=x.recipe.scaled(float(factor)))
+
+
+def _divide(x: Any, divisor: Any, **kwargs: Any) -> Any:
+    if kwargs or not isinstance(x, Deferred) or isinstance(divisor, bool) or not isinstance(divisor, int | float):
+        return NotImplemented
+    return x.derive(recipe=x.recipe.scaled(1.0 / divisor))
+
+
+def _tanh(x: Deferred) -> Any:
+    if x.recipe.weight is None or x.recipe.tanh:
+        return NotImplemented
+    return x.derive(recipe=dataclasses.replace(x.recipe, tanh=True))
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if not isinstance(x, Deferred) or x.recipe.weight is not None or x.recipe.scale_hidden != 1.0 and bias is not None:
+        return NotImplemented
+    recipe = dataclasses.replace(
+        x.recipe, weight=weight, bias=bias, before=x.recipe.scale_hidden, scale_hidden=1.0
+    )  # (c * hidden) @ W^T = c * (hidden @ W^T)
+    return Deferred(x.source, recipe)
+
+
+def _cross_entropy(
+    x: Deferred,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    recipe = x.recipe
+    unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
+    if unusual or recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+        return NotImplemented
+    check_labels(target, recipe.weight.shape[0], ignore_index)
+    inputs = make_inputs(x.source, target, recipe.projection(), recipe.norm, ignore_index)
+    values = (recipe.weight, recipe.bias, *inputs.norm_values())
+    record = recipe.record
+    if reduction != "none" and not record.want_log_probs and can_run_in_one_pass(x.source, record.pending):
+        total = OnePassNLL.apply(inputs, record.pending, x.source, *values)
+    else:
+        log_probs, _ = BlockwiseLogProbs.apply(inputs, False, x.source, *values)
+        record.log_probs = log_probs
+        if reduction == "none":
+            return -log_probs
+        total = -log_probs.sum()
+    if reduction == "sum":
+        return total
+    # No valid label: loss 0 and gradient 0, where torch gives NaN.
+    return total / (target != ignore_index).sum().clamp(min=1)
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _slice,
+    Tensor.contiguous: _same,
+    Tensor.float: _float,
+    Tensor.to: _to,
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    Tensor.flatten: _flatten,
+    Tensor.mul: _multiply,
+    Tensor.__mul__: _multiply,
+    Tensor.__rmul__: _multiply,
+    torch.mul: _multiply,
+    Tensor.div: _divide,
+    Tensor.__truediv__: _divide,
+    torch.div: _divide,
+    Tensor.tanh: _tanh,
+    torch.tanh: _tanh,
+    F.linear: _linear,
+    F.cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,269 @@
+"""Per-token log-probabilities of hidden @ W^T without the logits (DESIGN.md section 2, "Head").
+
+    token_log_probs
+      -> BlockwiseLogProbs      autograd Function: one pass forward, blocks recomputed in backward
+      -> one_pass_nll           the sum of -log p with its gradient taken in forward (`one_pass.py`)
+           both on HeadInputs   what a token block is made of: rows, norm, weight
+           and blocks.*         arithmetic of one [tokens, vocabulary] block
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.errors import BackwardError, StreamBPError
+from streambp.head.blocks import (
+    Projection,
+    Statistics,
+    logits_gradient,
+    project,
+    token_blocks,
+    vocabulary_blocks,
+)
+from streambp.layer.recompute import Autocast
+from streambp.layer.shadows import GradientSum, Parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogProbs:
+    """log_probs and entropy, shaped like the labels, in promote_types(hidden dtype, float32); 0 where ignored."""
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+
+
+@dataclasses.dataclass
+class HeadInputs:
+    """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm."""
+
+    labels: Tensor
+    projection: Projection
+    norm: nn.Module | None
+    norm_parameters: Parameters | None
+    ignore_index: int
+    autocast: Autocast
+
+    def rows(self) -> Tensor | None:
+        """Positions with a label, in order; None if all have one, or if that cannot be known (meta tensors)."""
+        if self.labels.device.type == "meta":
+            return None
+        valid = self.labels != self.ignore_index
+        return None if bool(valid.all()) else valid.nonzero().squeeze(-1)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm of a token block [n, h], in the dtype that the projection is computed in."""
+        with self.autocast.restored():
+            if self.norm is not None:
+                hidden = self.norm.forward(hidden)  # its hooks belong to the model's own call
+            kind, enabled, dtype = self.autocast.states[0]
+            return hidden.to(dtype) if enabled and kind == hidden.device.type else hidden
+
+    def norm_values(self) -> list[Tensor]:
+        return [] if self.norm_parameters is None else self.norm_parameters.current()
+
+    @contextlib.contextmanager
+    def norm_shadowed(self) -> Iterator[list[Tensor]]:
+        if self.norm_parameters is None:
+            yield []
+        else:
+            with self.norm_parameters.shadowed() as shadows:
+                yield shadows
+
+
+def token_log_probs(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    norm: nn.Module | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    ignore_index: int = -100,
+) -> TokenLogProbs:
+    """log softmax(logits)[label] of every token, with logits = softcap(logit_scale * (norm(hidden) @ W^T + bias)) /
+    temperature that never exist all at once.
+
+    Args:
+        hidden_states: [..., h], any floating dtype; the input of `norm` if one is given.
+        weight: [V, h]; bias: [V].
+        labels: [...] integers, already shifted; `ignore_index` marks positions without one.
+        entropy: also return the entropy of each position's distribution, differentiable.
+
+    Returns:
+        TokenLogProbs of shape [...]; ignored positions are 0 and get no gradient.
+
+    Raises:
+        StreamBPError: shapes do not fit, or a label lies outside the vocabulary.
+    """
+    _check(hidden_states, weight, labels, ignore_index)
+    inputs = make_inputs(hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index)
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    values = BlockwiseLogProbs.apply(inputs, entropy, flat, weight, bias, *inputs.norm_values())
+    log_probs, entropies = (None if value is None else value.view(labels.shape) for value in values)
+    return TokenLogProbs(log_probs, entropies)
+
+
+def make_inputs(
+    hidden_states: Tensor, labels: Tensor, projection: Projection, norm: nn.Module | None, ignore_index: int
+) -> HeadInputs:
+    autocast = Autocast.capture(hidden_states.device)
+    parameters = None if norm is None else Parameters(norm)
+    return HeadInputs(labels.reshape(-1), projection, norm, parameters, ignore_index, autocast)
+
+
+def _check(hidden_states: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> None:
+    if hidden_states.shape[:-1] != labels.shape or weight.shape[-1] != hidden_states.shape[-1]:
+        raise StreamBPError(
+            f"hidden_states {tuple(hidden_states.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do "
+            "not fit; they must be [..., h], [V, h] and [...]."
+        )
+    check_labels(labels, weight.shape[0], ignore_index)
+
+
+def check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise for a label outside the vocabulary; it would select nothing and look like a log-probability."""
+    if labels.device.type == "meta" or labels.numel() == 0:
+        return
+    wrong = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)
+    if bool(wrong.any()):
+        raise StreamBPError(
+            f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}) or be {ignore_index} (ignored). "
+            "Check that the tokenizer belongs to this model."
+        )
+
+
+class BlockwiseLogProbs(torch.autograd.Function):
+    """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> log_probs [N], entropy [N] or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: HeadInputs, entropy: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = inputs.rows()
+        labels = inputs.labels if rows is None else inputs.labels[rows]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)
+        log_probs, entropies = torch.empty_like(lse), torch.empty_like(lse) if entropy else None
+        for block in token_blocks(labels.shape[0]):
+            statistics = Statistics(labels[block], wide, entropy)
+            normed = inputs.normed(_select(hidden, rows, block))
+            for columns in vocabulary_blocks(weight.shape[0], labels[block].shape[0]):
+                part = None if bias is None else bias[columns]
+                statistics.add(project(normed, weight[columns], part, inputs.projection), columns)
+            lse[block] = statistics.lse()
+            log_probs[block] = statistics.target - lse[block]
+            if entropies is not None:
+                entropies[block] = statistics.entropy()
+        ctx.inputs, ctx.rows, ctx.entropies = inputs, rows, entropies
+        ctx.save_for_backward(hidden, weight, bias, lse)
+        return _spread(log_probs, rows, hidden), None if entropies is None else _spread(entropies, rows, hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
+        inputs, rows = ctx.inputs, ctx.rows
+        hidden, weight, bias, lse = ctx.saved_tensors
+        labels = inputs.labels if rows is None else inputs.labels[rows]
+        if rows is not None:
+            grad_log_probs = grad_log_probs[rows]
+            grad_entropy = None if grad_entropy is None else grad_entropy[rows]
+        work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
+        with inputs.norm_shadowed() as shadows:
+            for block in token_blocks(labels.shape[0]):
+                normed_input, normed = work.recompute(rows, block)
+                for columns in vocabulary_blocks(weight.shape[0], labels[block].shape[0]):
+                    part = None if bias is None else bias[columns]
+                    logits = project(normed, weight[columns], part, inputs.projection)
+                    grad = logits_gradient(
+                        logits, lse[block], labels[block], columns, grad_log_probs[block],
+                        None if ctx.entropies is None else ctx.entropies[block],
+                        None if grad_entropy is None else grad_entropy[block],
+                    )  # fmt: skip
+                    work.add_block(inputs.projection.backward(grad, logits), normed, columns)
+                work.finish_tokens(normed_input, normed, shadows, rows, block)
+        return None, None, *work.results()
+
+
+class HeadGradients:
+    """Sums the head's gradients over blocks: dW in promote_types(dtype, float32), dhidden in the hidden dtype.
+
+    `needs` says which of hidden, weight, bias and the norm's parameters want a gradient.
+    """
+
+    def __init__(
+        self, inputs: HeadInputs, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
+    ) -> None:
+        self.inputs, self.hidden, self.weight, self.bias = inputs, hidden, weight, bias
+        self.needs_hidden = needs[0]
+        self.needs_input = needs[0] or any(needs[3:])
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.d_hidden = torch.zeros_like(hidden) if needs[0] else None  # [N, h]
+        self.d_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None  # [V, h]
+        self.d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None  # [V]
+        blocks = max(2, hidden.shape[0])
+        self.d_norm = GradientSum(len(inputs.norm_values()), blocks)
+        self.d_normed: Tensor | None = None
+
+    def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
+        """A token block [n, h] as a leaf, and its norm with a graph from the leaf to it."""
+        leaf = _select(self.hidden, rows, block).detach().requires_grad_(self.needs_hidden)
+        with torch.enable_grad():
+            normed = self.inputs.normed(leaf)
+        return leaf, normed
+
+    def add_block(self, grad: Tensor, normed: Tensor, columns: slice) -> None:
+        """Take in d loss / d product [n, v] of one vocabulary block."""
+        normed = normed.detach()
+        if self.d_bias is not None:
+            self.d_bias[columns] += grad.sum(0)
+        grad = grad.to(normed.dtype)
+        if self.d_weight is not None:
+            self.d_weight[columns] += grad.mT @ normed
+        if self.needs_input:
+            part = grad @ self.weight[columns].to(normed.dtype)  # [n, h]
+            wide = part.to(torch.promote_types(part.dtype, torch.float32))
+            self.d_normed = wide if self.d_normed is None else self.d_normed.add_(wide)
+
+    def finish_tokens(
+        self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice
+    ) -> None:
+        """Differentiate the norm of a finished token block and write dhidden."""
+        if self.d_normed is None:
+            return
+        grad, self.d_normed = self.d_normed.to(normed.dtype), None
+        wanted = [leaf, *shadows] if self.needs_hidden else shadows
+        parts = list(torch.autograd.grad(normed, wanted, grad, allow_unused=True))
+        if self.needs_hidden:
+            assert self.d_hidden is not None and parts[0] is not None
+            self.d_hidden[block if rows is None else rows[block]] = parts.pop(0)
+        self.d_norm.add(parts)
+
+    def results(self, upstream: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden, weight, bias and the norm's parameters, in their own dtypes, times `upstream`."""
+        d_norm = self.d_norm.result(self.inputs.norm_values())
+        sums = [self.d_hidden, self.d_weight, self.d_bias, *d_norm]
+        if upstream is not None:
+            sums = [None if total is None else total.mul_(upstream) for total in sums]
+        d_hidden, d_weight, d_bias, *d_norm = sums
+        d_weight = None if d_weight is None else d_weight.to(self.weight.dtype)
+        d_bias = None if d_bias is None or self.bias is None else d_bias.to(self.bias.dtype)
+        return d_hidden, d_weight, d_bias, *d_norm
+
+
+def _select(hidden: Tensor, rows: Tensor | None, block: slice) -> Tensor:
+    return hidden[block] if rows is None else hidden[rows[block]]
+
+
+def _spread(values: Tensor, rows: Tensor | None, hidden: Tensor) -> Tensor:
+    """Values of the labelled positions at their places among all N; 0 elsewhere."""
+    return values if rows is None else values.new_zeros(hidden.shape[0]).index_copy_(0, rows, values)

@@ -1,0 +1,84 @@
+"""The sum of -log p over all labelled tokens, with its gradient taken in forward.
+
+When the loss is a sum or mean of -log p, d loss / d log p is known up to one scalar before backward starts. So forward
+computes the gradients at scale 1 while each block's logits are there, which saves one of the head's four matrix products,
+and backward multiplies *everything* by the true upstream gradient. float16 stays with two passes: at scale 1 small
+gradients would underflow that a GradScaler keeps. The gradients (dW in float32) live from forward to backward, so a head
+with one such forward pending does not start a second one (`Pending`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.errors import BackwardError
+from streambp.head.blocks import LOGITS_PER_BLOCK, Statistics, logits_gradient, project, token_blocks
+from streambp.head.log_probs import HeadGradients, HeadInputs
+
+
+class Pending:
+    """Remembers whether gradients of a head's earlier forward still wait for their backward."""
+
+    def __init__(self) -> None:
+        self._work: weakref.ref[HeadGradients] | None = None
+
+    def __bool__(self) -> bool:
+        return self._work is not None and self._work() is not None
+
+    def set(self, work: HeadGradients) -> None:
+        self._work = weakref.ref(work)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_work": None}  # a copied or pickled model has nothing pending
+
+
+def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
+    return torch.is_grad_enabled() and hidden.dtype != torch.float16 and not pending
+
+
+class OnePassNLL(torch.autograd.Function):
+    """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> sum of -log p, a scalar."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: HeadInputs, pending: Pending, hidden: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
+    ) -> Tensor:
+        rows = inputs.rows()
+        labels = inputs.labels if rows is None else inputs.labels[rows]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
+        everything = slice(0, weight.shape[0])
+        with inputs.norm_shadowed() as shadows:
+            # The whole vocabulary at once: the softmax must be known before the logits are let go.
+            for block in token_blocks(labels.shape[0], max(1, LOGITS_PER_BLOCK // weight.shape[0])):
+                leaf, normed = work.recompute(rows, block)
+                with torch.no_grad():
+                    statistics = Statistics(labels[block], wide, entropy=False)
+                    logits = project(normed, weight, bias, inputs.projection)
+                    statistics.add(logits, everything)
+                    lse = statistics.lse()
+                    total += (lse - statistics.target).sum()
+                    grad = logits_gradient(
+                        logits, lse, labels[block], everything, torch.full_like(lse, -1.0), None, None
+                    )
+                    work.add_block(inputs.projection.backward(grad, logits), normed, everything)
+                    del grad, logits
+                work.finish_tokens(leaf, normed, shadows, rows, block)
+        ctx.work = work
+        pending.set(work)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        work, ctx.work = ctx.work, None
+        if work is None or torch.is_grad_enabled():
+            raise BackwardError(
+                "backward ran a second time, or with create_graph=True, through the blockwise loss; its gradients are "
+                "used up by the first. Compute the loss again, or add losses up and call backward once."
+            )
+        return None, None, *work.results(upstream)

@@ -1,0 +1,59 @@
+"""What a recomputation must find as the forward found it: random state and autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Autocast:
+    """Autocast's state for a device and for the CPU. Autocast is never active inside a backward pass."""
+
+    states: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+
+    @classmethod
+    def capture(cls, device: torch.device) -> Autocast:
+        kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
+        states = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(states, torch.is_autocast_cache_enabled())
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self.states:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
+            yield
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomState:
+    """The CPU's and one device's generator states, taken as a chunk starts."""
+
+    cpu: torch.Tensor
+    device: torch.device
+    accelerator: torch.Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        on_gpu = device.type == "cuda"
+        return cls(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if on_gpu else None)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.cuda.set_rng_state(self.accelerator, self.device)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Within, random numbers are drawn as they were; afterwards the stream goes on where it was."""
+        outer = RandomState.capture(self.device)
+        self.restore()
+        try:
+            yield
+        finally:
+            outer.restore()

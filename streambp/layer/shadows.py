@@ -1,0 +1,110 @@
+"""Shadows: stand-ins for a module's parameters while its chunks are differentiated.
+
+[Note: shadows] Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user hung on the real
+parameters, once per chunk. So the chunk loop differentiates with respect to detached aliases that share the parameters'
+memory. They sit in the parameters' slots during the loop and the sums go out through the layer's autograd Function, which
+fires each hook once. A parameter in several slots (tied) has one shadow; frozen parameters keep their place, because
+quantised ones carry attributes that a detached alias would lose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from streambp.errors import BackwardError, UnsupportedModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place that holds a parameter: `module._parameters[name]`."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> Tensor:
+        parameter: Tensor = getattr(self.module, self.name)
+        return parameter
+
+
+class Parameters:
+    """The trainable parameters of a module, by the slots they sit in.
+
+    Slots are kept, never the parameters themselves: engines may swap those between forward and backward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        groups: dict[int, list[Slot]] = {}
+        self.names: list[str] = []
+        for path, owner in module.named_modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if isinstance(parameter, DTensor):
+                    raise UnsupportedModelError(
+                        f"{path}.{name} is a DTensor while the layer computes, as under tensor or expert parallelism. "
+                        "streambp streams plain parameters: use DDP, ZeRO or FSDP2 around whole decoder layers."
+                    )
+                if id(parameter) not in groups:
+                    self.names.append(f"{path}.{name}")
+                groups.setdefault(id(parameter), []).append(Slot(owner, name))
+        self.groups = list(groups.values())
+        self._versions = [(id(p), p._version) for p in self.current()]
+
+    def current(self) -> list[Tensor]:
+        """What the slots hold now, one tensor for each distinct parameter."""
+        return [slots[0].get() for slots in self.groups]
+
+    def check_unchanged(self) -> None:
+        """Raise if a parameter was written to since this object was built, as by an optimizer step."""
+        for name, parameter, (identity, version) in zip(self.names, self.current(), self._versions, strict=True):
+            if id(parameter) == identity and parameter._version != version:
+                raise BackwardError(
+                    f"{name} was changed in place between forward and backward, so recomputing the layer would give "
+                    "the gradient of another model. Call backward before optimizer.step() or any other update."
+                )
+
+    @contextlib.contextmanager
+    def shadowed(self) -> Iterator[list[Tensor]]:
+        """Put shadows into every slot; yields them in the order of `current`. [Note: shadows]"""
+        before = self.current()
+        shadows = [parameter.detach().requires_grad_() for parameter in before]
+        try:
+            for slots, shadow in zip(self.groups, shadows, strict=True):
+                for slot in slots:
+                    slot.module._parameters[slot.name] = shadow  # type: ignore[assignment]
+            yield shadows
+        finally:
+            for slots, parameter in zip(self.groups, before, strict=True):
+                for slot in slots:
+                    slot.module._parameters[slot.name] = parameter  # type: ignore[assignment]
+
+
+class GradientSum:
+    """Sums a parameter list's gradients over chunks in promote_types(dtype, float32) (DESIGN.md section 2)."""
+
+    def __init__(self, count: int, parts: int) -> None:
+        self._sums: list[Tensor | None] = [None] * count
+        self._single = parts == 1
+
+    def add(self, gradients: list[Tensor | None]) -> None:
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            total = self._sums[index]
+            if self._single:
+                self._sums[index] = gradient
+            elif total is None:
+                self._sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            else:
+                total.add_(gradient)
+
+    def result(self, like: list[Tensor]) -> list[Tensor | None]:
+        """The sums in the parameters' dtypes; None for a parameter that no chunk touched."""
+        sums = zip(self._sums, like, strict=True)
+        return [None if total is None else total.to(parameter.dtype) for total, parameter in sums]

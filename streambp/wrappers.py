@@ -1,0 +1,249 @@
+"""What `patch` puts in place of three kinds of forward: the layer's, the backbone's and the causal language model's.
+
+[Note: instance forward] A wrapper is a plain object stored as `module.forward`. It refers to its module, and copying or
+pickling the module carries it along, pointing at the copy; a closure would go on running the original, and a bound method
+of a function that the class does not have cannot be pickled. `module.__call__` and all hooks stay as they are. The class
+and its name stay, so that everything that looks for layers by class finds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from streambp.attention.interface import routed
+from streambp.config import StreamConfig
+from streambp.errors import StreamBPError
+from streambp.head.deferred import Deferred, HeadRecord, Recipe
+from streambp.head.one_pass import Pending
+from streambp.layer.function import stream_layer
+
+
+@dataclasses.dataclass
+class PatchState:
+    """What the wrappers of one patched model share.
+
+    bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
+    """
+
+    config: StreamConfig
+    bypass: bool = False
+    pending: Pending = dataclasses.field(default_factory=Pending)
+    head_built_for: str | None = None
+    defer_norm: HeadRecord | None = None
+
+
+class InstanceForward:
+    """Base of the wrappers: stands in for `module.forward` and can be taken off again. [Note: instance forward]"""
+
+    def __init__(self, module: nn.Module, state: PatchState) -> None:
+        self.module = module
+        self.state = state
+        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The original's: Trainer, peft and generate look at the parameters of a model's forward."""
+        return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
+
+    def install(self) -> None:
+        self.module.forward = self  # type: ignore[method-assign, assignment]
+
+    def remove(self) -> None:
+        if self.previous is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.forward = self.previous  # type: ignore[method-assign]
+
+
+class LayerForward(InstanceForward):
+    """A decoder layer that streams unless its model's forward said otherwise."""
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.bypass or kwargs.get("past_key_values") is not None:
+            return self.original(*args, **kwargs)
+        return stream_layer(self.module, type(self.module).forward, self.state.config, args, kwargs)
+
+
+class BackboneForward(InstanceForward):
+    """The model around the layers: decides whether this call streams, and keeps caches and masks out of the way."""
+
+    def __init__(self, module: PreTrainedModel, state: PatchState, layers: list[nn.Module], norm: nn.Module | None) -> None:
+        super().__init__(module, state)
+        self.layers = layers
+        self.norm = norm
+        self.checkpointed: list[nn.Module] = []
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {**kwargs, **self._positional(args)}
+        before, self.state.bypass = self.state.bypass, not self._streams(kwargs)
+        try:
+            if self.state.bypass:
+                return self.original(**kwargs)
+            self._switch_checkpointing_off()
+            self._check(kwargs)
+            kwargs["use_cache"] = False
+            with routed(self._configs()):
+                return self._run(kwargs)
+        finally:
+            self.state.bypass = before
+
+    def _run(self, kwargs: dict[str, Any]) -> Any:
+        record, self.state.defer_norm = self.state.defer_norm, None
+        if record is None or self.norm is None:
+            return self.original(**kwargs)
+        deferring = DeferredNorm(self.norm, record)
+        deferring.install()
+        try:
+            return self.original(**kwargs)
+        finally:
+            deferring.remove()
+
+    def _positional(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(inspect.signature(self).bind_partial(*args).arguments) if args else {}
+
+    def _streams(self, kwargs: dict[str, Any]) -> bool:
+        """Whether this call streams: not with a cache, nor when a cache or attention weights are to be returned."""
+        if kwargs.get("past_key_values") is not None:
+            return False
+        attentions = kwargs.get("output_attentions")
+        if attentions or (attentions is None and getattr(self._config, "output_attentions", False)):
+            return False
+        if torch.is_grad_enabled() and self.module.training:
+            return True
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = not torch.is_grad_enabled() and getattr(self._config, "use_cache", False)
+        return not use_cache
+
+    def _switch_checkpointing_off(self) -> None:
+        """Trainer switches checkpointing on for every layer when training starts; up to transformers 5.22 it would wrap
+        the whole streamed layer in a second recomputation. The flag comes back with `remove`."""
+        for layer in self.layers:
+            if layer.__dict__.get("gradient_checkpointing"):
+                layer.gradient_checkpointing = False  # type: ignore[assignment]
+                self.checkpointed.append(layer)
+
+    def remove(self) -> None:
+        super().remove()
+        for layer in self.checkpointed:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+    def _check(self, kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if tokens is not None and tokens.shape[1] == 0:
+            raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
+
+    @property
+    def _config(self) -> PreTrainedConfig:
+        config: PreTrainedConfig = self.module.config  # type: ignore[assignment]
+        return config
+
+    def _configs(self) -> list[PreTrainedConfig]:
+        found = [self._config, *(m.config for m in self.layers[0].modules() if hasattr(m, "config"))]
+        return list({id(config): config for config in found}.values())
+
+
+class DeferredNorm(InstanceForward):
+    """The final norm for one forward: returns a `Deferred` that remembers the norm and its input."""
+
+    def __init__(self, module: nn.Module, record: HeadRecord) -> None:
+        super().__init__(module, PatchState(StreamConfig()))
+        self.record = record
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        self.remove()  # `Deferred` calls the module itself, block by block
+        return Deferred(hidden_states, Recipe(self.record, norm=self.module))
+
+
+class CausalLMForward(InstanceForward):
+    """A causal language model whose loss is computed without logits when labels are given (DESIGN.md section 8)."""
+
+    def __init__(self, module: PreTrainedModel, state: PatchState) -> None:
+        super().__init__(module, state)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        want_log_probs = kwargs.pop("output_log_probs", False)
+        if args:
+            kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
+        labels = kwargs.get("labels")
+        if labels is None and want_log_probs:
+            raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
+        if labels is None or not self.state.config.head or self._caches(kwargs):
+            if want_log_probs:
+                raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
+            return self.original(**kwargs)
+        kwargs["use_cache"] = False
+        record = HeadRecord(self.state.pending, want_log_probs)
+        output = self._run(kwargs, record)
+        self.state.head_built_for = record.built_for
+        return self._finish(output, record, kwargs)
+
+    def _caches(self, kwargs: dict[str, Any]) -> bool:
+        return kwargs.get("past_key_values") is not None or bool(kwargs.get("use_cache") and not self.module.training)
+
+    def _run(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
+        config = self.module.config
+        hidden_wanted = kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False)
+        head = DeferredHead(self.module.get_output_embeddings(), record)  # type: ignore[operator]
+        self.state.defer_norm = None if hidden_wanted else record
+        head.install()
+        try:
+            return self.original(**kwargs)
+        finally:
+            self.state.defer_norm = None
+            head.remove()
+
+    def _finish(self, output: Any, record: HeadRecord, kwargs: dict[str, Any]) -> Any:
+        logits_wanted = self.state.config.eval_logits and not self.module.training
+        if isinstance(output, tuple):
+            kept = (part.build() if isinstance(part, Deferred) and logits_wanted else part for part in output)
+            return tuple(part for part in kept if not isinstance(part, Deferred))
+        fields = {
+            name: value.build() if isinstance(value, Deferred) and logits_wanted else value
+            for name, value in output.items()
+        }
+        result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
+        if record.want_log_probs:
+            result["log_probs"] = self._log_probs(record, kwargs)
+        return result
+
+    def _log_probs(self, record: HeadRecord, kwargs: dict[str, Any]) -> Tensor:
+        """[B, T - 1], the log-probability of labels[:, 1:]; with shift_labels [B, T]."""
+        if record.log_probs is None:
+            raise StreamBPError(
+                f"This model's loss does not go through cross_entropy on its logits ({record.built_for}); "
+                "output_log_probs is not available. Compute them from logits (call the model without labels)."
+            )
+        shape = kwargs["labels"].shape
+        log_probs = record.log_probs.view(shape)
+        return log_probs if kwargs.get("shift_labels") is not None else log_probs[:, :-1]
+
+
+class DeferredHead(InstanceForward):
+    """The output projection for one forward; makes its input `Deferred` where the final norm could not."""
+
+    def __init__(self, module: nn.Module, record: HeadRecord) -> None:
+        super().__init__(module, PatchState(StreamConfig()))
+        self.record = record
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        if not isinstance(hidden_states, Deferred):
+            hidden_states = Deferred(hidden_states, Recipe(self.record))
+        result: Tensor = self.original(hidden_states)
+        return result
