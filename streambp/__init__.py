@@ -1,7 +1,7 @@
 """Train HuggingFace models on sequences many times longer than gradient checkpointing allows, with exact gradients.
 
-    import streambp
-    streambp.patch(model)
+import streambp
+streambp.patch(model)
 """
 
 from streambp.config import StreamConfig

@@ -23,6 +23,7 @@ from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
 from streambp.head.deferred import Deferred, HeadRecord, Recipe
 from streambp.head.one_pass import Pending
+from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
 
 
@@ -71,11 +72,15 @@ class InstanceForward:
 class LayerForward(InstanceForward):
     """A decoder layer that streams unless its model's forward said otherwise."""
 
+    def __init__(self, module: nn.Module, state: PatchState) -> None:
+        super().__init__(module, state)
+        self.site = LayerSite(module, state.config)
+
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.state.bypass or kwargs.get("past_key_values") is not None:
             return self.original(*args, **kwargs)
-        return stream_layer(self.module, type(self.module).forward, self.state.config, args, kwargs)
+        return stream_layer(self.site, args, kwargs)
 
 
 class BackboneForward(InstanceForward):

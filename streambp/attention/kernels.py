@@ -11,6 +11,7 @@ that reads nothing has o = 0 and lse = -inf.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Protocol
 
 import torch
@@ -114,9 +115,7 @@ class CpuFlashKernel:
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         causal = task.block.kind is Kind.CAUSAL
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, o, lse, 0.0, causal, scale=task.scale
-        )
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=task.scale)
 
 
 class FlashKernel:
@@ -257,7 +256,8 @@ def _tile(task: Task, device: torch.device) -> Tensor | None:
     key = torch.arange(block.k0, block.k1, device=device)
     if block.kind is Kind.CAUSAL:
         return key <= query
-    assert block.kind is Kind.BAND and block.window is not None
+    assert block.kind is Kind.BAND
+    assert block.window is not None
     return key > query - block.window
 
 
@@ -268,6 +268,6 @@ def _flash_window(block: Block) -> dict[str, int]:
 def _cu_seqlens(block: Block, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
     if block.kind is not Kind.VARLEN:
         return None, None, q.shape[1], k.shape[1]
-    longest = [max(b - a for a, b in zip(cu, cu[1:], strict=False)) for cu in (block.cu_q, block.cu_k)]
+    longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (block.cu_q, block.cu_k)]
     cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=q.device) for cu in (block.cu_q, block.cu_k))
     return cu_q, cu_k, longest[0], longest[1]

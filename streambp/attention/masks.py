@@ -9,6 +9,7 @@ packing) and checks them against the index function at the edges of every span. 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,7 +56,7 @@ class DenseMask:
         if isinstance(self.source, Tensor):
             return self.source[:, :, q0:q1, k0:k1].to(device)
         known = self.source.description
-        tile = sdpa_mask(
+        return sdpa_mask(
             batch_size=self.batch_size,
             q_length=q1 - q0,
             kv_length=k1 - k0,
@@ -67,7 +68,6 @@ class DenseMask:
             use_vmap=known.get("use_vmap", False),
             device=device,
         )
-        return tile  # [B, 1, q, k]
 
     def check_causal(self, device: torch.device) -> None:
         """Raise if any query reads a key behind it. Costs T^2 / 2 mask elements, SCAN^2 at a time, once a forward."""
@@ -208,7 +208,7 @@ def _rows_of_documents(cu_seq_lens: Tensor, batch_size: int, length: int) -> tup
 
 
 def _documents(ends: list[int]) -> tuple[Run, ...]:
-    return tuple(Run(a, b, a) for a, b in zip(ends, ends[1:], strict=False) if a < b)
+    return tuple(Run(a, b, a) for a, b in itertools.pairwise(ends) if a < b)
 
 
 def _agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterator
 
 
@@ -104,7 +105,6 @@ class Spans:
                 for run in clipped:
                     yield from self._run_blocks(b0, b1, run, tiling)
 
-
     def _row_groups(self) -> Iterator[tuple[int, int, tuple[Run, ...]]]:
         first = 0
         for row in range(1, len(self.rows) + 1):
@@ -152,5 +152,5 @@ def _full_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, k1: int, tiling: T
 
 def _is_packed(runs: list[Run]) -> bool:
     """Several documents, one behind the other, each reading nothing before itself."""
-    follows = all(a.q1 == b.q0 == b.k0 for a, b in zip(runs, runs[1:], strict=False))
+    follows = all(a.q1 == b.q0 == b.k0 for a, b in itertools.pairwise(runs))
     return len(runs) > 1 and follows and all(run.k1 is None for run in runs)

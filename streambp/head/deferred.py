@@ -112,9 +112,7 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise StreamBPError(
-            f"{func} reached logits that do not exist. Ask for logits by calling the model without labels."
-        )
+        raise StreamBPError(f"{func} reached logits that do not exist. Ask for logits by calling the model without labels.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -211,7 +209,7 @@ def _tanh(x: Deferred) -> Any:
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(x, Deferred) or x.recipe.weight is not None or x.recipe.scale_hidden != 1.0 and bias is not None:
+    if not isinstance(x, Deferred) or x.recipe.weight is not None or (x.recipe.scale_hidden != 1.0 and bias is not None):
         return NotImplemented
     recipe = dataclasses.replace(
         x.recipe, weight=weight, bias=bias, before=x.recipe.scale_hidden, scale_hidden=1.0

@@ -1,10 +1,10 @@
 """Per-token log-probabilities of hidden @ W^T without the logits (DESIGN.md section 2, "Head").
 
-    token_log_probs
-      -> BlockwiseLogProbs      autograd Function: one pass forward, blocks recomputed in backward
-      -> one_pass_nll           the sum of -log p with its gradient taken in forward (`one_pass.py`)
-           both on HeadInputs   what a token block is made of: rows, norm, weight
-           and blocks.*         arithmetic of one [tokens, vocabulary] block
+token_log_probs
+  -> BlockwiseLogProbs      autograd Function: one pass forward, blocks recomputed in backward
+  -> one_pass_nll           the sum of -log p with its gradient taken in forward (`one_pass.py`)
+       both on HeadInputs   what a token block is made of: rows, norm, weight
+       and blocks.*         arithmetic of one [tokens, vocabulary] block
 """
 
 from __future__ import annotations
@@ -234,9 +234,7 @@ class HeadGradients:
             wide = part.to(torch.promote_types(part.dtype, torch.float32))
             self.d_normed = wide if self.d_normed is None else self.d_normed.add_(wide)
 
-    def finish_tokens(
-        self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice
-    ) -> None:
+    def finish_tokens(self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice) -> None:
         """Differentiate the norm of a finished token block and write dhidden."""
         if self.d_normed is None:
             return
@@ -244,7 +242,8 @@ class HeadGradients:
         wanted = [leaf, *shadows] if self.needs_hidden else shadows
         parts = list(torch.autograd.grad(normed, wanted, grad, allow_unused=True))
         if self.needs_hidden:
-            assert self.d_hidden is not None and parts[0] is not None
+            assert self.d_hidden is not None
+            assert parts[0] is not None
             self.d_hidden[block if rows is None else rows[block]] = parts.pop(0)
         self.d_norm.add(parts)
 

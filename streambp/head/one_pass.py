@@ -45,7 +45,13 @@ class OnePassNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: HeadInputs, pending: Pending, hidden: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
+        ctx: Any,
+        inputs: HeadInputs,
+        pending: Pending,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *norm: Tensor,
     ) -> Tensor:
         rows = inputs.rows()
         labels = inputs.labels if rows is None else inputs.labels[rows]
@@ -63,9 +69,7 @@ class OnePassNLL(torch.autograd.Function):
                     statistics.add(logits, everything)
                     lse = statistics.lse()
                     total += (lse - statistics.target).sum()
-                    grad = logits_gradient(
-                        logits, lse, labels[block], everything, torch.full_like(lse, -1.0), None, None
-                    )
+                    grad = logits_gradient(logits, lse, labels[block], everything, torch.full_like(lse, -1.0), None, None)
                     work.add_block(inputs.projection.backward(grad, logits), normed, everything)
                     del grad, logits
                 work.finish_tokens(leaf, normed, shadows, rows, block)

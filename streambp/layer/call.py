@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,39 +15,50 @@ from transformers import PreTrainedConfig
 from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask, resolve
 from streambp.attention.prefix import Attended, ChunkMask, Prefix, RefillDone, Stage
+from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.layer.products import UnreadProducts, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.store import InMemory, SavedTensors
 
 # Where the tokens are, by argument name; whatever is not named here is handed to every chunk whole.
 TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+PROBE_TOKENS = 2
+
+
+@dataclasses.dataclass
+class LayerSite:
+    """A streamed layer: the module, how it streams, and what was found out about it (by `_unread_key`)."""
+
+    layer: nn.Module
+    config: StreamConfig
+    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The class's forward, which takes the layer first."""
+        return type(self.layer).forward
 
 
 class LayerCall:
-    """Arguments, chunk plan, prefix and saved tensors of one layer call. hidden_states is [B, T, h].
+    """Arguments, chunk plan, prefix and saved tensors of one call of a layer. hidden_states is [B, T, h]."""
 
-    Args:
-        forward: the layer's own forward, taking the layer first.
-        args, kwargs: what the layer was called with.
-    """
-
-    def __init__(
-        self, layer: nn.Module, forward: Callable[..., Any], config: StreamConfig, args: Any, kwargs: Any
-    ) -> None:
-        self.layer = layer
-        self.forward = forward
+    def __init__(self, site: LayerSite, args: Any, kwargs: Any) -> None:
+        config = site.config
+        self.site = site
+        self.layer = site.layer
         self.saves = config.saves
-        self.arguments = _bind(forward, layer, args, kwargs)
+        self.arguments = _bind(site.forward, site.layer, args, kwargs)
         self.hidden_states: Tensor = self.arguments.pop("hidden_states")
         batch_size, length = self.hidden_states.shape[:2]
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
         self.plan = plan_chunks(length, batch_size, config.chunk_size)
-        self.configs = _attention_configs(layer)
+        self.configs = _attention_configs(site.layer)
         self.autocast = Autocast.capture(self.hidden_states.device)
-        self.training = layer.training
+        self.training = site.layer.training
         self.prefix = Prefix(self._layout(), length, config.attention)
         self.store: SavedTensors = InMemory()
         self.random: list[RandomState] = []
@@ -101,13 +113,16 @@ class LayerCall:
         """The inverse of `unwrap`."""
         return (hidden_states, *[None] * self.width) if self.returns_tuple else hidden_states
 
-    def compute(self, hidden_chunk: Tensor, chunk: Chunk, stage: Stage) -> tuple[Any, list[Attended]]:
+    def compute(
+        self, hidden_chunk: Tensor, chunk: Chunk, stage: Stage, prefix: Prefix | None = None
+    ) -> tuple[Any, list[Attended]]:
         """The layer's own forward on hidden_chunk [B, C, h]; its result, and what its attention calls left behind."""
-        mask = ChunkMask(self.prefix, chunk, stage, self._saved_attention(chunk) if stage is Stage.RECOMPUTE else None)
+        saved = self._saved_attention(chunk) if stage is Stage.RECOMPUTE and prefix is None else None
+        mask = ChunkMask(prefix or self.prefix, chunk, stage, saved)
         named = {name: self._cut(name, value, chunk) for name, value in self.arguments.items()}
         named["attention_mask"] = mask
         try:
-            result = self.forward(self.layer, hidden_chunk, **named)
+            result = self.site.forward(self.layer, hidden_chunk, **named)
         except RefillDone:
             result = None
         mask.finish()
@@ -126,6 +141,24 @@ class LayerCall:
             return None
         names = [(f"attn_out.{site}", f"lse.{site}") for site in range(self.prefix.calls)]
         return [Attended(self.store.take(o, chunk.index), self.store.take(lse, chunk.index)) for o, lse in names]
+
+    def unread_products(self, linears: dict[str, nn.Linear], trainable: list[str], needs_input: bool) -> UnreadProducts:
+        """Which Linear products this layer's refill and recomputation can leave out; traced once for each situation."""
+        autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
+        key = (tuple(linears), tuple(trainable), needs_input, self.training, autocast)
+        if key not in self.site.unread:
+            self.site.unread[key] = trace_unread(linears, lambda: self._probe(needs_input)) if linears else UnreadProducts()
+        return self.site.unread[key]
+
+    def _probe(self, needs_input: bool) -> list[tuple[Tensor, Tensor]]:
+        """A graph of the layer over its first few tokens; K and V of its attention calls."""
+        tokens = min(PROBE_TOKENS, self.plan[0].stop)
+        x = self.store.peek("x", 0)[:, :tokens]
+        prefix = Prefix(Spans.causal(x.shape[0], tokens), tokens, self.prefix.attention)
+        with torch.enable_grad(), self.random[0].replayed():
+            hidden_chunk = x.detach().requires_grad_(needs_input)
+            self.compute(hidden_chunk, Chunk(0, 0, tokens), Stage.RECOMPUTE, prefix)
+        return [(site.k, site.v) for site in prefix.sites]
 
     def _cut(self, name: str, value: Any, chunk: Chunk) -> Any:
         dim = TOKEN_DIMS.get(name)

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from streambp.attention.prefix import Stage
-from streambp.config import StreamConfig
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.layer.call import LayerCall
+from streambp.layer.call import LayerCall, LayerSite
+from streambp.layer.products import left_out, plain_linears
+from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters
 
 
-def stream_layer(
-    layer: nn.Module, forward: Callable[..., Any], config: StreamConfig, args: Any, kwargs: Any
-) -> Any:
-    """What `forward(layer, *args, **kwargs)` returns, computed in chunks of the sequence.
+def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
+    """What the layer's forward returns for these arguments, computed in chunks of the sequence.
 
     Args:
-        layer: a decoder layer whose only work across tokens is attention through transformers' interface.
-        forward: its class's forward.
+        site: a decoder layer whose only work across tokens is attention through transformers' interface.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be streamed exactly; nothing was changed.
     """
-    _refuse_inner_fsdp(layer)
-    call = LayerCall(layer, forward, config, args, kwargs)
+    _refuse_inner_fsdp(site.layer)
+    counts_when_alone()
+    call = LayerCall(site, args, kwargs)
     hidden_states = call.hidden_states
-    parameters = Parameters(layer)
+    parameters = Parameters(site.layer)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or parameters.groups):
         call.hidden_states = hidden_states.detach()
         output = StreamedLayer.apply(call, parameters, hidden_states, *parameters.current())
@@ -69,23 +67,30 @@ class StreamedLayer(torch.autograd.Function):
     def forward(ctx: Any, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *values: Tensor) -> Tensor:
         ctx.call, ctx.parameters = call, parameters
         ctx.version = hidden_states._version
-        output = _run_forward(call, keep=True)
-        return output
+        return _run_forward(call, keep=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        counts = reference_counts(grad)
         call, parameters = _begin_backward(ctx)
         needs_input = ctx.needs_input_grad[2]
         sums = GradientSum(len(parameters.groups), len(call.plan))
-        grad_input = torch.empty_like(call.hidden_states) if needs_input else None  # [B, T, h]
+        grad_input = None  # [B, T, h]
+        if needs_input:
+            reuse = may_overwrite(grad, counts, call.hidden_states)
+            grad_input = grad if reuse else mark(torch.empty_like(call.hidden_states))
         call.hidden_states = None  # type: ignore[assignment]
         with call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
-            if call.prefix.filled_until == 0:
+            linears = plain_linears(call.layer)
+            unread = call.unread_products(linears, parameters.names, needs_input)
+            with left_out(linears, unread.refill):
                 _refill(call)
-            for chunk in call.plan.backward():
-                part = _chunk_backward(call, chunk, grad[:, chunk.start : chunk.stop], shadows, needs_input, sums)
-                if grad_input is not None and part is not None:
-                    grad_input[:, chunk.start : chunk.stop] = part
+            with left_out(linears, unread.recompute):
+                for chunk in call.plan.backward():
+                    part = _chunk_backward(call, chunk, grad[:, chunk.start : chunk.stop], shadows, needs_input, sums)
+                    if grad_input is not None:
+                        grad_input[:, chunk.start : chunk.stop] = part  # its chunk of `grad` has been read
+                    del part
         call.prefix.drop_buffers()
         return None, None, grad_input, *sums.result(parameters.current())
 
@@ -119,6 +124,8 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 def _refill(call: LayerCall) -> None:
     """Compute K and V of every chunk but the last again; the last chunk's are written by its own recomputation."""
+    if call.prefix.filled_until:  # kept since forward
+        return
     with torch.no_grad():
         for chunk in call.plan:
             if chunk.index == len(call.plan) - 1:
@@ -148,4 +155,3 @@ def _refuse_inner_fsdp(layer: nn.Module) -> None:
                 f"{name} inside {type(layer).__name__} is an FSDP unit of its own; streamed layers would gather it once "
                 "per chunk and lose gradients. Apply fully_shard to whole decoder layers only."
             )
-
