@@ -15,11 +15,12 @@ stands thousands of tokens back (imports, classes, earlier functions) helps to p
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
+import math
 import sysconfig
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -273,14 +274,17 @@ class LiveStorages(TorchDispatchMode):
         self.live -= nbytes
 
 
-def compare_activation_peaks(
-    model: PreTrainedModel, config: streambp.StreamConfig, input_ids: Tensor
-) -> tuple[ActivationPeak | None, ActivationPeak | None]:
+Peaks = tuple[ActivationPeak | None, ActivationPeak | None]
+
+
+def compare_activation_peaks(model: PreTrainedModel, config: streambp.StreamConfig, input_ids: Tensor) -> Peaks:
     """Peaks of plain gradient checkpointing and of streambp, same weights, same batch. None: out of memory."""
     print("measuring the activation peak of one step: plain gradient checkpointing, then streambp ...")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    plain = measure_activation_peak(model, input_ids)
-    model.gradient_checkpointing_disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 renames the method that everybody calls
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        plain = measure_activation_peak(model, input_ids)
+        model.gradient_checkpointing_disable()
     streambp.patch(model, config)
     streamed = measure_activation_peak(model, input_ids)
     streambp.unpatch(model)
@@ -322,3 +326,101 @@ def cuda_peak(model: PreTrainedModel, step: Callable[[], float]) -> tuple[int, f
     loss = step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before, loss
+
+
+def forward_backward(model: PreTrainedModel, input_ids: Tensor) -> float:
+    loss = model(input_ids=input_ids, labels=input_ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+# --- training ---
+
+
+@dataclasses.dataclass
+class Run:
+    """What training came to."""
+
+    losses: list[float]
+    tokens: int
+    seconds: float
+
+    def loss_span(self) -> tuple[float, float, int]:
+        """Mean loss of the first and of the last tenth of the steps, and how many steps that is."""
+        count = max(1, len(self.losses) // 10)
+        return sum(self.losses[:count]) / count, sum(self.losses[-count:]) / count, count
+
+
+def train(
+    model: PreTrainedModel, batches: list[Tensor], steps: int, learning_rate: float, device: torch.device
+) -> Run:
+    """AdamW with a short linear warmup, then a cosine down to a tenth of the rate; gradients clipped at 1."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    warmup = max(1, steps // 8)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, warmup, steps))
+    run = Run([], 0, 0.0)
+    start = time.perf_counter()
+    bar = tqdm(range(steps), desc="training", unit="step")
+    for step in bar:
+        input_ids = batches[step % len(batches)].to(device)
+        run.losses.append(forward_backward(model, input_ids))
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        run.tokens += input_ids.numel()
+        run.seconds = time.perf_counter() - start
+        bar.set_postfix(loss=f"{run.losses[-1]:.3f}", tokens_per_s=f"{run.tokens / run.seconds:,.0f}")
+    return run
+
+
+def rate_at(step: int, warmup: int, steps: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+# --- results ---
+
+
+def print_summary(args: argparse.Namespace, run: Run, peaks: Peaks | None, seconds: float) -> None:
+    first, last, count = run.loss_span()
+    rows = [
+        ("loss", f"{first:.3f} -> {last:.3f} (mean of the first and the last {count} of {len(run.losses)} steps)"),
+        ("tokens/s", f"{run.tokens / run.seconds:,.0f} ({run.tokens:,} tokens in {run.seconds:.0f} s)"),
+        *(peak_rows(args, *peaks) if peaks else []),
+        ("checkpoint", str(args.output)),
+        ("whole run", f"{seconds:.0f} s"),
+    ]
+    print("\n--- summary ---")
+    for name, value in rows:
+        print(f"{name:<22} {value}")
+
+
+def peak_rows(
+    args: argparse.Namespace, plain: ActivationPeak | None, streamed: ActivationPeak | None
+) -> list[tuple[str, str]]:
+    rows = [("activation peak of one step, beyond weights, batch and .grad, T = " + f"{args.seq_len:,}:", "")]
+    for name, peak in (("  plain checkpointing", plain), ("  streambp", streamed)):
+        if peak is None:
+            rows.append((name, "out of memory"))
+        else:
+            same = f"loss {peak.loss:.6f}, gradient norm {peak.gradient_norm:.6f}"
+            rows.append((name, f"{peak.bytes / MIB:,.1f} MiB ({same})"))
+    if plain is not None and streamed is not None:
+        rows.append(("  ratio", f"{streamed.bytes / plain.bytes:.3f}"))
+    return rows
+
+
+def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int = 100) -> str:
+    """A sampled continuation of the prompt. Generation runs as unpatched."""
+    model.eval()
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    with torch.no_grad():
+        output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, temperature=0.7, top_k=40)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Every family, batch mode, chunk size and saves against the unpatched model in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import streambp
+from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
+from tests.oracle import gradients, lift_float32_casts, relative_l2, worst_error
+
+SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
+
+
+@functools.cache
+def reference(family, mode):
+    with pytest.MonkeyPatch.context() as patch:
+        lift_float32_casts(patch)
+        return gradients(build(family, torch.float64), **make_batch(mode))
+
+
+@pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
+@pytest.mark.parametrize("chunk_size", [1, 5, LENGTH + 10])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
+    expected_loss, expected = reference(family, mode)
+    model = streambp.patch(
+        build(family, torch.float64), streambp.StreamConfig(chunk_size=chunk_size, saves=saves)
+    )
+    loss, found = gradients(model, **make_batch(mode))
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_math_attention_and_two_pass_head_are_exact(family, mode, float64_oracle, monkeypatch):
+    monkeypatch.setattr("streambp.head.deferred.can_run_in_one_pass", lambda *_: False)
+    expected_loss, expected = reference(family, mode)
+    model = streambp.patch(build(family, torch.float64), streambp.StreamConfig(chunk_size=5, attention="math"))
+    loss, found = gradients(model, **make_batch(mode))
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("attention", ["auto", "math"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_bf16_is_as_precise_as_the_unpatched_model(seed, attention):
+    model = build("qwen3", torch.float32, seed=seed, num_hidden_layers=3, hidden_size=64)
+    batch = make_batch("plain", length=256, seed=seed)
+    _, truth = gradients(model, **batch)
+    model.to(torch.bfloat16)
+    _, stock = gradients(model, **batch)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=29, attention=attention))
+    _, ours = gradients(model, **batch)
+    assert relative_l2(ours, truth) <= 1.05 * relative_l2(stock, truth)
