@@ -194,7 +194,7 @@ class CausalLMForward(InstanceForward):
                 raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
             return self.original(**kwargs)
         kwargs["use_cache"] = False
-        record = HeadRecord(self.state.pending, want_log_probs)
+        record = HeadRecord(self.state.pending, want_log_probs, num_items=kwargs.get("num_items_in_batch"))
         output = self._run(kwargs, record)
         self.state.head_built_for = record.built_for
         return self._finish(output, record, kwargs)

@@ -27,9 +27,7 @@ def reference(family, mode):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
     expected_loss, expected = reference(family, mode)
-    model = streambp.patch(
-        build(family, torch.float64), streambp.StreamConfig(chunk_size=chunk_size, saves=saves)
-    )
+    model = streambp.patch(build(family, torch.float64), streambp.StreamConfig(chunk_size=chunk_size, saves=saves))
     loss, found = gradients(model, **make_batch(mode))
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)

@@ -30,8 +30,8 @@ class HeadRecord:
 
     pending: Pending
     want_log_probs: bool = False
-    keep_logits: bool = False
     log_probs: Tensor | None = None  # [N], with grad
+    num_items: Tensor | int | None = None  # what the model's loss will divide a sum by
     built_for: str | None = None  # the operation that needed a real tensor
 
 
@@ -235,18 +235,19 @@ def _cross_entropy(
     inputs = make_inputs(x.source, target, recipe.projection(), recipe.norm, ignore_index)
     values = (recipe.weight, recipe.bias, *inputs.norm_values())
     record = recipe.record
+    # No valid label: loss 0 and gradient 0, where torch gives NaN.
+    labelled = (target != ignore_index).sum().clamp(min=1)
     if reduction != "none" and not record.want_log_probs and can_run_in_one_pass(x.source, record.pending):
-        total = OnePassNLL.apply(inputs, record.pending, x.source, *values)
+        divisor = labelled if reduction == "mean" else (record.num_items or 1)
+        one = torch.ones((), dtype=torch.promote_types(x.source.dtype, torch.float32), device=x.device)
+        total = OnePassNLL.apply(inputs, record.pending, one / divisor, x.source, *values)
     else:
         log_probs, _ = BlockwiseLogProbs.apply(inputs, False, x.source, *values)
         record.log_probs = log_probs
         if reduction == "none":
             return -log_probs
         total = -log_probs.sum()
-    if reduction == "sum":
-        return total
-    # No valid label: loss 0 and gradient 0, where torch gives NaN.
-    return total / (target != ignore_index).sum().clamp(min=1)
+    return total if reduction == "sum" else total / labelled
 
 
 RULES: dict[Any, Callable[..., Any]] = {

@@ -1,8 +1,10 @@
 """The sum of -log p over all labelled tokens, with its gradient taken in forward.
 
 When the loss is a sum or mean of -log p, d loss / d log p is known up to one scalar before backward starts. So forward
-computes the gradients at scale 1 while each block's logits are there, which saves one of the head's four matrix products,
-and backward multiplies *everything* by the true upstream gradient. float16 stays with two passes: at scale 1 small
+computes the gradients at an expected scale while each block's logits are there, which saves one of the head's four matrix
+products, and backward multiplies *everything* by the true upstream gradient over the expected one. That is exactly 1 in
+ordinary training (the expected scale is 1 / number of labels, or 1 / num_items_in_batch); a factor other than a power of
+two would round dhidden a second time, which cost 2 % of the whole gradient's precision in bf16 when it was measured. float16 stays with two passes: small
 gradients would underflow that a GradScaler keeps. The gradients (dW in float32) live from forward to backward, so a head
 with one such forward pending does not start a second one (`Pending`).
 """
@@ -41,13 +43,17 @@ def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
 
 
 class OnePassNLL(torch.autograd.Function):
-    """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> sum of -log p, a scalar."""
+    """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> sum of -log p, a scalar.
+
+    `scale` is the upstream gradient that backward expects, a scalar tensor in promote_types(hidden dtype, float32).
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         inputs: HeadInputs,
         pending: Pending,
+        scale: Tensor,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -57,7 +63,7 @@ class OnePassNLL(torch.autograd.Function):
         labels = inputs.labels if rows is None else inputs.labels[rows]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
+        work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
         everything = slice(0, weight.shape[0])
         with inputs.norm_shadowed() as shadows:
             # The whole vocabulary at once: the softmax must be known before the logits are let go.
@@ -69,11 +75,11 @@ class OnePassNLL(torch.autograd.Function):
                     statistics.add(logits, everything)
                     lse = statistics.lse()
                     total += (lse - statistics.target).sum()
-                    grad = logits_gradient(logits, lse, labels[block], everything, torch.full_like(lse, -1.0), None, None)
+                    grad = logits_gradient(logits, lse, labels[block], everything, -scale.expand_as(lse), None, None)
                     work.add_block(inputs.projection.backward(grad, logits), normed, everything)
                     del grad, logits
                 work.finish_tokens(leaf, normed, shadows, rows, block)
-        ctx.work = work
+        ctx.work, ctx.scale = work, scale
         pending.set(work)
         return total
 
@@ -85,4 +91,4 @@ class OnePassNLL(torch.autograd.Function):
                 "backward ran a second time, or with create_graph=True, through the blockwise loss; its gradients are "
                 "used up by the first. Compute the loss again, or add losses up and call backward once."
             )
-        return None, None, *work.results(upstream)
+        return None, None, None, *work.results(upstream / ctx.scale)
