@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from streambp.attention.interface import register
 from streambp.chunks import AUTO_RULE
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError, UnsupportedModelError
@@ -41,7 +40,6 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         if hasattr(module, "_streambp"):
             unpatch(model)
             break
-    register()
     state = PatchState(config)
     wrappers: list[InstanceForward] = []
     for backbone, layers in stacks:

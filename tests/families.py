@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -79,7 +81,7 @@ def make_batch(mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2) ->
     batch = {"input_ids": ids, "labels": labels}
     if mode == "packed":
         cuts = [[0, 5, 6, 14, length], [0, 9, length]]
-        positions = [torch.cat([torch.arange(b - a) for a, b in zip(c, c[1:], strict=False)]) for c in cuts]
+        positions = [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(c)]) for c in cuts]
         batch["position_ids"] = torch.stack([positions[row % 2] for row in range(rows)])
         labels[batch["position_ids"] == 0] = -100
     if mode in ("left-padded", "right-padded"):

@@ -60,15 +60,15 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def register() -> None:
-    """Add our name to transformers' tables; nothing uses it but models inside `routed`."""
-    AttentionInterface.register(NAME, stream_attention)
-    AttentionMaskInterface.register(NAME, lazy_mask)
-
-
 @contextlib.contextmanager
 def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
-    """Within, models with these configs use `stream_attention` and `lazy_mask`. Sub-configs are left alone."""
+    """Within, models with these configs use `stream_attention` and `lazy_mask`. Sub-configs are left alone.
+
+    Our name enters transformers' tables here, so that a model unpickled in a process that never called `patch` runs; no
+    model outside of `routed` uses it.
+    """
+    AttentionInterface.register(NAME, stream_attention)
+    AttentionMaskInterface.register(NAME, lazy_mask)
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = NAME

@@ -126,32 +126,34 @@ class FlashKernel:
     tiling = Tiling(k_block=K_BLOCK, native_window=True, native_varlen=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, T, H, D]
-        cu_q, cu_k, max_q, max_k = _cu_seqlens(task.block, q, k)
-        if cu_q is not None:
-            q, k, v = q[0], k[0], v[0]  # [T, H, D]
+        kind = task.block.kind
+        if kind in (Kind.FULL, Kind.CAUSAL):
+            causal = kind is Kind.CAUSAL
+            o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=task.scale)
+            return o, lse
+        q, k, v = (_token_major(t, kind) for t in (q, k, v))
         o, lse, *_ = aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, task.block.kind is not Kind.FULL, False, scale=task.scale,
-            **_flash_window(task.block),
-        )  # fmt: skip
-        if cu_q is not None:
-            o, lse = o[None], lse[None]  # lse [H, T] of a packed row
-        return o.transpose(1, 2), lse
+            q, k, v, *_lengths(task.block, q.device), 0.0, True, False, scale=task.scale, **_flash_window(task.block)
+        )
+        return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[None]  # varlen gives [H, T]
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        do, q, k, v, o = (t.transpose(1, 2) for t in (do, q, k, v, o))
-        cu_q, cu_k, max_q, max_k = _cu_seqlens(task.block, q, k)
-        if cu_q is not None:
-            do, q, k, v, o, lse = do[0], q[0], k[0], v[0], o[0], lse[0]
+        kind = task.block.kind
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        grads = aten._flash_attention_backward(
-            do, q, k, v, o, lse.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, task.block.kind is not Kind.FULL,
+        lse = lse.contiguous()
+        if kind in (Kind.FULL, Kind.CAUSAL):
+            return aten._scaled_dot_product_flash_attention_backward(
+                do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, kind is Kind.CAUSAL, *no_dropout,
+                scale=task.scale,
+            )  # fmt: skip
+        do, q, k, v, o = (_token_major(t, kind) for t in (do, q, k, v, o))
+        dq, dk, dv = aten._flash_attention_backward(
+            do, q, k, v, o, lse if kind is Kind.WINDOW else lse[0], *_lengths(task.block, q.device), 0.0, True,
             *no_dropout, scale=task.scale, **_flash_window(task.block),
         )  # fmt: skip
-        dq, dk, dv = ((g if cu_q is None else g[None]).transpose(1, 2) for g in grads)
-        return dq, dk, dv
+        return _head_major(dq, kind), _head_major(dk, kind), _head_major(dv, kind)
 
 
 class CudnnKernel:
@@ -261,13 +263,24 @@ def _tile(task: Task, device: torch.device) -> Tensor | None:
     return key > query - block.window
 
 
+def _token_major(x: Tensor, kind: Kind) -> Tensor:
+    """[B, H, T, D] -> [B, T, H, D], or [T, H, D] of the single packed row."""
+    return x[0].transpose(0, 1) if kind is Kind.VARLEN else x.transpose(1, 2)
+
+
+def _head_major(x: Tensor, kind: Kind) -> Tensor:
+    """The inverse of `_token_major`."""
+    return x.transpose(0, 1)[None] if kind is Kind.VARLEN else x.transpose(1, 2)
+
+
 def _flash_window(block: Block) -> dict[str, int]:
     return {} if block.window is None else {"window_size_left": block.window - 1, "window_size_right": 0}
 
 
-def _cu_seqlens(block: Block, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _lengths(block: Block, device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """cu_seqlens of queries and keys (None unless packed), and the longest of each."""
     if block.kind is not Kind.VARLEN:
-        return None, None, q.shape[1], k.shape[1]
+        return None, None, block.q1 - block.q0, block.k1 - block.k0
     longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (block.cu_q, block.cu_k)]
-    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=q.device) for cu in (block.cu_q, block.cu_k))
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in (block.cu_q, block.cu_k))
     return cu_q, cu_k, longest[0], longest[1]

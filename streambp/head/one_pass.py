@@ -4,7 +4,8 @@ When the loss is a sum or mean of -log p, d loss / d log p is known up to one sc
 computes the gradients at an expected scale while each block's logits are there, which saves one of the head's four matrix
 products, and backward multiplies *everything* by the true upstream gradient over the expected one. That is exactly 1 in
 ordinary training (the expected scale is 1 / number of labels, or 1 / num_items_in_batch); a factor other than a power of
-two would round dhidden a second time, which cost 2 % of the whole gradient's precision in bf16 when it was measured. float16 stays with two passes: small
+two would round dhidden a second time, which cost 2 % of the whole gradient's precision in bf16 when it was measured.
+float16 stays with two passes: small
 gradients would underflow that a GradScaler keeps. The gradients (dW in float32) live from forward to backward, so a head
 with one such forward pending does not start a second one (`Pending`).
 """

@@ -93,9 +93,9 @@ def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[tuple[Ten
     """
     flow, read, called = DataFlow(), set(), set()
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:
+        # Returning the tensor would tie a node to its own output in a cycle that keeps the layer's input alive.
         read.update(flow.of(tensor))
-        return tensor
 
     def label(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -106,7 +106,7 @@ def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[tuple[Ten
 
     handles = [module.register_forward_hook(label(name)) for name, module in linears.items()]
     try:
-        with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
             attended = run()
     finally:
         for handle in handles:

@@ -1,0 +1,61 @@
+"""Counts bytes of live storages and Linear FLOPs, on meta tensors as well."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations created while this mode was on and that are still alive; and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen: set[int] = set()
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in before and storage._cdata not in self._seen:
+                    self._track(storage)
+        return result
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def gone() -> None:
+            self._seen.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, gone)
+
+
+class LinearFlops(TorchDispatchMode):
+    """Twice the multiply-adds of 2-D matrix products, which is what Linears make; attention's are batched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            a, b = args[-2:]
+            self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return result

@@ -1,0 +1,154 @@
+"""Bytes a token, counted on meta between T = 512k and 1M on a Qwen3-8B-shaped layer (DESIGN.md section 4)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from streambp.config import StreamConfig
+from streambp.head.log_probs import token_log_probs
+from streambp.layer.call import LayerSite
+from streambp.layer.function import stream_layer
+from tests.counting import LiveBytes
+
+LENGTHS = (512 * 1024, 1024 * 1024)
+KB = 1024
+
+
+def qwen3_8b_layer():
+    config = Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=1,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        return Qwen3DecoderLayer(config, 0).to(torch.bfloat16).train()
+
+
+def empty(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+class Source(torch.autograd.Function):
+    """Ends a graph; its backward allocates the gradient that reaches the layer."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return empty(*ctx.shape)
+
+
+def slope(measure):
+    """Bytes a token that `measure(T)` grows by."""
+    short, long = (measure(length) for length in LENGTHS)
+    return (long - short) / (LENGTHS[1] - LENGTHS[0])
+
+
+def run_layer(layer, length, forward, grad=True):
+    """Peak bytes of forward, of the first layer's backward beyond its saved input, and of the second's likewise."""
+    x = empty(1, length, 4096).requires_grad_(grad)
+    peaks = {}
+    with LiveBytes() as count, contextlib.nullcontext() if grad else torch.no_grad():
+        cos, sin = empty(1, length, 128), empty(1, length, 128)
+        middle = forward(layer, x, (cos, sin))
+        peaks["forward"] = count.peak
+        if not grad:
+            return peaks
+        saved_input = middle.untyped_storage().nbytes()
+
+        def first_backward_done(gradient):
+            peaks["last layer"] = count.peak - saved_input
+            count.reset_peak()
+
+        middle.register_hook(first_backward_done)
+        end = Source.apply(forward(layer, middle, (cos, sin)))
+        del middle
+        count.reset_peak()
+        end.backward()
+        peaks["first layer"] = count.peak
+    return peaks
+
+
+def streamed(saves=()):
+    def forward(layer, x, position_embeddings):
+        site = LayerSite(layer, StreamConfig(chunk_size=131072, saves=saves))
+        return stream_layer(site, (x,), {"attention_mask": None, "position_embeddings": position_embeddings})
+
+    return forward
+
+
+def flash_on_meta(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """FlashAttention's shapes; sdpa would count a [T, T] matrix on meta."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
+    return out.transpose(1, 2), None
+
+
+def checkpointed(layer, x, position_embeddings):
+    AttentionInterface.register("flash_on_meta", flash_on_meta)
+    layer.self_attn.config._attn_implementation_internal = "flash_on_meta"
+    return checkpoint(layer, x, None, None, None, False, position_embeddings, use_reentrant=False)
+
+
+@pytest.fixture(scope="module")
+def streamed_peaks():
+    layer = qwen3_8b_layer()
+    return {length: run_layer(layer, length, streamed()) for length in LENGTHS}
+
+
+def test_backward_grows_by_29_kb_a_token(streamed_peaks):
+    found = slope(lambda length: streamed_peaks[length]["last layer"])
+    print(f"streamed layer, backward beyond its input: {found / KB:.2f} KB a token")
+    assert found <= 29 * KB
+
+
+def test_backward_grows_by_21_kb_a_token_with_the_gradient_reused(streamed_peaks):
+    found = slope(lambda length: streamed_peaks[length]["first layer"])
+    print(f"streamed layer, gradient's buffer reused: {found / KB:.2f} KB a token")
+    assert found <= 21 * KB
+
+
+def test_forward_without_grad_grows_by_21_kb_a_token():
+    layer = qwen3_8b_layer()
+    found = slope(lambda length: run_layer(layer, length, streamed(), grad=False)["forward"])
+    print(f"streamed layer, no_grad forward: {found / KB:.2f} KB a token")
+    assert found <= 21 * KB
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_head_grows_by_8_5_kb_a_token(norm):
+    with torch.device("meta"):
+        final_norm = torch.nn.RMSNorm(4096, dtype=torch.bfloat16) if norm else None
+    weight = empty(151936, 4096).requires_grad_()
+
+    def measure(length):
+        hidden = empty(1, length, 4096).requires_grad_()
+        labels = torch.empty(1, length, dtype=torch.long, device="meta")
+        with LiveBytes() as count:
+            token_log_probs(hidden, weight, labels, norm=final_norm).log_probs.sum().backward()
+            return count.peak
+
+    found = slope(measure)
+    print(f"blockwise head beyond its input: {found / KB:.3f} KB a token")
+    assert found <= 8.5 * KB
+
+
+def test_checkpointing_needs_several_times_as_much():
+    layer = qwen3_8b_layer()
+    found = slope(lambda length: run_layer(layer, length, checkpointed)["last layer"])
+    print(f"torch checkpointing, backward beyond its input: {found / KB:.1f} KB a token")
+    assert found > 4 * 29 * KB
