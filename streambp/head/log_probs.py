@@ -249,7 +249,9 @@ class HeadGradients:
 
     def results(self, upstream: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight, bias and the norm's parameters, in their own dtypes, times `upstream`."""
-        d_norm = self.d_norm.result(self.inputs.norm_values())
+        values = self.inputs.norm_values()
+        # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
+        d_norm = [torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)]
         sums = [self.d_hidden, self.d_weight, self.d_bias, *d_norm]
         if upstream is not None:
             sums = [None if total is None else total.mul_(upstream) for total in sums]

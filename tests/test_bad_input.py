@@ -1,0 +1,145 @@
+"""Whatever cannot be exact is refused, with what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import BertConfig, BertModel, LlamaConfig, MixtralConfig, MixtralForCausalLM, T5Config, T5Model
+
+import streambp
+from tests.families import LENGTH, build, make_batch
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("chunk_size", 0), ("chunk_size", -3), ("chunk_size", "large"), ("chunk_size", True), ("chunk_size", 2.0),
+        ("saves", "kv"), ("saves", ("qk",)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
+    ],
+)  # fmt: skip
+def test_config_values(field, value):
+    with pytest.raises(streambp.StreamBPError, match=field):
+        streambp.StreamConfig(**{field: value})
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        streambp.StreamConfig().chunk_size = 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)),
+        lambda: T5Model(T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)),
+        lambda: MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=2, num_local_experts=2,
+            )
+        ),
+        lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)),
+    ],
+    ids=["bert", "t5", "mixtral", "no transformer"],
+)  # fmt: skip
+def test_unsupported_models(make):
+    model = make()
+    with pytest.raises(streambp.StreamBPError, match="cannot be streamed"):
+        streambp.patch(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_bidirectional_config():
+    model = build("llama")
+    model.config.is_causal = False
+    with pytest.raises(streambp.StreamBPError, match="bidirectional"):
+        streambp.patch(model)
+
+
+def streamed(family="qwen3", **overrides):
+    return streambp.patch(build(family, **overrides), streambp.StreamConfig(chunk_size=5))
+
+
+def test_non_causal_mask():
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    with pytest.raises(streambp.StreamBPError, match="comes after"):
+        streamed()(**make_batch("plain"), attention_mask=mask, use_cache=False)
+
+
+def test_mask_of_the_wrong_size():
+    mask = torch.ones(1, 1, LENGTH - 1, LENGTH, dtype=torch.bool).tril()
+    with pytest.raises(streambp.StreamBPError, match="shape"):
+        streamed()(**make_batch("plain"), attention_mask=mask, use_cache=False)
+
+
+def test_two_dimensional_mask_of_the_wrong_size():
+    with pytest.raises(streambp.StreamBPError, match=r"covers 28 keys.*23 tokens"):
+        streamed()(**make_batch("plain"), attention_mask=torch.ones(2, LENGTH + 5), use_cache=False)
+
+
+def test_no_tokens():
+    with pytest.raises(streambp.StreamBPError, match="T = 0"):
+        streamed()(input_ids=torch.zeros(1, 0, dtype=torch.long), use_cache=False)
+
+
+def test_labels_outside_the_vocabulary():
+    batch = make_batch("plain")
+    batch["labels"][0, 4] = 999
+    with pytest.raises(streambp.StreamBPError, match="999"):
+        streamed()(**batch, use_cache=False)
+
+
+def test_inner_fsdp_unit():
+    model = streamed()
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type("FSDPMLP", (type("FSDPModule", (), {}), type(mlp)), {})
+    with pytest.raises(streambp.StreamBPError, match="FSDP unit"):
+        model(**make_batch("plain"), use_cache=False)
+
+
+def test_tensor_parallel_parameters(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = streamed()
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        projection = model.model.layers[0].mlp.up_proj
+        projection.weight = torch.nn.Parameter(DTensor.from_local(projection.weight.detach(), mesh))
+        with pytest.raises(streambp.StreamBPError, match=r"mlp.up_proj.weight is a DTensor"):
+            model(**make_batch("plain"), use_cache=False)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_attention_that_does_more_than_we_do(monkeypatch):
+    model = streamed("llama")
+    attention = type(model.model.layers[0].self_attn)
+    real = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda self, *a, **k: real(self, *a, **{**k, "softcap": 5.0}))
+    with pytest.raises(streambp.StreamBPError, match="softcap"):
+        model(**make_batch("plain"), use_cache=False)
+
+
+def test_describe_needs_a_patched_model():
+    with pytest.raises(streambp.StreamBPError, match="not patched"):
+        streambp.describe(build("llama"))
+
+
+def test_mode_changed_between_forward_and_backward():
+    model = streamed()
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    model.eval()
+    with pytest.raises(streambp.StreamBPError, match="mode"):
+        loss.backward()
+
+
+def test_log_probs_without_labels():
+    with pytest.raises(streambp.StreamBPError, match="needs labels"):
+        streamed()(input_ids=make_batch("plain")["input_ids"], output_log_probs=True)
+
+
+def test_config_of_another_type():
+    with pytest.raises(streambp.StreamBPError, match="LlamaConfig"):
+        streambp.patch(build("llama"), LlamaConfig())

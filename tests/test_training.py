@@ -1,0 +1,246 @@
+"""Training as people do it: adapters, frozen parts, mixed precision, dropout, Trainer; evaluation and generation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.attention import prefix
+from tests.families import VOCABULARY, build, make_batch
+from tests.oracle import gradients, relative_l2, worst_error
+
+CONFIG = streambp.StreamConfig(chunk_size=5)
+
+
+def compare(stock, config=CONFIG, mode="plain", bar=1e-10, **batch):
+    ours = streambp.patch(copy.deepcopy(stock), config)
+    batch = {**make_batch(mode), **batch}
+    expected, found = gradients(stock, **batch)[1], gradients(ours, **batch)[1]
+    assert worst_error(found, expected) <= bar
+    return found
+
+
+@pytest.fixture
+def attended_chunks(monkeypatch):
+    """Lengths of the query chunks that streamed attention saw."""
+    seen = []
+    real = prefix.ChunkMask.attend
+    monkeypatch.setattr(prefix.ChunkMask, "attend", lambda self, q, *a: seen.append(q.shape[2]) or real(self, q, *a))
+    return seen
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("saves", [(), ("attn_out", "kv")])
+def test_lora(patch_first, saves, float64_oracle):
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    models = []
+    for streamed in (False, True):
+        model = build("qwen3", torch.float64)
+        config = streambp.StreamConfig(chunk_size=5, saves=saves)
+        if streamed and patch_first:
+            streambp.patch(model, config)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, lora).to(torch.float64).train()
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p)
+        if streamed and not patch_first:
+            streambp.patch(model, config)
+        models.append(model)
+    batch = make_batch("right-padded")
+    (_, expected), (_, found) = (gradients(m, **batch) for m in models)
+    assert expected
+    assert all("lora" in name for name in found)
+    assert worst_error(found, expected) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("embed_tokens",),
+        ("embed_tokens", "layers.0"),
+        ("layers.1",),
+        ("up_proj", "q_norm"),
+        ("layers",),
+        ("lm_head",),
+        ("norm",),
+    ],
+    ids="+".join,
+)
+def test_frozen_parts(frozen, float64_oracle):
+    stock = build("qwen3", torch.float64, num_hidden_layers=3)
+    for name, p in stock.named_parameters():
+        p.requires_grad_(not any(part in name for part in frozen))
+    found = compare(stock)
+    assert not any(part in name for part in frozen for name in found)
+
+
+def test_input_embeddings_get_their_gradient(float64_oracle):
+    stock = build("qwen3", torch.float64).requires_grad_(False)
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG)
+    batch = make_batch("plain")
+    results = []
+    for model in (stock, ours):
+        x = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        model(inputs_embeds=x, labels=batch["labels"], use_cache=False).loss.backward()
+        results.append(x.grad)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_dropout_by_finite_differences(family, float64_oracle):
+    """With the same seed the streamed loss is a fixed function; its slope along a direction is the gradient's."""
+    overrides = {"attention_dropout": 0.3, **({"resid_pdrop": 0.2} if family == "phi3" else {})}
+    model = streambp.patch(build(family, torch.float64, **overrides), CONFIG)
+    batch = make_batch("left-padded")
+
+    def loss():
+        torch.manual_seed(7)
+        return model(**batch, use_cache=False).loss
+
+    value = loss()
+    value.backward()
+    torch.manual_seed(11)
+    direction = [torch.randn_like(p) for p in model.parameters()]
+    slope = sum((p.grad * d).sum() for p, d in zip(model.parameters(), direction, strict=True))
+    step, ends = 1e-6, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, d in zip(model.parameters(), direction, strict=True):
+                p.add_(d, alpha=sign * step)
+            ends.append(loss())
+            for p, d in zip(model.parameters(), direction, strict=True):
+                p.sub_(d, alpha=sign * step)
+    assert abs((ends[0] - ends[1]) / (2 * step) - slope) <= 1e-6 * abs(slope)
+    assert not torch.equal(value, model.eval()(**batch, use_cache=False).loss)
+
+
+def test_backward_leaves_the_random_stream_alone():
+    model = streambp.patch(build("phi3", resid_pdrop=0.2, attention_dropout=0.1), CONFIG)
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    before = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("saves", [(), ("attn_out",), ("kv",)])
+def test_autocast_is_as_precise_as_the_unpatched_model(saves):
+    for seed in range(3):
+        model = build("qwen3", seed=seed, hidden_size=64)
+        batch = make_batch("plain", length=96, seed=seed)
+        _, truth = gradients(model, **batch)
+
+        def step(model, batch=batch):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            found = {n: p.grad.clone() for n, p in model.named_parameters()}
+            model.zero_grad()
+            return found
+
+        stock = step(model)
+        ours = step(streambp.patch(model, streambp.StreamConfig(chunk_size=11, saves=saves)))
+        assert relative_l2(ours, truth) <= 1.05 * relative_l2(stock, truth)
+
+
+def test_fp16_with_a_gradient_scaler():
+    model = build("qwen3", hidden_size=64)
+    batch = make_batch("plain", length=96)
+    _, truth = gradients(model, **batch)
+    found = []
+    for patched in (False, True):
+        if patched:
+            streambp.patch(model, streambp.StreamConfig(chunk_size=11))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with torch.autocast("cpu", torch.float16):
+            loss = model(**batch, use_cache=False).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 1024.0
+        model.zero_grad()
+    assert relative_l2(found[1], truth) <= 1.05 * relative_l2(found[0], truth)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("labels", [True, False])
+def test_no_grad_streams(training, labels, attended_chunks, float64_oracle):
+    stock = build("gemma3", torch.float64).train(training)
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG)
+    batch = make_batch("left-padded")
+    if not labels:
+        del batch["labels"]
+    with torch.no_grad():
+        expected, found = stock(**batch, use_cache=False), ours(**batch, use_cache=False)
+    assert max(attended_chunks) == 5
+    if labels:
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=0)
+        assert found.logits is None
+    else:
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-10, atol=1e-10)
+
+
+def test_eval_logits():
+    stock = build("gemma3").eval()
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, eval_logits=True))
+    batch = make_batch("plain")
+    with torch.no_grad():
+        expected, found = stock(**batch, use_cache=False), ours(**batch, use_cache=False)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+def test_generation_is_as_unpatched(attended_chunks):
+    stock = build("qwen3").eval()
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG)
+    prompt = make_batch("plain", length=11)["input_ids"]
+    expected = stock.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(ours.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+    assert torch.equal(ours.train().generate(prompt, max_new_tokens=6, do_sample=False), expected)
+    assert not attended_chunks
+    assert ours(prompt, use_cache=True).past_key_values is None  # a training forward keeps no cache
+    assert ours.eval()(prompt, use_cache=True).past_key_values is not None
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        ids = torch.randint(3, VOCABULARY, (17,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def train(model, folder, resume=None, steps=6):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
+        save_steps=3, logging_steps=1, report_to=[], use_cpu=True, gradient_checkpointing=True, eval_strategy="steps",
+        eval_steps=3, disable_tqdm=True, seed=5,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+
+
+def test_trainer_with_resume(tmp_path, attended_chunks):
+    stock = build("qwen3")
+    expected = train(copy.deepcopy(stock), tmp_path / "stock")
+    assert not attended_chunks
+    found = train(streambp.patch(copy.deepcopy(stock), CONFIG), tmp_path / "ours")
+    assert attended_chunks
+    for a, b in zip(expected, found, strict=True):
+        for key in {"loss", "eval_loss", "grad_norm"} & a.keys():
+            assert a[key] == pytest.approx(b[key], rel=1e-3)
+    model = streambp.patch(copy.deepcopy(stock), CONFIG)
+    resumed = train(model, tmp_path / "ours", resume=str(tmp_path / "ours" / "checkpoint-3"))
+    assert resumed[-1]["eval_loss"] == pytest.approx(found[-1]["eval_loss"], rel=1e-4)
