@@ -152,8 +152,8 @@ def test_second_backward_raises():
 
 def test_second_derivatives_raise():
     _, ours = model_pair(config=streambp.StreamConfig(chunk_size=5, head=False))
+    loss = ours(**make_batch("plain"), use_cache=False).loss
     with pytest.raises(streambp.StreamBPError, match="create_graph"):
-        loss = ours(**make_batch("plain"), use_cache=False).loss
         torch.autograd.grad(loss, list(ours.parameters()), create_graph=True)
 
 

@@ -148,6 +148,19 @@ def test_autocast_is_as_precise_as_the_unpatched_model(saves):
         assert relative_l2(ours, truth) <= 1.05 * relative_l2(stock, truth)
 
 
+def test_autocast_covers_the_recomputation():
+    model = streambp.patch(build("qwen3"), CONFIG)
+    seen = []
+    for name, module in model.model.layers[0].named_modules():
+        if name.endswith("up_proj"):
+            module.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**make_batch("plain"), use_cache=False).loss
+    loss.backward()
+    assert len(seen) == 10
+    assert set(seen) == {torch.bfloat16}
+
+
 def test_fp16_with_a_gradient_scaler():
     model = build("qwen3", hidden_size=64)
     batch = make_batch("plain", length=96)

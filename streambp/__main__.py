@@ -1,0 +1,7 @@
+"""`python -m streambp`."""
+
+import sys
+
+from streambp.cli import main
+
+sys.exit(main())

@@ -1,0 +1,60 @@
+"""Imports point downwards only (DESIGN.md section 7)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "streambp"
+ORDER = (
+    "errors", "config", "chunks", "attention.spans", "attention.masks", "attention.kernels", "attention.prefix",
+    "attention.interface", "layer.store", "layer.recompute", "layer.shadows", "layer.products", "layer.reuse",
+    "layer.call", "layer.function", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred", "wrappers",
+    "patching", "verify", "cli", "__main__",
+)  # fmt: skip
+PACKAGES = ("", "attention", "layer", "head")
+
+
+def module_names():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield path, name.removesuffix("__init__").removesuffix(".")
+
+
+def imported(path):
+    """Modules of this package that a file imports, wherever the statement stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("streambp"):
+            yield node.module.removeprefix("streambp").removeprefix(".")
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("streambp"):
+                    yield alias.name.removeprefix("streambp").removeprefix(".")
+
+
+def test_every_module_has_its_place():
+    assert {name for _, name in module_names()} == set(ORDER) | set(PACKAGES)
+
+
+def test_imports_point_downwards():
+    rank = {name: index for index, name in enumerate(ORDER)}
+    wrong = [
+        f"{name} imports {target or 'the package'}"
+        for path, name in module_names()
+        if name in rank
+        for target in imported(path)
+        if rank.get(target, len(ORDER)) >= rank[name] and not (name in ("verify", "cli") and target == "")
+    ]
+    assert not wrong
+
+
+def test_files_and_functions_stay_short():
+    long = []
+    for path, _ in module_names():
+        text = path.read_text()
+        if text.count("\n") > 400:
+            long.append(path.name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > 60:
+                long.append(f"{path.name}:{node.name}")
+    assert not long

@@ -1,0 +1,177 @@
+"""Every operator has a mutant, and every mutant turns a named test red."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from streambp.attention import kernels, masks, prefix
+from streambp.attention.spans import Block, Kind, Spans
+from streambp.chunks import ChunkPlan
+from streambp.head import blocks, deferred, log_probs, one_pass
+from streambp.layer import call, function, products, recompute, shadows
+from tests import test_contract, test_oracle, test_training
+from tests.families import build, make_batch
+from tests.oracle import gradients
+
+
+def oracle(family="qwen3", mode="plain", saves=()):
+    with pytest.MonkeyPatch.context() as clean:
+        test_oracle.lift_float32_casts(clean)
+        test_oracle.test_gradients_are_exact(family, mode, 5, saves, None)
+
+
+def dense_mask():
+    """A padding mask with a hole: no interval, so tiles of the mask; the first row starts with padding."""
+    stock, ours = test_contract.model_pair()
+    batch = make_batch("left-padded")
+    batch["attention_mask"][:, 12] = 0
+    batch["labels"][:, 12:14] = -100
+    test_contract.agree(stock, ours, **batch)
+
+
+def dropout():
+    with pytest.MonkeyPatch.context() as clean:
+        test_oracle.lift_float32_casts(clean)
+        test_training.test_dropout_by_finite_differences("phi3", None)
+
+
+def autocast():
+    test_training.test_autocast_covers_the_recomputation()
+
+
+def top_left(self, b0, b1, run, tiling):
+    yield Block(Kind.CAUSAL, b0, b1, run.q0, run.q1, run.k0, run.q1)
+
+
+def skips_second(real):
+    """`real` as a method whose second call does nothing."""
+    calls = []
+
+    def method(self, *args):
+        calls.append(args)
+        return None if len(calls) == 2 else real(self, *args)
+
+    return method
+
+
+@contextlib.contextmanager
+def nothing(self):
+    yield
+
+
+@contextlib.contextmanager
+def real_parameters(self):
+    yield self.current()
+
+
+def without_onehot(logits, lse, labels, block, grad_log_probs, entropy, grad_entropy):
+    return torch.exp(logits - lse[:, None]) * -grad_log_probs[:, None]
+
+
+def only_this_chunk(self):
+    return torch.zeros_like(self.k), torch.zeros_like(self.v)
+
+
+def plain_causal(mask, batch_size, length, *_):
+    return Spans.causal(batch_size, length)
+
+
+MUTANTS = {
+    "drop the last chunk": (ChunkPlan, "backward", lambda self: (self[i] for i in reversed(range(len(self) - 1))), oracle),
+    "differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), oracle),
+    "skip a parameter accumulation": (shadows.GradientSum, "add", skips_second(shadows.GradientSum.add), oracle),
+    "drop dK and dV of earlier chunks": (prefix.CallSite, "grow_accumulators", only_this_chunk, oracle),
+    "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
+    "lose autocast": (recompute.Autocast, "restored", nothing, autocast),
+    "top-left instead of bottom-right": (Spans, "_run_blocks", top_left, oracle),
+    "weights of an empty row": (
+        kernels, "_weights", lambda scores, lse: torch.exp(scores - lse[..., None]), dense_mask,
+    ),
+    "ignore padding": (masks, "_from_description", plain_causal, lambda: oracle(mode="left-padded")),
+    "ignore packing": (masks, "_from_description", plain_causal, lambda: oracle(mode="packed")),
+    "ignore the window": (masks, "_from_description", plain_causal, lambda: oracle("mistral")),
+    "trust wrong spans": (masks, "_agrees", lambda *_: True, dense_mask),
+    "saved logsumexp of another chunk": (
+        call.LayerCall, "_saved_attention",
+        lambda self, chunk, real=call.LayerCall._saved_attention: [
+            dataclasses.replace(a, lse=a.lse + 0.1) for a in real(self, chunk) or []
+        ],
+        lambda: oracle(saves=("attn_out",)),
+    ),
+    "shadows are the parameters": (
+        shadows.Parameters, "shadowed", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
+    ),
+    "always overwrite the gradient": (
+        function, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
+    ),
+    "leave out every product": (
+        call, "trace_unread",
+        lambda linears, run: products.UnreadProducts(frozenset(linears), frozenset(linears)), oracle,
+    ),
+    "unread Linear without its weight's gradient": (
+        products.UnreadLinear, "backward",
+        staticmethod(lambda ctx, grad: (grad @ ctx.saved_tensors[1], torch.zeros_like(ctx.saved_tensors[1]), None)),
+        oracle,
+    ),
+    "cross-entropy without the label's term": (log_probs, "logits_gradient", without_onehot, test_contract.test_log_probs_of_the_labels),
+    "one pass without the label's term": (one_pass, "logits_gradient", without_onehot, oracle),
+    "one pass ignores the upstream gradient": (
+        log_probs.HeadGradients, "results",
+        lambda self, upstream=None, real=log_probs.HeadGradients.results: real(self), test_contract.test_scaled_upstream,
+    ),
+    "softcap without its derivative": (
+        blocks.Projection, "backward", lambda self, grad, logits: grad, lambda: oracle("gemma3"),
+    ),
+    "final norm left out": (
+        deferred, "make_inputs",
+        lambda x, t, p, norm, ignore, real=deferred.make_inputs: real(x, t, p, None, ignore), oracle,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_turns_a_test_red(name, float64_oracle, monkeypatch):
+    owner, attribute, mutant, check = MUTANTS[name]
+    check()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, mutant)
+        with pytest.raises(AssertionError):
+            check()
+
+
+def test_merging_empty_blocks_needs_its_guard(monkeypatch):
+    """-inf - -inf: without the guard a query whose first block holds none of its keys is NaN."""
+    _, ours = test_contract.model_pair(config=test_contract.streambp.StreamConfig(chunk_size=23, attention="math"))
+    batch = make_batch("left-padded")
+    batch["attention_mask"][:, 12] = 0
+    batch["labels"][:, 12:14] = -100
+    monkeypatch.setattr(masks, "SCAN", 4)
+    monkeypatch.setattr(kernels.MATH, "tiling", dataclasses.replace(kernels.MATH.tiling, q_block=4, k_block=4))
+    _, found = gradients(ours, **batch)
+    assert all(g.isfinite().all() for g in found.values())
+    monkeypatch.setattr(
+        torch.Tensor, "masked_fill", lambda self, mask, value: self if value == 0.0 else _fill(self, mask, value)
+    )
+    _, broken = gradients(ours, **batch)
+    assert any(g.isnan().any() for g in broken.values())
+
+
+def _fill(tensor, mask, value, real=torch.Tensor.masked_fill):
+    return real(tensor, mask, value)
+
+
+def test_a_wrongly_left_out_product_is_loud(monkeypatch):
+    _, ours = test_contract.model_pair()
+    monkeypatch.setattr(
+        call, "trace_unread", lambda linears, run: products.UnreadProducts(frozenset(), frozenset({"mlp.up_proj"}))
+    )
+    _, found = gradients(ours, **make_batch("plain"))
+    assert any(g.isnan().any() for g in found.values())
+
+
+def test_mutants_run_on_a_model_that_can_show_them():
+    assert build("gemma3").config.final_logit_softcapping == 5.0
