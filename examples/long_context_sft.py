@@ -199,7 +199,8 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, de
     model = model.to(device).train()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
-    print(f"model: {type(model).__name__}, {total / 1e6:,.1f}M parameters, {trained / 1e6:,.1f}M trained, {dtype}, {device}")
+    size = f"{total / 1e6:,.1f}M parameters, {trained / 1e6:,.1f}M trained"
+    print(f"model: {type(model).__name__}, {size}, {dtype}, {device}")
     return model
 
 
@@ -351,9 +352,7 @@ class Run:
         return sum(self.losses[:count]) / count, sum(self.losses[-count:]) / count, count
 
 
-def train(
-    model: PreTrainedModel, batches: list[Tensor], steps: int, learning_rate: float, device: torch.device
-) -> Run:
+def train(model: PreTrainedModel, batches: list[Tensor], steps: int, learning_rate: float, device: torch.device) -> Run:
     """AdamW with a short linear warmup, then a cosine down to a tenth of the rate; gradients clipped at 1."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)

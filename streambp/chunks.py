@@ -52,5 +52,7 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
     """Cut `length` positions of `batch_size` rows. The rule behind "auto" is `AUTO_RULE`."""
     if chunk_size == "auto":
         tokens = min(max(-(-length * batch_size // AUTO_CHUNKS), AUTO_MIN_TOKENS), AUTO_MAX_TOKENS)
-        chunk_size = max(1, tokens // max(1, batch_size))
-    return ChunkPlan(length, max(1, min(chunk_size, length)))
+        size = tokens // max(1, batch_size)
+    else:
+        size = chunk_size
+    return ChunkPlan(length, max(1, min(size, length)))

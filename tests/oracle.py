@@ -13,7 +13,7 @@ Gradients = dict[str, Tensor]
 
 
 def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make casts of float64 tensors to float32 do nothing.
+    """Make casts of float64 tensors to float32 do nothing, and `.float()` of integers (positions) give float64.
 
     transformers computes norms, softmax and losses in float32 even for float64 models. A TorchFunctionMode would not do:
     it is off inside backward.
@@ -29,7 +29,9 @@ def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_to(self, *args, **kwargs)
 
     def to_float(self: Tensor) -> Tensor:
-        return self if self.dtype == torch.float64 else real_float(self)
+        return real_to(self, torch.float64) if self.dtype in (torch.float64, torch.int64) else real_float(self)
+
+    to_float.__name__ = "float"  # as the model sees it
 
     def softmax(x: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
         return real_softmax(x, dim, dtype=widen(dtype) if x.dtype == torch.float64 else dtype)

@@ -263,7 +263,7 @@ def test_state_dict_and_save_pretrained(tmp_path):
     stock, ours = model_pair()
     assert stock.state_dict().keys() == ours.state_dict().keys()
     ours.save_pretrained(tmp_path)
-    loaded = type(stock).from_pretrained(tmp_path, dtype=torch.float64).train()
+    loaded = type(stock).from_pretrained(tmp_path, dtype=torch.float64).to(torch.float64).train()
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in ours.state_dict().items())
     agree(copy.deepcopy(loaded), streambp.patch(loaded, CONFIG), **make_batch("plain"))
 

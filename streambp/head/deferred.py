@@ -100,7 +100,7 @@ class Deferred(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rule = RULES.get(func)
+        rule = RULES.get(func) or METHODS.get(getattr(func, "__name__", ""))
         if rule is not None:
             result = rule(*args, **kwargs)
             if result is not NotImplemented:
@@ -111,10 +111,10 @@ class Deferred(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise StreamBPError(f"{func} reached logits that do not exist. Ask for logits by calling the model without labels.")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -251,22 +251,26 @@ def _cross_entropy(
 
 
 RULES: dict[Any, Callable[..., Any]] = {
-    Tensor.__getitem__: _slice,
-    Tensor.contiguous: _same,
-    Tensor.float: _float,
-    Tensor.to: _to,
-    Tensor.view: _view,
-    Tensor.reshape: _view,
-    Tensor.flatten: _flatten,
-    Tensor.mul: _multiply,
-    Tensor.__mul__: _multiply,
-    Tensor.__rmul__: _multiply,
     torch.mul: _multiply,
-    Tensor.div: _divide,
-    Tensor.__truediv__: _divide,
     torch.div: _divide,
-    Tensor.tanh: _tanh,
     torch.tanh: _tanh,
     F.linear: _linear,
     F.cross_entropy: _cross_entropy,
+}
+
+# By name: torch passes whatever stands under that name in `Tensor`, which others may have wrapped.
+METHODS: dict[str, Callable[..., Any]] = {
+    "__getitem__": _slice,
+    "contiguous": _same,
+    "float": _float,
+    "to": _to,
+    "view": _view,
+    "reshape": _view,
+    "flatten": _flatten,
+    "mul": _multiply,
+    "__mul__": _multiply,
+    "__rmul__": _multiply,
+    "div": _divide,
+    "__truediv__": _divide,
+    "tanh": _tanh,
 }

@@ -108,8 +108,8 @@ def token_log_probs(
     inputs = make_inputs(hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     values = BlockwiseLogProbs.apply(inputs, entropy, flat, weight, bias, *inputs.norm_values())
-    log_probs, entropies = (None if value is None else value.view(labels.shape) for value in values)
-    return TokenLogProbs(log_probs, entropies)
+    log_probs, entropies = values
+    return TokenLogProbs(log_probs.view(labels.shape), None if entropies is None else entropies.view(labels.shape))
 
 
 def make_inputs(
@@ -162,7 +162,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
             lse[block] = statistics.lse()
             log_probs[block] = statistics.target - lse[block]
             if entropies is not None:
-                entropies[block] = statistics.entropy()
+                entropies[block] = statistics.entropy()  # type: ignore[assignment]
         ctx.inputs, ctx.rows, ctx.entropies = inputs, rows, entropies
         ctx.save_for_backward(hidden, weight, bias, lse)
         return _spread(log_probs, rows, hidden), None if entropies is None else _spread(entropies, rows, hidden)
@@ -240,18 +240,20 @@ class HeadGradients:
             return
         grad, self.d_normed = self.d_normed.to(normed.dtype), None
         wanted = [leaf, *shadows] if self.needs_hidden else shadows
-        parts = list(torch.autograd.grad(normed, wanted, grad, allow_unused=True))
+        parts: list[Tensor | None] = list(torch.autograd.grad(normed, wanted, grad, allow_unused=True))
         if self.needs_hidden:
             assert self.d_hidden is not None
             assert parts[0] is not None
-            self.d_hidden[block if rows is None else rows[block]] = parts.pop(0)
+            self.d_hidden[block if rows is None else rows[block]] = parts.pop(0)  # type: ignore[assignment]
         self.d_norm.add(parts)
 
     def results(self, upstream: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight, bias and the norm's parameters, in their own dtypes, times `upstream`."""
         values = self.inputs.norm_values()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
-        d_norm = [torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)]
+        d_norm: list[Tensor | None] = [
+            torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)
+        ]
         sums = [self.d_hidden, self.d_weight, self.d_bias, *d_norm]
         if upstream is not None:
             sums = [None if total is None else total.mul_(upstream) for total in sums]

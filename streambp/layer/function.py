@@ -89,6 +89,7 @@ class StreamedLayer(torch.autograd.Function):
                 for chunk in call.plan.backward():
                     part = _chunk_backward(call, chunk, grad[:, chunk.start : chunk.stop], shadows, needs_input, sums)
                     if grad_input is not None:
+                        assert part is not None
                         grad_input[:, chunk.start : chunk.stop] = part  # its chunk of `grad` has been read
                     del part
         call.prefix.drop_buffers()

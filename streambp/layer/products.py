@@ -91,7 +91,9 @@ def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[tuple[Ten
         linears: as `plain_linears` gives them.
         run: computes the layer with a graph, returns K and V of each attention call.
     """
-    flow, read, called = DataFlow(), set(), set()
+    flow = DataFlow()
+    read: set[str] = set()
+    called: set[str] = set()
 
     def pack(tensor: Tensor) -> None:
         # Returning the tensor would tie a node to its own output in a cycle that keeps the layer's input alive.
@@ -120,7 +122,7 @@ def left_out(linears: dict[str, nn.Linear], names: Labels) -> Iterator[None]:
     """Within, these Linears return NaN and know their backward."""
     chosen = [linears[name] for name in names if name in linears]
     for module in chosen:
-        module.forward = _unread_forward(module)  # type: ignore[method-assign]
+        module.forward = _unread_forward(module)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -130,7 +132,9 @@ def left_out(linears: dict[str, nn.Linear], names: Labels) -> Iterator[None]:
 
 def _unread_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        weight, bias, device = module.weight, module.bias, x.device.type
+        weight: Any = module.weight
+        bias: Any = module.bias
+        device = x.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
