@@ -122,6 +122,14 @@ def test_attention_that_does_more_than_we_do(monkeypatch):
         model(**make_batch("plain"), use_cache=False)
 
 
+def test_layer_that_mixes_tokens_outside_of_attention():
+    model = streamed("llama")
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x + 0.5 * torch.roll(x, 1, 1))
+    with pytest.raises(streambp.StreamBPError, match="mixes tokens"):
+        model(**make_batch("plain"), use_cache=False)
+
+
 def test_describe_needs_a_patched_model():
     with pytest.raises(streambp.StreamBPError, match="not patched"):
         streambp.describe(build("llama"))

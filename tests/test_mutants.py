@@ -138,6 +138,7 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
         lift_float32_casts(monkeypatch)
     check()
     with monkeypatch.context() as patch:
+        patch.setattr(function, "check_chunks_agree", lambda call: None)  # it would catch some of them first
         patch.setattr(owner, attribute, mutant)
         with pytest.raises(AssertionError):
             check()

@@ -14,6 +14,7 @@ from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import gradients, relative_l2, worst_error
 
 CONFIG = streambp.StreamConfig(chunk_size=5)
+PROBED = 4  # forwards of a layer before its first call: 12 tokens whole and in chunks of 5
 
 
 def compare(stock, config=CONFIG, mode="plain", bar=1e-10, **batch):
@@ -157,7 +158,7 @@ def test_autocast_covers_the_recomputation():
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**make_batch("plain"), use_cache=False).loss
     loss.backward()
-    assert len(seen) == 10
+    assert len(seen) == PROBED + 10
     assert set(seen) == {torch.bfloat16}
 
 
@@ -193,7 +194,8 @@ def test_no_grad_streams(training, labels, attended_chunks, float64_oracle):
         del batch["labels"]
     with torch.no_grad():
         expected, found = stock(**batch, use_cache=False), ours(**batch, use_cache=False)
-    assert max(attended_chunks) == 5
+    assert 5 in attended_chunks
+    assert 23 not in attended_chunks
     if labels:
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=0)
         assert found.logits is None

@@ -35,6 +35,7 @@ class LayerSite:
     layer: nn.Module
     config: StreamConfig
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
+    probed: bool = False
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from streambp.attention.prefix import Stage
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.call import LayerCall, LayerSite
+from streambp.layer.probe import check_chunks_agree
 from streambp.layer.products import left_out, plain_linears
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters
@@ -29,6 +30,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     call = LayerCall(site, args, kwargs)
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer)
+    check_chunks_agree(call)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or parameters.groups):
         call.hidden_states = hidden_states.detach()
         output = StreamedLayer.apply(call, parameters, hidden_states, *parameters.current())
