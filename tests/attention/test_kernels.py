@@ -1,0 +1,274 @@
+"""Each kernel against a softmax in float64: (o, lse) forward, and backward from the merged (o, lse) of the whole row.
+
+FlashAttention and cuDNN have no kernel on the CPU; a stand-in with their signatures and conventions shows that we call them
+rightly. `tests/gpu` runs the real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from streambp.attention import kernels
+from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, Task, choose_backend
+from streambp.attention.spans import Block, Kind
+from streambp.errors import StreamBPError
+
+SCALE = 0.3
+WINDOW = 4
+BLOCKS = {
+    "full": Block(Kind.FULL, 0, 2, 20, 29, 0, 13),
+    "causal": Block(Kind.CAUSAL, 0, 2, 20, 29, 20, 29),
+    "band": Block(Kind.BAND, 0, 2, 20, 24, 17, 20, WINDOW),
+    "band with an empty row": Block(Kind.BAND, 0, 2, 20, 24, 14, 18, WINDOW),
+    "window": Block(Kind.WINDOW, 0, 2, 20, 29, 17, 29, WINDOW),
+    "mask": Block(Kind.MASK, 0, 2, 20, 29, 0, 13),
+    "varlen": Block(Kind.VARLEN, 1, 2, 20, 29, 18, 29, None, (0, 4, 5, 9), (0, 6, 7, 11)),
+    "varlen with a window": Block(Kind.VARLEN, 1, 2, 20, 29, 18, 29, WINDOW, (0, 4, 5, 9), (0, 6, 7, 11)),
+}
+
+
+def make(block, dtype=torch.float64, head_size=8, value_size=8, heads=4, kv_heads=2, seed=0):
+    """q, k, v, do of a block, and a merged (o, lse) as if the row had other blocks as well."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, queries, keys = block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v = (random(rows, h, t, d) for h, t, d in (
+        (heads, queries, head_size), (kv_heads, keys, head_size), (kv_heads, keys, value_size),
+    ))  # fmt: skip
+    return q, k, v, random(rows, heads, queries, value_size)
+
+
+def allowed(block, tile=None):
+    query, key = torch.arange(block.q0, block.q1)[:, None], torch.arange(block.k0, block.k1)
+    causal = key <= query
+    inside = key > query - block.window if block.window is not None else torch.ones_like(causal)
+    if block.kind is Kind.VARLEN:
+        mask = torch.zeros_like(causal)
+        for i, (a, b) in enumerate(itertools.pairwise(block.cu_q)):
+            mask[a:b, block.cu_k[i] : block.cu_k[i + 1]] = True
+        return mask & causal & inside
+    if block.kind is Kind.MASK:
+        return tile
+    return {Kind.FULL: inside, Kind.CAUSAL: causal, Kind.BAND: inside, Kind.WINDOW: causal & inside}[block.kind]
+
+
+def softmax_attention(q, k, v, mask, scale=SCALE):
+    """o and lse with plain operations; `mask` is bool or added."""
+    repeats = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(repeats, 1).mT * scale
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return weights @ v.repeat_interleave(repeats, 1), lse
+
+
+def check(kernel, block, tile=None, rtol=1e-10, **sizes):
+    """Forward, then backward where the block is half of the row: the other half adds weight but no new gradient."""
+    q, k, v, do = make(block, **sizes)
+    task = Task(block, SCALE, tile)
+    mask = allowed(block, tile)
+    o, lse = kernel.forward(q, k, v, task)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    expected_o, expected_lse = softmax_attention(*wide, mask)
+    torch.testing.assert_close(o.double(), expected_o, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=rtol, atol=rtol)
+
+    other_lse = torch.randn(lse.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    other_o = torch.randn(o.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    merged_lse = torch.logaddexp(expected_lse, other_lse)
+    merged_o = (
+        expected_o * torch.exp(expected_lse - merged_lse)[..., None]
+        + other_o * torch.exp(other_lse - merged_lse)[..., None]
+    )
+    wanted = torch.autograd.grad(merged_o, wide, do.double())
+    found = kernel.backward(do, q, k, v, merged_o.detach().to(q.dtype), merged_lse.detach().to(lse.dtype), task)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "band", "band with an empty row"])
+@pytest.mark.parametrize("value_size", [8, 5])
+def test_math(name, value_size):
+    check(MATH, BLOCKS[name], value_size=value_size)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize("added", [False, True])
+def test_math_with_a_mask(shape, added):
+    block = BLOCKS["mask"]
+    generator = torch.Generator().manual_seed(3)
+    tile = torch.rand(*shape, 9, 13, generator=generator) < 0.5
+    tile[:, :, 4] = added  # a query that reads nothing, which added masks may not have
+    if added:
+        bias = torch.randn(tile.shape, generator=generator, dtype=torch.float64)
+        tile = bias.masked_fill(~tile, -torch.inf)
+    check(MATH, block, tile)
+
+
+def test_a_query_without_keys_has_no_output_and_no_gradient():
+    block = BLOCKS["band with an empty row"]
+    q, k, v, do = make(block)
+    o, lse = MATH.forward(q, k, v, Task(block, SCALE))
+    assert (o[:, :, -1] == 0).all()
+    assert (lse[:, :, -1] == -torch.inf).all()
+    found = MATH.backward(do, q, k, v, o, lse, Task(block, SCALE))
+    assert all(x.isfinite().all() for x in found)
+    assert (found[0][:, :, -1] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["full", "causal"])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 2e-5)])
+def test_cpu_flash(name, dtype, rtol):
+    check(CPU_FLASH, BLOCKS[name], dtype=dtype, rtol=rtol)
+
+
+def test_dropout_draws_the_same_in_backward():
+    block = BLOCKS["full"]
+    q, k, v, do = make(block)
+    task = Task(block, SCALE, dropout=0.4, seed=5)
+    wide = [x.requires_grad_() for x in (q, k, v)]
+    draw = torch.rand(2, 2, 2, 9, 13, generator=torch.Generator().manual_seed(5)).flatten(1, 2)
+    weights = (q @ k.repeat_interleave(2, 1).mT * SCALE).softmax(-1) * (draw >= 0.4) / 0.6
+    expected = weights @ v.repeat_interleave(2, 1)
+    o, lse = MATH.forward(*(x.detach() for x in wide), task)
+    torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-12)
+    wanted = torch.autograd.grad(expected, wide, do)
+    found = MATH.backward(do, *(x.detach() for x in wide), o, lse, task)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+class StandIn:
+    """aten's fused attention operators with their own parameter names and layouts, computed by plain operations."""
+
+    def _scaled_dot_product_flash_attention(
+        self, query, key, value, dropout_p, is_causal, return_debug_mask, *, scale=None
+    ):
+        o, lse = softmax_attention(query, key, value, self.bottom_right(query.shape[2], key.shape[2], is_causal), scale)
+        return o, lse, None, None, query.shape[2], key.shape[2], torch.empty(2), torch.empty(0), torch.empty(0)
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        philox_seed, philox_offset, *, scale=None,
+    ):  # fmt: skip
+        assert (max_q, max_k) == (query.shape[2], key.shape[2])
+        mask = self.bottom_right(max_q, max_k, is_causal)
+        return self.gradients(grad_out, query, key, value, out, logsumexp, mask, scale)
+
+    def _flash_attention_forward(
+        self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+        window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        mask = self.flash_mask(query, key, cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right)
+        packed = cum_seq_q is not None
+        o, lse = softmax_attention(*(self.head_major(x, packed) for x in (query, key, value)), mask, scale)
+        o = o[0].transpose(0, 1) if packed else o.transpose(1, 2)
+        return o, lse[0] if packed else lse, torch.empty(2), torch.empty(0), torch.empty(0)
+
+    def _flash_attention_backward(
+        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        mask = self.flash_mask(query, key, cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right)
+        packed = cum_seq_q is not None
+        tensors = [self.head_major(x, packed) for x in (grad_out, query, key, value, out)]
+        grads = self.gradients(*tensors, logsumexp[None] if packed else logsumexp, mask, scale)
+        return tuple(g[0].transpose(0, 1) if packed else g.transpose(1, 2) for g in grads)
+
+    def _scaled_dot_product_cudnn_attention(
+        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale=None
+    ):
+        assert compute_log_sumexp
+        assert not is_causal or query.shape[2] == key.shape[2]
+        o, lse = softmax_attention(query, key, value, self.bottom_right(query.shape[2], key.shape[2], is_causal), scale)
+        return o, lse[..., None], None, None, query.shape[2], key.shape[2], torch.empty(()), torch.empty(()), None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
+        max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        assert logsumexp.shape == (*out.shape[:3], 1)
+        mask = self.bottom_right(max_q, max_k, is_causal)
+        return self.gradients(grad_out, query, key, value, out, logsumexp[..., 0], mask, scale)
+
+    def bottom_right(self, queries, keys, causal):
+        mask = torch.ones(queries, keys, dtype=torch.bool)
+        return mask.tril(keys - queries) if causal else mask
+
+    def flash_mask(self, query, key, cu_q, cu_k, causal, left, right):
+        if cu_q is None:
+            cu_q, cu_k = [0, query.shape[1]], [0, key.shape[1]]
+            mask = torch.zeros(query.shape[1], key.shape[1], dtype=torch.bool)
+        else:
+            assert cu_q.dtype == cu_k.dtype == torch.int32
+            mask = torch.zeros(query.shape[0], key.shape[0], dtype=torch.bool)
+        for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+            part = self.bottom_right(int(q1 - q0), int(k1 - k0), causal)
+            offset = int((k1 - k0) - (q1 - q0))
+            distance = torch.arange(part.shape[0])[:, None] + offset - torch.arange(part.shape[1])
+            if left is not None:
+                part = part & (distance <= left) & (distance >= -right)
+            mask[int(q0) : int(q1), int(k0) : int(k1)] = part
+        return mask
+
+    def head_major(self, x, packed):
+        return x.transpose(0, 1)[None] if packed else x.transpose(1, 2)
+
+    def gradients(self, grad_out, query, key, value, out, lse, mask, scale):
+        repeats = query.shape[1] // key.shape[1]
+        wide_key, wide_value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        scores = (query @ wide_key.mT * scale).masked_fill(~mask, -torch.inf)
+        weights = torch.exp(scores - lse[..., None])
+        ds = weights * (grad_out @ wide_value.mT - (grad_out * out).sum(-1, keepdim=True)) * scale
+        fold = lambda x: x.unflatten(1, (-1, repeats)).sum(2)  # noqa: E731
+        return ds @ wide_key, fold(ds.mT @ query), fold(weights.mT @ grad_out)
+
+
+FUSED = sorted(name for name in vars(StandIn) if name.startswith(("_scaled", "_flash")))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_stand_in_has_the_operators_parameters(name):
+    import inspect
+
+    real = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
+    ours = list(inspect.signature(getattr(StandIn, name)).parameters)[1:]
+    assert ours == real[: len(ours)]
+    assert all(a.has_default_value() for a in getattr(torch.ops.aten, name).default._schema.arguments[len(ours) :])
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "varlen", "varlen with a window"])
+def test_flash_calls_its_operators_rightly(name, monkeypatch):
+    monkeypatch.setattr(kernels, "aten", StandIn())
+    check(FLASH, BLOCKS[name])
+
+
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_cudnn_calls_its_operators_rightly(name, monkeypatch):
+    monkeypatch.setattr(kernels, "aten", StandIn())
+    check(CUDNN, BLOCKS[name])
+
+
+def test_backends_are_chosen_by_what_they_can_do():
+    q, v = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)
+    assert choose_backend("auto", q, v, 0.0).name == "cpu flash"
+    assert choose_backend("auto", q, v, 0.1).name == "math"
+    assert choose_backend("auto", q, v[..., :4], 0.0).name == "math"
+    on_meta = q.to("meta", torch.bfloat16)
+    assert choose_backend("auto", on_meta, on_meta, 0.0).name == "flash"
+    for wanted in ("cudnn", "flash"):
+        with pytest.raises(StreamBPError, match="Set attention='auto'"):
+            choose_backend(wanted, q, v, 0.1)
+
+
+def test_every_kind_has_a_kernel_in_every_backend():
+    for backend in (kernels.Backend((CUDNN, FLASH, MATH)), kernels.Backend((FLASH, MATH))):
+        assert all(backend.kernel(kind) for kind in Kind)
+    for kind in set(Kind) - {Kind.WINDOW, Kind.VARLEN}:
+        assert kernels.Backend((CPU_FLASH, MATH)).kernel(kind)

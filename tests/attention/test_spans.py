@@ -1,0 +1,185 @@
+"""Blocks cover exactly what spans say, and spans say what transformers' masks say; both by brute force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from streambp.attention.interface import routed
+from streambp.attention.masks import DenseMask, LazyMask, resolve
+from streambp.attention.spans import Kind, Run, Spans, Tiling
+from streambp.errors import UnsupportedMaskError
+
+LENGTH = 26
+
+
+def random_row(draw):
+    """The runs of one row: plain, padded on either side or both, packed, or nothing but padding."""
+    kind = draw.choice(["plain", "padded", "packed", "empty"])
+    if kind == "empty":
+        return ()
+    if kind == "packed":
+        ends = sorted({0, LENGTH, *(draw.randrange(1, LENGTH) for _ in range(draw.randrange(1, 6)))})
+        return tuple(Run(a, b, a) for a, b in itertools.pairwise(ends))
+    first, last = (draw.randrange(0, 9), draw.randrange(15, LENGTH + 1)) if kind == "padded" else (0, LENGTH)
+    return (Run(first, last, first), *([Run(last, LENGTH, first, last)] if last < LENGTH else []))
+
+
+def allowed_pairs(spans):
+    """[B, T, T] of 0 and 1, straight from the definition of a span."""
+    counts = torch.zeros(len(spans.rows), spans.length, spans.length, dtype=torch.long)
+    for row, runs in enumerate(spans.rows):
+        for run in runs:
+            for q in range(run.q0, run.q1):
+                low = run.k0 if spans.window is None else max(run.k0, q - spans.window + 1)
+                counts[row, q, low : q + 1 if run.k1 is None else run.k1] = 1
+    return counts
+
+
+def counted_pairs(block):
+    """[q, k] of a block: how often each of its pairs counts."""
+    query, key = torch.arange(block.q0, block.q1)[:, None], torch.arange(block.k0, block.k1)
+    causal = key <= query
+    window = key > query - block.window if block.window is not None else torch.ones_like(causal)
+    if block.kind is Kind.VARLEN:
+        counts = torch.zeros(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool)
+        for i in range(len(block.cu_q) - 1):
+            here = slice(block.cu_q[i], block.cu_q[i + 1]), slice(block.cu_k[i], block.cu_k[i + 1])
+            q_len, k_len = here[0].stop - here[0].start, here[1].stop - here[1].start
+            offset = k_len - q_len  # bottom-right aligned
+            distance = torch.arange(q_len)[:, None] + offset - torch.arange(k_len)
+            counts[here] = (distance >= 0) & (distance < (block.window or LENGTH))
+        return counts.long()
+    if block.kind is Kind.WINDOW:
+        assert block.q1 == block.k1
+    if block.kind is Kind.CAUSAL:
+        assert (block.q0, block.q1) == (block.k0, block.k1)
+    rule = {Kind.FULL: torch.ones_like(causal), Kind.CAUSAL: causal, Kind.BAND: window, Kind.WINDOW: causal & window}
+    return rule[block.kind].long()
+
+
+TILINGS = [
+    Tiling(),
+    Tiling(q_block=3, k_block=4),
+    Tiling(k_block=5),
+    Tiling(native_window=True),
+    Tiling(k_block=6, native_varlen=True),
+    Tiling(native_window=True, native_varlen=True),
+]
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 4, 11, 40])
+def test_blocks_cover_each_pair_once(window, tiling):
+    draw = random.Random(f"{window}{tiling}")
+    for _ in range(25):
+        rows = [random_row(draw) for _ in range(draw.randrange(1, 4))]
+        spans = Spans(LENGTH, (rows[0], *rows), window)
+        size = draw.randrange(1, LENGTH + 1)
+        counts = torch.zeros(len(spans.rows), LENGTH, LENGTH, dtype=torch.long)
+        for start in range(0, LENGTH, size):
+            for block in spans.blocks(start, min(start + size, LENGTH), tiling):
+                assert start <= block.q0 < block.q1 <= start + size
+                counts[block.b0 : block.b1, block.q0 : block.q1, block.k0 : block.k1] += counted_pairs(block)
+        assert torch.equal(counts, allowed_pairs(spans))
+
+
+def describe_mask(window=None, position_ids=None, padding=None, is_causal=True):
+    """The LazyMask that a model gets from transformers."""
+    config = LlamaConfig(attn_implementation="sdpa", sliding_window=window, is_causal=is_causal)
+    make = create_causal_mask if window is None else create_sliding_window_causal_mask
+    rows = 2 if padding is None else padding.shape[0]
+    arguments = {
+        "config": config,
+        "inputs_embeds": torch.zeros(rows, LENGTH, 4),
+        "attention_mask": padding,
+        "past_key_values": None,
+        "position_ids": position_ids,
+    }
+    with routed([config]):
+        lazy = make(**arguments)
+    return lazy, make(**arguments)
+
+
+def padding_mask(*kept):
+    mask = torch.zeros(len(kept), LENGTH, dtype=torch.long)
+    for row, (first, last) in enumerate(kept):
+        mask[row, first:last] = 1
+    return mask
+
+
+PACKED = torch.cat([torch.arange(9), torch.arange(3), torch.arange(14)]).expand(2, -1)
+BATCHES = {
+    "plain": {},
+    "left and right padding": {"padding": padding_mask((4, LENGTH), (0, 20), (3, 11))},
+    "a row of padding": {"padding": padding_mask((0, 0), (0, LENGTH))},
+    "packed": {"position_ids": PACKED},
+    "window": {"window": 5},
+    "window and padding": {"window": 5, "padding": padding_mask((4, LENGTH), (0, 12))},
+    "window and packing": {"window": 5, "position_ids": PACKED},
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_spans_are_transformers_masks(name):
+    lazy, expected = describe_mask(**BATCHES[name])
+    assert isinstance(lazy, LazyMask)
+    rows = 2 if "padding" not in BATCHES[name] else BATCHES[name]["padding"].shape[0]
+    spans = resolve(lazy, rows, LENGTH, BATCHES[name].get("position_ids"), None, torch.device("cpu"))
+    assert isinstance(spans, Spans)
+    if expected is None:
+        expected = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    assert torch.equal(allowed_pairs(spans).bool(), expected.reshape(-1, LENGTH, LENGTH).expand(rows, -1, -1))
+
+
+def test_padding_with_a_hole_is_read_tile_by_tile():
+    padding = padding_mask((4, LENGTH), (0, 20))
+    padding[:, 9:11] = 0
+    lazy, expected = describe_mask(padding=padding)
+    dense = resolve(lazy, 2, LENGTH, None, None, torch.device("cpu"))
+    assert isinstance(dense, DenseMask)
+    assert torch.equal(dense.tile(5, 17, 2, 21, torch.device("cpu")), expected[:, :, 5:17, 2:21])
+
+
+def test_bidirectional_mask_is_refused():
+    lazy, _ = describe_mask(is_causal=False, padding=padding_mask((0, 20), (0, LENGTH)))
+    with pytest.raises(UnsupportedMaskError, match="comes after"):
+        resolve(lazy, 2, LENGTH, None, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("value", [True, 0.0])
+def test_one_pair_above_the_diagonal_is_refused(value):
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    if value is not True:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    resolve(mask, 2, LENGTH, None, None, torch.device("cpu"))
+    mask[0, 0, 7, 19] = value
+    with pytest.raises(UnsupportedMaskError, match="comes after"):
+        resolve(mask, 2, LENGTH, None, None, torch.device("cpu"))
+
+
+def test_added_mask_with_an_empty_row_is_refused():
+    mask = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
+    mask[0, 0, 3] = torch.finfo(torch.float32).min
+    with pytest.raises(UnsupportedMaskError, match="without any key"):
+        resolve(mask, 1, LENGTH, None, None, torch.device("cpu"))
+
+
+def test_cu_seq_lens():
+    lazy, _ = describe_mask(padding=torch.ones(1, LENGTH))
+    ends = torch.tensor([0, 9, 12, LENGTH], dtype=torch.int32)
+    spans = resolve(lazy, 1, LENGTH, None, ends, torch.device("cpu"))
+    assert spans.rows == ((Run(0, 9, 0), Run(9, 12, 9), Run(12, LENGTH, 12)),)
+    with pytest.raises(UnsupportedMaskError, match="must rise from 0"):
+        resolve(describe_mask()[0], 1, LENGTH, None, ends + 1, torch.device("cpu"))
+
+
+def test_cu_seq_lens_that_contradict_position_ids():
+    lazy, _ = describe_mask(position_ids=PACKED[:1].expand(2, -1))
+    with pytest.raises(UnsupportedMaskError, match="Make them agree"):
+        resolve(lazy, 1, LENGTH, PACKED[:1], torch.tensor([0, 10, LENGTH]), torch.device("cpu"))

@@ -1,0 +1,97 @@
+"""token_log_probs against full logits in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.head import blocks, token_log_probs
+
+OPTIONS = {
+    "plain": {},
+    "scale and temperature": {"logit_scale": 0.3, "temperature": 1.7},
+    "softcap": {"softcap": 2.5},
+    "all": {"logit_scale": 1.3, "softcap": 3.0, "temperature": 0.8},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several token blocks and several vocabulary blocks, none of which divides its dimension."""
+    monkeypatch.setattr(blocks, "LOGITS_PER_BLOCK", 60)
+    monkeypatch.setattr(blocks.token_blocks, "__defaults__", (7,))
+
+
+def make(bias=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    norm = nn.RMSNorm(8, eps=1e-6, dtype=torch.float64)
+    norm.weight.data += 0.3 * random(8)
+    labels = torch.randint(0, 29, (2, 11), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    return random(2, 11, 8), random(29, 8), random(29) if bias else None, norm, labels
+
+
+def reference(hidden, weight, bias, norm, labels, logit_scale=1.0, softcap=None, temperature=1.0):
+    logits = nn.functional.linear(norm(hidden), weight, bias) * logit_scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
+    valid = labels != -100
+    chosen = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * valid
+    return chosen, -(log_p.exp() * log_p).sum(-1) * valid
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_values_and_gradients(options, bias):
+    hidden, weight, bias, norm, labels = make(bias)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None] + [norm.weight]
+    expected = reference(hidden, weight, bias, norm, labels, **options)
+    found = token_log_probs(hidden, weight, labels, norm=norm, bias=bias, entropy=True, **options)
+    torch.testing.assert_close(found.log_probs, expected[0], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found.entropy, expected[1], rtol=1e-11, atol=1e-12)
+    upstream = torch.randn(2, 2, 11, dtype=torch.float64)
+    objective = lambda log_probs, entropy: (log_probs.exp() * upstream[0] + entropy.square() * upstream[1]).sum()  # noqa: E731
+    wanted = torch.autograd.grad(objective(*expected), leaves)
+    got = torch.autograd.grad(objective(found.log_probs, found.entropy), leaves)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "norm"])
+def test_frozen_parts_get_no_gradient(frozen):
+    hidden, weight, _, norm, labels = make()
+    parts = {"hidden": hidden, "weight": weight, "norm": norm.weight}
+    for name, part in parts.items():
+        part.requires_grad_(name != frozen)
+    token_log_probs(hidden, weight, labels, norm=norm).log_probs.sum().backward()
+    kept = {name: part for name, part in parts.items() if name != frozen}
+    wanted = torch.autograd.grad(reference(hidden, weight, None, norm, labels)[0].sum(), list(kept.values()))
+    assert parts[frozen].grad is None
+    for part, gradient in zip(kept.values(), wanted, strict=True):
+        torch.testing.assert_close(part.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_half_precision_is_summed_in_float32():
+    hidden, weight, _, _, labels = make()
+    found = token_log_probs(hidden.bfloat16(), weight.bfloat16().requires_grad_(), labels)
+    assert found.log_probs.dtype == torch.float32
+
+
+def test_shapes_and_labels_are_checked():
+    hidden, weight, _, _, labels = make()
+    with pytest.raises(streambp.StreamBPError, match="do not fit"):
+        token_log_probs(hidden, weight, labels[:, 1:])
+    with pytest.raises(streambp.StreamBPError, match="29"):
+        token_log_probs(hidden, weight, torch.full_like(labels, 29))
+
+
+def test_a_tied_weight_gets_both_gradients():
+    hidden, weight, _, _, labels = make()
+    weight.requires_grad_()
+    loss = lambda head: head(weight).sum() + (weight * 2.0).sum()  # noqa: E731
+    wanted = torch.autograd.grad(loss(lambda w: reference(hidden, w, None, nn.Identity(), labels)[0]), weight)
+    got = torch.autograd.grad(loss(lambda w: token_log_probs(hidden, w, labels).log_probs), weight)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
