@@ -1,3 +1,5 @@
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.15", "mypy>=1.18", "tqdm>=4.66"]
@@ -6,7 +8,7 @@ setup(
     name="streambp",
     version="0.1.0",
     description="Exact chunked backpropagation for training HuggingFace models on very long sequences",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["streambp", "streambp.*"]),

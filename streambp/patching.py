@@ -90,7 +90,7 @@ def _find_stacks(model: nn.Module) -> list[tuple[PreTrainedModel, list[nn.Module
     if reasons or not stacks:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be streamed. "
-            + ("; ".join(reasons) if reasons else "It has no stack of transformers decoder layers.")
+            + ("; ".join(reasons) if reasons else "It has no stack of transformers decoder layers")
             + ". Use gradient checkpointing for it."
         )
     return stacks

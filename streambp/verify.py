@@ -1,17 +1,11 @@
-"""Is streaming exact on *this* model? Patched against unpatched gradients, judged by the model's own rounding.
+"""`verify`: is streaming exact on *this* model?
 
-Three gradients of one short sequence are compared: the unpatched model's, the streamed model's, and a reference from a copy
-of the unpatched model on the host in a wider dtype (float32 for half precision, float64 for float32). The distance of the
-unpatched gradient from the reference is the model's own rounding noise in its dtype. Streaming adds up the same numbers in
-another order, so its distance must be of the same size:
+One batch, three runs: the streamed model, the unpatched model, and the truth, which is the unpatched model with the same
+weights in a wider dtype, on the host. `verdict` judges how far the first two lie from the third. [Note: verdict]
 
-- over the whole gradient, at most 1.05 x the noise (half precision), or 1.5 x (float32, where single rounding errors of
-  small models scatter more than that);
-- for each parameter, at most 3 x the larger of its own noise and the whole gradient's.
-
-A lost or doubled chunk changes a gradient by percents, a hundred to a million times more. In float64 there is no wider
-dtype: streamed and unpatched are compared directly and must agree to 1e-6, because transformers computes norms and losses
-in float32 even there.
+The truth of a float32 or float64 model is computed in float64 with transformers' inner casts to float32 lifted (norms,
+softmax, rotary angles, loss). A float64 model has these casts, streamed or not: they are its noise, about 1e-7. The truth
+of a half-precision model is computed in float32.
 """
 
 from __future__ import annotations
@@ -19,214 +13,346 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.overrides import TorchFunctionMode
 
-from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
-from streambp.errors import StreamBPError
-from streambp.patching import patch, unpatch
+from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
+from streambp.layer.function import StreamedLayer
+from streambp.patching import describe, patch, unpatch
+from streambp.verdict import Distances, Losses, Verification, find_notes, find_problems, rate
 
 MIN_CHUNKS = 4
-WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
-WHOLE_BAR = {torch.float32: 1.5, torch.bfloat16: 1.05, torch.float16: 1.05}
-PARAMETER_BAR = 3.0
-FLOAT64_BAR = 1e-6
-Gradients = dict[str, Tensor]
+ELEMENTS = 2**24  # of a gradient, compared at a time
+GIB = 2**30
 
-
-@dataclasses.dataclass(frozen=True)
-class ParameterError:
-    """Relative errors of one parameter's gradient: |g - ref| / max(|ref|, 1e-6 x norm of the whole gradient)."""
-
-    name: str
-    streamed: float
-    unpatched: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """The outcome of `verify`; `str()` is a table, worst parameter first."""
-
-    exact: bool
-    reason: str
-    parameters: tuple[ParameterError, ...]
-    whole_streamed: float
-    whole_unpatched: float
-    loss_streamed: float
-    loss_unpatched: float
-    dtype: str
-    seq_len: int
-    chunk_size: int
-    chunks: int
-    notes: tuple[str, ...]
-
-    def table(self, top: int = 20) -> str:
-        width = max([len(p.name) for p in self.parameters[:top]] + [20])
-        lines = [f"{self.seq_len} tokens in {self.chunks} chunks of {self.chunk_size}, {self.dtype}"]
-        lines += [f"{'gradient of':<{width}}  {'streamed':>10}  {'unpatched':>10}   relative error"]
-        lines += [f"{p.name:<{width}}  {p.streamed:>10.2e}  {p.unpatched:>10.2e}" for p in self.parameters[:top]]
-        if len(self.parameters) > top:
-            lines.append(f"... and {len(self.parameters) - top} more with smaller errors")
-        lines.append(f"{'whole gradient':<{width}}  {self.whole_streamed:>10.2e}  {self.whole_unpatched:>10.2e}")
-        lines.append(f"loss {self.loss_streamed:.6f} streamed, {self.loss_unpatched:.6f} unpatched")
-        lines += [f"note: {note}" for note in self.notes]
-        lines.append(f"{'EXACT' if self.exact else 'NOT EXACT'}: {self.reason}")
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.table()
+Batch = dict[str, Tensor]
 
 
 def verify(
-    model: PreTrainedModel,
+    model: nn.Module,
     seq_len: int = 512,
     chunk_size: int | None = None,
     saves: tuple[str, ...] = (),
     seed: int = 0,
+    **fields: Any,
 ) -> Verification:
-    """Compare streamed gradients of `model` with unpatched ones on `seq_len` random tokens.
+    """Compare the streamed gradients of `model` with the unpatched ones, parameter by parameter.
 
-    The model is put into eval mode for it (dropout draws other numbers chunk by chunk) and left as it was, gradients
-    included. Besides the model, the host holds a copy in a wider dtype and three sets of gradients.
+    Args:
+        model: an unpatched causal language model on one device. It is left as it was, gradients and training flags too;
+            dropout is off meanwhile, since it draws other numbers chunk by chunk.
+        seq_len: tokens of the one random row; about a quarter of them have no label.
+        chunk_size: must give at least four chunks, the last shorter than the others; chosen if None.
+        seed: of the tokens.
+        saves, fields: as in `StreamConfig`.
 
     Raises:
-        StreamBPError: the model is patched already or cannot be streamed, or there would be fewer than four chunks.
+        StreamBPError: the model cannot be streamed, or cannot be judged in this way. A bad verdict is no exception.
     """
-    if any("_streambp" in module.__dict__ for module in model.modules()):
-        raise StreamBPError("The model is patched; verify compares with the unpatched one. Call streambp.unpatch(model).")
-    config = StreamConfig(chunk_size=_choose_chunk_size(seq_len, chunk_size), saves=saves)
+    config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
+    narrow, wide = _dtypes(model)
+    _check(model, seq_len, narrow, wide)
     batch = _make_batch(model, seq_len, seed)
-    with _left_as_found(model):
-        loss_unpatched, unpatched = _gradients(model, batch)
-        patch(model, config)
-        try:
-            loss_streamed, streamed = _gradients(model, batch)
-        finally:
-            unpatch(model)
-        dtype = next(model.parameters()).dtype
-        reference = _reference(model, batch, dtype) or unpatched
-    exact, reason = _judge(streamed, unpatched, reference, dtype)
-    common = [name for name in reference if name in streamed and name in unpatched]
-    total = _norm(reference)
-    errors = [
-        ParameterError(n, _error(streamed[n], reference[n], total), _error(unpatched[n], reference[n], total))
-        for n in common
-    ]
+    scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
+    with _set_aside(model):
+        streamed, notes = _run_streamed(model, config, batch, scale)
+        unpatched = _run(model, batch, scale)
+        _check_finite(unpatched, narrow)
+        loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
+    losses = Losses(streamed.loss, unpatched.loss, loss)
+    rated, whole = rate(distances)
+    problems = find_problems(rated, whole, losses, set(unpatched.gradients), set(streamed.gradients))
+    window = _window(model)
+    notes += [*_window_notes(window, seq_len), *find_notes(whole, _name(narrow), not problems)]
+    notes += _untouched(model, streamed.gradients.keys() | unpatched.gradients.keys())
+    size = int(config.chunk_size)
     return Verification(
-        exact,
-        reason,
-        tuple(sorted(errors, key=lambda e: -e.streamed if math.isfinite(e.streamed) else -math.inf)),
-        _distance(streamed, reference),
-        _distance(unpatched, reference),
-        loss_streamed,
-        loss_unpatched,
-        str(dtype).removeprefix("torch."),
-        seq_len,
-        int(config.chunk_size),
-        len(plan_chunks(seq_len, 1, config.chunk_size)),
-        _notes(model, seq_len),
+        exact=not problems,
+        problems=problems,
+        parameters=rated,
+        whole_streamed=whole.streamed,
+        whole_unpatched=whole.unpatched,
+        loss_streamed=losses.streamed,
+        loss_unpatched=losses.unpatched,
+        loss_truth=losses.truth,
+        model=type(model).__name__,
+        dtype=_name(narrow),
+        truth_dtype=_name(wide),
+        seq_len=seq_len,
+        chunk_size=size,
+        chunks=-(-seq_len // size),
+        window=window,
+        notes=tuple(notes),
     )
 
 
-def _choose_chunk_size(seq_len: int, chunk_size: int | None) -> int:
-    """A size that gives at least four chunks, the last one shorter."""
-    chosen = seq_len // 5 + 1 if chunk_size is None else chunk_size
-    if chosen < 1 or -(-seq_len // chosen) < MIN_CHUNKS or seq_len % chosen == 0:
-        raise StreamBPError(
-            f"{seq_len} tokens in chunks of {chosen} are not at least {MIN_CHUNKS} chunks with a shorter last one. "
-            "Choose a smaller --chunk-size that does not divide --seq-len, or leave --chunk-size out."
+def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
+    """A chunk size that cuts seq_len into at least four chunks, the last of them shorter; the user's, if it does."""
+    sizes = [size for size in range(2, (seq_len - 1) // (MIN_CHUNKS - 1) + 1) if seq_len % size]
+    if not sizes:
+        raise ConfigError(f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, say.")
+    best = min(sizes, key=lambda size: abs(size - seq_len / (MIN_CHUNKS + 0.25)))
+    if chunk_size is not None and chunk_size not in sizes:
+        raise ConfigError(
+            f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} chunks with a shorter last "
+            f"one, which it takes to try every boundary. Choose a smaller --chunk-size, such as {best}, or leave it out."
         )
-    return chosen
+    return chunk_size or best
 
 
-def _make_batch(model: PreTrainedModel, seq_len: int, seed: int) -> dict[str, Tensor]:
+def _dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype]:
+    """The least precise dtype among the parameters, and one that is wide enough to be its truth."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.itemsize < 2:
+            raise UnsupportedModelError(
+                f"{name} is {_name(parameter.dtype)}; a truth can be computed for float16, bfloat16, float32 and float64 "
+                "parameters only. Verify the checkpoint without quantisation."
+            )
+    narrow = max((p.dtype for p in model.parameters()), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    return narrow, torch.float32 if torch.finfo(narrow).bits == 16 else torch.float64
+
+
+def _check(model: nn.Module, seq_len: int, narrow: torch.dtype, wide: torch.dtype) -> None:
+    """Raise if this model cannot be judged, before anything is computed."""
+    name = type(model).__name__
+    if any("_streambp" in module.__dict__ for module in model.modules()):
+        raise StreamBPError(
+            f"This {name} is patched; verify compares with it unpatched. Call streambp.unpatch(model) first."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise StreamBPError(f"No parameter of this {name} requires a gradient. Call model.requires_grad_(True) first.")
+    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise StreamBPError(f"This {name} is on {devices}; it must be on one device. Load it without device_map.")
+    positions = getattr(_text_config(model), "max_position_embeddings", None) or seq_len
+    if seq_len > positions:
+        raise ConfigError(f"seq_len is {seq_len}, but this {name} has {positions} positions. Pass at most {positions}.")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    needed = 2 * trained * narrow.itemsize + sum(p.numel() for p in model.parameters()) * wide.itemsize
+    available = _available_memory()
+    if available is not None and needed > available:
+        raise StreamBPError(
+            f"The model in {_name(wide)} and two sets of {_name(narrow)} gradients take {needed / GIB:.1f} GiB of host "
+            f"memory; {available / GIB:.1f} are free. Use a machine with more memory or a narrower dtype, or call "
+            "streambp.verify.verify on the model loaded with fewer layers (from_pretrained(..., num_hidden_layers=4))."
+        )
+
+
+def _check_finite(unpatched: Run, narrow: torch.dtype) -> None:
+    if not all(bool(gradient.isfinite().all()) for gradient in unpatched.gradients.values()):
+        raise StreamBPError(
+            f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there is nothing to compare with. "
+            "Try float32."
+        )
+
+
+def _available_memory() -> int | None:
+    """Bytes that a process on this host may still take; None where that cannot be read."""
+    try:
+        found = [int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024]
+    except (OSError, IndexError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):  # "max", or the other version of cgroups: no limit here
+            found.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    return min(found)
+
+
+def _make_batch(model: nn.Module, seq_len: int, seed: int) -> Batch:
+    """One row of random tokens; an eighth at the start, and an eighth of the rest, have no label."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    config = vars(_text_config(model) or model) | vars(getattr(model, "config", model))
+    special = [value for name, value in config.items() if name.endswith("token_id") and isinstance(value, int)]
+    allowed = torch.ones(embedding.weight.shape[0], dtype=torch.bool)
+    allowed[[token for token in special if 0 <= token < len(allowed)]] = False  # an image placeholder wants an image
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (1, seq_len), generator=generator)
-    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -100, ids)
-    device = next(model.parameters()).device
-    return {"input_ids": ids.to(device), "labels": labels.to(device)}
+    ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[None]  # [1, T]
+    unlabelled = torch.rand(1, seq_len, generator=generator) < 1 / 8
+    unlabelled[:, : seq_len // 8] = True
+    batch = {"input_ids": ids, "labels": ids.masked_fill(unlabelled, -100)}
+    return {name: tensor.to(embedding.weight.device) for name, tensor in batch.items()}
 
 
 @contextlib.contextmanager
-def _left_as_found(model: nn.Module) -> Iterator[None]:
-    training = {id(m): m.training for m in model.modules()}
-    before = [(p, p.grad) for p in model.parameters()]
-    model.eval()
+def _set_aside(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in eval mode and has no gradients; afterwards it is what it was, unpatched."""
+    training = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
+        model.eval()
+        for parameter, _ in gradients:
+            parameter.grad = None
         yield
     finally:
-        for module in model.modules():
-            module.training = training[id(module)]
-        for parameter, gradient in before:
+        unpatch(model)
+        for module, flag in training:
+            module.training = flag
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
-def _gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, Gradients]:
-    """Loss and gradients, moved to the host."""
-    model.zero_grad(set_to_none=True)
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One step of a model: its loss, its gradients on the host, and how many of its layers streamed."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    streamed_layers: int
+
+
+def _run(model: nn.Module, batch: Batch, scale: float) -> Run:
+    loss, streamed_layers = _backward(model, batch, scale)
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.cpu()
+            parameter.grad = None
+    return Run(loss, gradients, streamed_layers)
+
+
+def _backward(model: nn.Module, batch: Batch, scale: float, lift: bool = False) -> tuple[float, int]:
     with torch.enable_grad():
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-    found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return float(loss.detach()), found
+        with InFloat64() if lift else contextlib.nullcontext():
+            loss = getattr(model(**batch, use_cache=False), "loss", None)
+        if loss is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} returns no loss when labels are given. Pass a causal language model "
+                "(AutoModelForCausalLM)."
+            )
+        streamed_layers = _count_streamed(loss)
+        (loss * scale).backward()
+    return loss.item(), streamed_layers
 
 
-def _reference(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Gradients | None:
-    wider = WIDER.get(dtype)
-    if wider is None:
-        return None
-    host = copy.deepcopy(model).to("cpu", wider)
-    return _gradients(host, {name: value.cpu() for name, value in batch.items()})[1]
+def _count_streamed(loss: Tensor) -> int:
+    """How many streamed layers the loss's graph holds: a model that quietly ran as unpatched would pass every bar."""
+    waiting, seen, count = [loss.grad_fn], set(), 0
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            count += getattr(type(node), "_forward_cls", None) is StreamedLayer
+            waiting.extend(parent for parent, _ in node.next_functions)
+    return count
 
 
-def _norm(gradients: Gradients) -> float:
-    return math.sqrt(sum(float(g.double().norm()) ** 2 for g in gradients.values()))
+def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[Run, list[str]]:
+    """The streamed step, and notes on what of it did not stream."""
+    patch(model, config)
+    run = _run(model, batch, scale)
+    described = describe(model)
+    unpatch(model)
+    layers = sum(layer.path == "streams" for layer in described.layers)
+    if run.streamed_layers == 0:
+        raise StreamBPError(
+            f"None of {layers} patched layers streamed, so there is nothing to judge. A config with output_attentions=True "
+            "makes a model run as unpatched: set it to False."
+        )
+    notes = [f"{layer.name} does not stream: {layer.reason}" for layer in described.layers if layer.path != "streams"]
+    if run.streamed_layers < layers:
+        notes.append(f"{run.streamed_layers} of {layers} layers took part in backward; those below are frozen")
+    if not described.head.startswith("blockwise"):
+        notes.append(f"head: {described.head}")
+    return run, [*notes, *described.notes]
 
 
-def _distance(ours: Gradients, reference: Gradients) -> float:
-    """Relative L2 distance of the whole gradient; infinite if the sets differ."""
-    if ours.keys() != reference.keys():
-        return math.inf
-    difference = math.sqrt(sum(float((ours[n].double() - g.double()).norm()) ** 2 for n, g in reference.items()))
-    return difference / max(_norm(reference), 1e-300)
+class InFloat64(TorchFunctionMode):
+    """Within, whatever asks for float32 gets float64. For unpatched models only: a mode is off inside backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
-def _error(ours: Tensor, reference: Tensor, total: float) -> float:
-    difference = float((ours.double() - reference.double()).norm())
-    return difference / max(float(reference.double().norm()), 1e-6 * total, 1e-300)
+def _run_truth(
+    model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[Run, Run]
+) -> tuple[float, dict[str, Distances]]:
+    """The truth's loss, and each parameter's distances.
+
+    A gradient of the truth is let go as soon as it has been compared, so the host never holds a whole set of wide ones.
+    """
+    truth = _on_host(model, wide)
+    found: dict[str, Distances] = {}
+
+    def compare(name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        streamed, unpatched = (_distance(gradient, run.gradients.get(name)) for run in runs)
+        found[name] = Distances(_distance(gradient, None), streamed, unpatched)
+
+    for name, parameter in truth.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(functools.partial(compare, name))
+    on_host = {name: tensor.cpu() for name, tensor in batch.items()}
+    loss, _ = _backward(truth, on_host, scale, lift=wide == torch.float64)
+    return loss, found
 
 
-def _judge(streamed: Gradients, unpatched: Gradients, reference: Gradients, dtype: torch.dtype) -> tuple[bool, str]:
-    if streamed.keys() != unpatched.keys():
-        odd = sorted(streamed.keys() ^ unpatched.keys())
-        return False, f"only one of the two has gradients of {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}"
-    ours, noise = _distance(streamed, reference), _distance(unpatched, reference)
-    if dtype not in WHOLE_BAR:
-        verdict = "" if ours <= FLOAT64_BAR else "not "
-        return not verdict, f"streamed and unpatched differ by {ours:.1e}, {verdict}within {FLOAT64_BAR:.0e}"
-    bar, total = WHOLE_BAR[dtype], _norm(reference)
-    if not ours <= bar * noise:
-        return False, f"the whole gradient's error is {ours / noise:.2f} x the model's own rounding noise (bar {bar} x)"
-    for name, value in reference.items():
-        error = _error(streamed[name], value, total)
-        if not error <= PARAMETER_BAR * max(noise, _error(unpatched[name], value, total)):
-            return False, f"{name} is off by {error:.1e}, more than {PARAMETER_BAR} x the model's own rounding noise"
-    return True, f"the whole gradient's error is {ours / noise:.2f} x the model's own rounding noise (bar {bar} x)"
+def _on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A wider copy. deepcopy finds the tensors in its memo, so the device never holds a second model."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        host = parameter.detach().to("cpu", torch.promote_types(parameter.dtype, dtype), copy=True)
+        memo[id(parameter)] = nn.Parameter(host, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        wide = torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
+        memo[id(buffer)] = buffer.detach().to("cpu", wide, copy=True)
+    return copy.deepcopy(model, memo)
 
 
-def _notes(model: PreTrainedModel, seq_len: int) -> tuple[str, ...]:
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if not window or (types is not None and not any("sliding" in kind for kind in types)):
-        return ()
+def _distance(truth: Tensor | None, other: Tensor | None) -> float:
+    """|truth - other|, a missing gradient being zero; in blocks, since a float64 copy of an embedding is large."""
+    total = 0.0
+    present = [tensor.flatten().split(ELEMENTS) for tensor in (truth, other) if tensor is not None]
+    for blocks in zip(*present, strict=True):
+        wide = [block.double() for block in blocks]
+        total += float((wide[0] - wide[1] if len(wide) == 2 else wide[0]).square().sum())
+    return math.sqrt(total)
+
+
+def _window(model: nn.Module) -> int | None:
+    """The most keys that a layer with limited attention reads; None if every layer reads all of them."""
+    config = _text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    sizes = []
+    if kinds is None or any("sliding" in kind for kind in kinds):
+        sizes.append(getattr(config, "sliding_window", None))
+    if kinds is not None and any("chunked" in kind for kind in kinds):
+        sizes.append(getattr(config, "attention_chunk_size", None))
+    return max((size for size in sizes if isinstance(size, int)), default=None)
+
+
+def _window_notes(window: int | None, seq_len: int) -> list[str]:
+    if window is None:
+        return []
     if window >= seq_len:
-        return (f"the window of {window} was not crossed; pass --seq-len {window + window // 4 + 1} or more to check it",)
-    return (f"the window of {window} was crossed",)
+        longer = window + window // 4 + 1
+        return [f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} or more to check it"]
+    return [f"the window of {window} was crossed"]
+
+
+def _untouched(model: nn.Module, touched: set[str]) -> list[str]:
+    names = [name for name, p in model.named_parameters() if p.requires_grad and name not in touched]
+    some = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+    return [f"{len(names)} trainable parameters get no gradient, streamed or unpatched: {some}"] if names else []
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

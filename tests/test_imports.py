@@ -10,7 +10,7 @@ ORDER = (
     "errors", "config", "chunks", "attention.spans", "attention.masks", "attention.kernels", "attention.prefix",
     "attention.interface", "layer.store", "layer.recompute", "layer.shadows", "layer.products", "layer.reuse",
     "layer.call", "layer.probe", "layer.function", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred",
-    "wrappers", "patching", "verify", "cli", "__main__",
+    "wrappers", "patching", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip
 PACKAGES = ("", "attention", "layer", "head")
 
