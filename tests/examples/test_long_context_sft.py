@@ -1,0 +1,59 @@
+"""The example runs as a user would run it, at a small size; at its default size in the full tier."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_example(*arguments, **kwargs):
+    command = [sys.executable, str(ROOT / "examples" / "long_context_sft.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **kwargs)
+
+
+def check_run(result, folder):
+    """The run succeeded; the ratio of the activation peaks."""
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, last = map(float, re.search(r"loss\s+([\d.]+) -> ([\d.]+)", result.stdout).groups())
+    assert last < first
+    assert re.search(r"tokens/s\s+[\d,]+", result.stdout)
+    assert "--- sample ---" in result.stdout
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(tokenizer)
+    return float(re.search(r"ratio\s+([\d.]+)", result.stdout).group(1))
+
+
+def test_small_run(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text((ROOT / "LICENSE").read_text() * 3)
+    result = run_example(
+        "--data", text, "--seq-len", 512, "--steps", 8, "--chunk-size", 64, "--hidden-size", 64, "--layers", 2,
+        "--vocab-size", 600, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert check_run(result, tmp_path / "out") < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--data", "missing.txt"], "missing.txt"), (["--data", "short.txt"], "Pass more text"), (["--steps", "0"], "steps")],
+)
+def test_bad_usage_says_what_to_do(arguments, message, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    result = run_example(*arguments, cwd=tmp_path)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.full
+def test_default_run(tmp_path):
+    result = run_example(cwd=tmp_path)
+    print(result.stdout)
+    assert check_run(result, tmp_path / "runs" / "long_context_sft") <= 0.5
