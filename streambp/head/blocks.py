@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LOGITS_PER_BLOCK = 2**25  # 128 MiB of float32 logits
-TOKENS_PER_BLOCK = 2048
+TOKENS_PER_BLOCK = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Statistics:
     def add(self, logits: Tensor, block: slice) -> None:
         top = torch.maximum(self.max, logits.amax(-1))
         shrink = torch.exp(self.max - top)
-        weights = torch.exp(logits - top[:, None])
+        weights = (logits - top[:, None]).exp_()
         self.sum = self.sum * shrink + weights.sum(-1)
         if self.mean is not None:
             self.mean = self.mean * shrink + (weights * logits).sum(-1)
@@ -106,11 +106,10 @@ def logits_gradient(
 
     log p_y = z_y - lse gives (onehot - p) * g; H = -sum p log p gives -p * (log p + H) * g_H.
     """
-    log_p = logits - lse[:, None]
-    p = torch.exp(log_p)
-    grad = p * -grad_log_probs[:, None]
-    here, column = locate(labels, block)
-    grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
+    grad = (logits - lse[:, None]).exp_()  # p, in the one buffer of [n, v] that this needs
+    scale = -grad_log_probs[:, None]
     if entropy is not None and grad_entropy is not None:
-        grad.sub_(p * (log_p + entropy[:, None]) * grad_entropy[:, None])
-    return grad
+        scale = scale - (logits - lse[:, None] + entropy[:, None]) * grad_entropy[:, None]
+    grad.mul_(scale)
+    here, column = locate(labels, block)
+    return grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError
-from streambp.head.blocks import LOGITS_PER_BLOCK, Statistics, logits_gradient, project, token_blocks
+from streambp.head.blocks import LOGITS_PER_BLOCK, TOKENS_PER_BLOCK, Statistics, logits_gradient, project, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
 
 
@@ -68,7 +68,7 @@ class OnePassNLL(torch.autograd.Function):
         everything = slice(0, weight.shape[0])
         with inputs.norm_shadowed() as shadows:
             # The whole vocabulary at once: the softmax must be known before the logits are let go.
-            for block in token_blocks(labels.shape[0], max(1, LOGITS_PER_BLOCK // weight.shape[0])):
+            for block in token_blocks(labels.shape[0], _tokens_per_block(weight.shape[0])):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
                     statistics = Statistics(labels[block], wide, entropy=False)
@@ -93,3 +93,7 @@ class OnePassNLL(torch.autograd.Function):
                 "used up by the first. Compute the loss again, or add losses up and call backward once."
             )
         return None, None, None, *work.results(upstream / ctx.scale)
+
+
+def _tokens_per_block(vocabulary: int) -> int:
+    return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 def run_example(*arguments, **kwargs):
     command = [sys.executable, str(ROOT / "examples" / "long_context_sft.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **kwargs)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, **kwargs)
 
 
 def check_run(result, folder):
@@ -34,7 +36,7 @@ def test_small_run(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "LICENSE").read_text() * 3)
     result = run_example(
-        "--data", text, "--seq-len", 512, "--steps", 8, "--chunk-size", 64, "--hidden-size", 64, "--layers", 2,
+        "--data", text, "--seq-len", 2048, "--steps", 8, "--chunk-size", 128, "--hidden-size", 64, "--layers", 2,
         "--vocab-size", 600, "--output", tmp_path / "out",
     )  # fmt: skip
     assert check_run(result, tmp_path / "out") < 1
