@@ -47,7 +47,9 @@ class InstanceForward:
     def __init__(self, module: nn.Module, state: PatchState) -> None:
         self.module = module
         self.state = state
-        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
+        # accelerate's hooks (device_map) stand in `forward` themselves and call `_old_forward`; stay inside of them.
+        self.slot = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+        self.previous: Callable[..., Any] | None = module.__dict__.get(self.slot)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
@@ -60,13 +62,13 @@ class InstanceForward:
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     def install(self) -> None:
-        self.module.forward = self  # type: ignore[method-assign, assignment]
+        setattr(self.module, self.slot, self)
 
     def remove(self) -> None:
         if self.previous is None:
-            self.module.__dict__.pop("forward", None)
+            self.module.__dict__.pop(self.slot, None)
         else:
-            self.module.forward = self.previous  # type: ignore[method-assign]
+            setattr(self.module, self.slot, self.previous)
 
 
 class LayerForward(InstanceForward):

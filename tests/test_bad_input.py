@@ -100,6 +100,14 @@ def test_inner_fsdp_unit():
         model(**make_batch("plain"), use_cache=False)
 
 
+def test_offloaded_weights():
+    model = streamed()
+    projection = model.model.layers[0].mlp.up_proj
+    projection.weight = torch.nn.Parameter(projection.weight.to("meta"))
+    with pytest.raises(streambp.StreamBPError, match=r"mlp.up_proj.weight is on the meta device"):
+        model(**make_batch("plain"), use_cache=False)
+
+
 def test_tensor_parallel_parameters(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -302,3 +302,23 @@ def test_log_probs_of_the_labels():
     found, reference = ({n: p.grad for n, p in m.named_parameters()} for m in (ours, stock))
     assert worst_error(found, reference) <= 1e-10
     assert output.logits is None
+
+
+def test_inside_accelerates_device_hooks():
+    hooks = pytest.importorskip("accelerate.hooks", reason="device_map needs accelerate")
+    stock, ours = build("qwen3", torch.float64), build("qwen3", torch.float64)
+    seen = []
+
+    class Hook(hooks.AlignDevicesHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(module)
+            return super().pre_forward(module, *args, **kwargs)
+
+    for layer in ours.model.layers:
+        hooks.add_hook_to_module(layer, Hook(execution_device="cpu", io_same_device=True))
+    before = {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()}
+    streambp.patch(ours, CONFIG)
+    agree(stock, ours, **make_batch("plain"))
+    assert len(seen) == len(ours.model.layers)
+    streambp.unpatch(ours)
+    assert {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()} == before

@@ -116,7 +116,7 @@ def make_inputs(
     hidden_states: Tensor, labels: Tensor, projection: Projection, norm: nn.Module | None, ignore_index: int
 ) -> HeadInputs:
     autocast = Autocast.capture(hidden_states.device)
-    parameters = None if norm is None else Parameters(norm)
+    parameters = None if norm is None else Parameters(norm, hidden_states.device)
     return HeadInputs(labels.reshape(-1), projection, norm, parameters, ignore_index, autocast)
 
 

@@ -29,7 +29,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     counts_when_alone()
     call = LayerCall(site, args, kwargs)
     hidden_states = call.hidden_states
-    parameters = Parameters(site.layer)
+    parameters = Parameters(site.layer, hidden_states.device)
     check_chunks_agree(call)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or parameters.groups):
         call.hidden_states = hidden_states.detach()

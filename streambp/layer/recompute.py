@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -40,13 +41,15 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        on_gpu = device.type == "cuda"
-        return cls(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if on_gpu else None)
+        generators = _generators(device)
+        return cls(torch.get_rng_state(), device, None if generators is None else generators.get_rng_state(device))
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
-            torch.cuda.set_rng_state(self.accelerator, self.device)
+            generators = _generators(self.device)
+            assert generators is not None
+            generators.set_rng_state(self.accelerator, self.device)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -57,3 +60,8 @@ class RandomState:
             yield
         finally:
             outer.restore()
+
+
+def _generators(device: torch.device) -> Any:
+    """The module that holds a device's random state (torch.cuda, torch.xpu); None where the CPU's is all there is."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)

@@ -38,7 +38,7 @@ class Parameters:
     Slots are kept, never the parameters themselves: engines may swap those between forward and backward.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         groups: dict[int, list[Slot]] = {}
         self.names: list[str] = []
         for path, owner in module.named_modules():
@@ -49,6 +49,12 @@ class Parameters:
                     raise UnsupportedModelError(
                         f"{path}.{name} is a DTensor while the layer computes, as under tensor or expert parallelism. "
                         "streambp streams plain parameters: use DDP, ZeRO or FSDP2 around whole decoder layers."
+                    )
+                if parameter.device.type == "meta" and device.type != "meta":
+                    raise UnsupportedModelError(
+                        f"{path}.{name} is on the meta device while the layer computes on {device.type}, as under "
+                        "device_map with weights offloaded to disk or CPU; its gradient would be lost. Load the model "
+                        "without offloaded weights to train it."
                     )
                 if id(parameter) not in groups:
                     self.names.append(f"{path}.{name}")
