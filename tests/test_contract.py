@@ -322,3 +322,33 @@ def test_inside_accelerates_device_hooks():
     assert len(seen) == len(ours.model.layers)
     streambp.unpatch(ours)
     assert {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()} == before
+
+
+def test_an_engines_inner_hooks_are_silent_and_users_hooks_run_per_chunk():
+    stock, ours = model_pair()
+    calls = []
+
+    def engine(module, args, output):
+        calls.append("engine")
+
+    engine.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    mlp = ours.model.layers[0].mlp
+    mlp.register_forward_hook(engine)
+    mlp.register_forward_hook(lambda *_: calls.append("user"))
+    order = list(mlp._forward_hooks)
+    agree(stock, ours, **make_batch("plain"))
+    assert calls.count("user") >= 10
+    assert "engine" not in calls
+    assert list(mlp._forward_hooks) == order
+    assert "once per chunk" in str(streambp.describe(ours))
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_a_parameter_that_the_loss_does_not_touch(managed):
+    _, ours = model_pair()
+    unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    ours.model.layers[0].unused = unused
+    if managed:
+        unused.ds_id = 0
+    ours(**make_batch("plain"), use_cache=False).loss.backward()
+    assert torch.equal(unused.grad, torch.zeros_like(unused)) if managed else unused.grad is None

@@ -19,6 +19,7 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.products import UnreadProducts, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.store import InMemory, SavedTensors
@@ -88,7 +89,7 @@ class LayerCall:
         try:
             if checkpointing is not None:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            with routed(self.configs):
+            with routed(self.configs), engine_hooks_silenced(self.layer):
                 yield
         finally:
             if checkpointing is not None:

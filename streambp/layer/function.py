@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from streambp.attention.prefix import Stage
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.call import LayerCall, LayerSite
+from streambp.layer.engines import gradient_or_zeros
 from streambp.layer.probe import check_chunks_agree
 from streambp.layer.products import left_out, plain_linears
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
@@ -95,7 +96,9 @@ class StreamedLayer(torch.autograd.Function):
                         grad_input[:, chunk.start : chunk.stop] = part  # its chunk of `grad` has been read
                     del part
         call.prefix.drop_buffers()
-        return None, None, grad_input, *sums.result(parameters.current())
+        values = parameters.current()
+        gradients = [gradient_or_zeros(g, p) for g, p in zip(sums.result(values), values, strict=True)]
+        return None, None, grad_input, *gradients
 
 
 def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:

@@ -1,0 +1,46 @@
+"""What engines hang on modules and parameters, and how the chunk loop treats it (DESIGN.md section 3, rules 3 and 5)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ENGINES = ("deepspeed",)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def engine_hooks_silenced(layer: nn.Module) -> Iterator[None]:
+    """Within, hooks that an engine hung on the layer's inner modules do not run: they would gather or reduce once a chunk.
+
+    The layer's own hooks run around it as ever, and so do hooks of anybody else, once a chunk.
+    """
+    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in layer.modules():
+        for hooks in (getattr(module, name) for name in HOOKS):
+            if module is not layer and any(_belongs_to_engine(hook) for hook in hooks.values()):
+                taken.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if _belongs_to_engine(hook)]:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _belongs_to_engine(hook: Callable[..., Any]) -> bool:
+    owner = getattr(hook, "func", hook)
+    return (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
+
+
+def gradient_or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """None stays None for a parameter that the loss does not touch, except under DeepSpeed, whose hooks it would crash."""
+    if gradient is None and (hasattr(parameter, "ds_id") or hasattr(parameter, "grad_accum")):
+        return torch.zeros_like(parameter)
+    return gradient
