@@ -22,7 +22,7 @@ def model_pair(family="qwen3", config=CONFIG, **overrides):
     return stock, streambp.patch(copy.deepcopy(stock), config)
 
 
-def agree(stock, ours, **batch):
+def check_agree(stock, ours, **batch):
     (expected_loss, expected), (loss, found) = gradients(stock, **batch), gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= 1e-10
@@ -54,7 +54,7 @@ def test_sparse_labels(valid):
     batch = make_batch("plain")
     labels = torch.full_like(batch["labels"], -100)
     labels[0, 3 : 3 + valid] = batch["labels"][0, 3 : 3 + valid]
-    agree(stock, ours, **{**batch, "labels": labels})
+    check_agree(stock, ours, **{**batch, "labels": labels})
 
 
 def test_no_valid_label_gives_zero():
@@ -72,26 +72,26 @@ def test_few_tokens(length):
     batch = make_batch("plain", length=length)
     if length == 1:
         batch["shift_labels"] = batch["labels"]
-    agree(stock, ours, **batch)
+    check_agree(stock, ours, **batch)
 
 
 @pytest.mark.parametrize("chunk_size", [WINDOW - 3, WINDOW + 5])
 def test_window_longer_and_shorter_than_a_chunk(chunk_size):
     stock, ours = model_pair("mistral", streambp.StreamConfig(chunk_size=chunk_size))
-    agree(stock, ours, **make_batch("left-padded"))
-    agree(stock, ours, **make_batch("packed"))
+    check_agree(stock, ours, **make_batch("left-padded"))
+    check_agree(stock, ours, **make_batch("packed"))
 
 
 @pytest.mark.parametrize("items", [7, torch.tensor(11.0)])
 def test_num_items_in_batch(items):
     stock, ours = model_pair()
-    agree(stock, ours, **make_batch("plain"), num_items_in_batch=items)
+    check_agree(stock, ours, **make_batch("plain"), num_items_in_batch=items)
 
 
 def test_shift_labels():
     stock, ours = model_pair()
     batch = make_batch("plain")
-    agree(stock, ours, **batch, shift_labels=torch.roll(batch["labels"], -1, 1))
+    check_agree(stock, ours, **batch, shift_labels=torch.roll(batch["labels"], -1, 1))
 
 
 def test_deep_copy_runs_its_own_weights():
@@ -103,7 +103,7 @@ def test_deep_copy_runs_its_own_weights():
     expected = streambp.unpatch(copy.deepcopy(other))
     batch = make_batch("plain")
     _, before = gradients(ours, **batch)
-    agree(expected, other, **batch)
+    check_agree(expected, other, **batch)
     _, after = gradients(ours, **batch)
     assert all(torch.equal(before[n], after[n]) for n in before)
 
@@ -115,7 +115,7 @@ def test_pickled_model_streams():
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert streambp.describe(loaded) == streambp.describe(ours)
-    agree(stock, loaded, **make_batch("packed"))
+    check_agree(stock, loaded, **make_batch("packed"))
 
 
 def test_two_models_patched_differently():
@@ -188,7 +188,7 @@ def test_exception_in_a_step_leaves_the_model_usable(where, monkeypatch):
     assert ours.config._attn_implementation == "sdpa"
     assert not any("forward" in m.__dict__ for m in ours.modules() if isinstance(m, torch.nn.Linear))
     ours.zero_grad()
-    agree(stock, ours, **batch)
+    check_agree(stock, ours, **batch)
 
 
 def test_hooks_on_parameters_and_layers_fire_once():
@@ -199,7 +199,7 @@ def test_hooks_on_parameters_and_layers_fire_once():
         weight.register_hook(lambda g: g * 0.5)
         weight.register_post_accumulate_grad_hook(lambda p: fired.append("parameter"))
         model.model.layers[0].register_full_backward_hook(lambda *_: fired.append("layer"))
-    agree(stock, ours, **make_batch("plain"))
+    check_agree(stock, ours, **make_batch("plain"))
     assert fired.count("parameter") == 2
     assert fired.count("layer") == 2
 
@@ -254,7 +254,7 @@ def test_patching_again_changes_the_settings():
     stock, ours = model_pair()
     streambp.patch(ours, streambp.StreamConfig(chunk_size=3, saves=("attn_out",)))
     assert streambp.describe(ours).chunk_size == "3"
-    agree(stock, ours, **make_batch("plain"))
+    check_agree(stock, ours, **make_batch("plain"))
     streambp.unpatch(ours)
     assert not any("forward" in m.__dict__ for m in ours.modules())
 
@@ -265,17 +265,17 @@ def test_state_dict_and_save_pretrained(tmp_path):
     ours.save_pretrained(tmp_path)
     loaded = type(stock).from_pretrained(tmp_path, dtype=torch.float64).to(torch.float64).train()
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in ours.state_dict().items())
-    agree(copy.deepcopy(loaded), streambp.patch(loaded, CONFIG), **make_batch("plain"))
+    check_agree(copy.deepcopy(loaded), streambp.patch(loaded, CONFIG), **make_batch("plain"))
 
 
 def test_gradient_checkpointing_switched_on_by_a_trainer():
     stock, ours = model_pair()
     enable = getattr(ours, "activation_checkpointing_enable", None) or ours.gradient_checkpointing_enable
     enable()
-    agree(stock, ours, **make_batch("plain"))
+    check_agree(stock, ours, **make_batch("plain"))
     streambp.unpatch(ours)
     assert all(layer.gradient_checkpointing for layer in ours.model.layers)
-    agree(stock, ours, **make_batch("plain"))
+    check_agree(stock, ours, **make_batch("plain"))
 
 
 def test_output_hidden_states():
@@ -318,7 +318,7 @@ def test_inside_accelerates_device_hooks():
         hooks.add_hook_to_module(layer, Hook(execution_device="cpu", io_same_device=True))
     before = {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()}
     streambp.patch(ours, CONFIG)
-    agree(stock, ours, **make_batch("plain"))
+    check_agree(stock, ours, **make_batch("plain"))
     assert len(seen) == len(ours.model.layers)
     streambp.unpatch(ours)
     assert {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()} == before
@@ -336,7 +336,7 @@ def test_an_engines_inner_hooks_are_silent_and_users_hooks_run_per_chunk():
     mlp.register_forward_hook(engine)
     mlp.register_forward_hook(lambda *_: calls.append("user"))
     order = list(mlp._forward_hooks)
-    agree(stock, ours, **make_batch("plain"))
+    check_agree(stock, ours, **make_batch("plain"))
     assert calls.count("user") >= 10
     assert "engine" not in calls
     assert list(mlp._forward_hooks) == order
