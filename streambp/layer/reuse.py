@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 Counts = tuple[int, int, int]
+UNKNOWN = 0
 
 
 def reference_counts(gradient: Tensor) -> Counts:
     """Of the tensor, its Python object and its storage. Call it directly in a Function's `backward(ctx, gradient)`."""
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return gradient._use_count(), sys.getrefcount(gradient), storage  # type: ignore[attr-defined]
+    tensor = getattr(gradient, "_use_count", lambda: UNKNOWN)()  # a torch without it cannot tell: nothing is reused
+    return tensor, sys.getrefcount(gradient), storage
 
 
 def mark(gradient: Tensor) -> Tensor:
@@ -37,6 +39,7 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
     """Whether `gradient` can serve as the buffer of a gradient shaped and typed like `like`. [Note: gradient reuse]"""
     return (
         getattr(gradient, "_streambp_buffer", False)
+        and counts[0] != UNKNOWN
         and counts == counts_when_alone()
         and gradient.shape == like.shape
         and gradient.dtype == like.dtype
