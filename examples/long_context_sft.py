@@ -15,6 +15,7 @@ stands thousands of tokens back (imports, classes, earlier functions) helps to p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -82,7 +83,7 @@ def parse_args() -> argparse.Namespace:
     run.add_argument("--data", nargs="+", type=Path, metavar="FILE", help="text files (one document each), or .jsonl")
     run.add_argument("--seq-len", type=int, default=8192, help="tokens per sequence, T (default: %(default)s)")
     run.add_argument("--batch-size", type=int, default=1, help="sequences per step (default: %(default)s)")
-    run.add_argument("--steps", type=int, default=24, help="optimizer steps (default: %(default)s)")
+    run.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
     run.add_argument("--chunk-size", type=chunk_size, default="auto", help='tokens, or "auto" (default: %(default)s)')
     run.add_argument("--lora", action="store_true", help="train LoRA adapters instead of every weight")
     run.add_argument("--learning-rate", type=float, help="default: 4e-3 from scratch, 1e-4 with --lora, else 1e-5")
@@ -93,8 +94,8 @@ def parse_args() -> argparse.Namespace:
     run.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     small = parser.add_argument_group("the model from scratch (without --model)")
     small.add_argument("--hidden-size", type=int, default=128, help=f"a multiple of {2 * HEAD_DIM} (%(default)s)")
-    small.add_argument("--layers", type=int, default=4, help="default: %(default)s")
-    small.add_argument("--vocab-size", type=int, default=16384, help="default: %(default)s")
+    small.add_argument("--layers", type=int, default=3, help="default: %(default)s")
+    small.add_argument("--vocab-size", type=int, default=4096, help="default: %(default)s")
     args = parser.parse_args()
     for name in ("seq_len", "batch_size", "steps", "layers"):
         if getattr(args, name) < 1:
@@ -109,6 +110,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def chunk_size(text: str) -> int | Literal["auto"]:
+    if text != "auto" and not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f'{text!r} is neither a positive number of tokens nor "auto".')
     return "auto" if text == "auto" else int(text)
 
 
@@ -143,8 +146,20 @@ def read_jsonl(file: Path, text: str) -> list[str]:
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    with loading(model):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
     return tokenizer
+
+
+@contextlib.contextmanager
+def loading(model: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(
+            f"Cannot load {model}: {error}\nPass --model a folder that holds a checkpoint with its tokenizer, or the id "
+            "of a model on the Hugging Face Hub; an id needs a network or an earlier download."
+        ) from error
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -188,7 +203,8 @@ def make_batches(
 def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> PreTrainedModel:
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if args.model:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        with loading(args.model):
+            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     else:
         model = Qwen3ForCausalLM(small_config(args, tokenizer)).to(dtype)
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -196,6 +212,8 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, de
         print(f"note: --seq-len {args.seq_len:,} is more than the {positions:,} positions {args.model} was made for.")
     if args.lora:
         model = add_lora(model)
+    elif dtype == torch.bfloat16:
+        print("note: bfloat16 weights round small updates away; --lora (float32 adapters) or --dtype float32 keep them.")
     model = model.to(device).train()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
@@ -215,7 +233,8 @@ def small_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
         num_key_value_heads=heads // 2,
         head_dim=HEAD_DIM,
         max_position_embeddings=args.seq_len,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
+        initializer_range=0.05,  # a narrow model of few steps: at 0.02 it stays at the tokens' frequencies for longer
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -330,7 +349,7 @@ def cuda_peak(model: PreTrainedModel, step: Callable[[], float]) -> tuple[int, f
 
 
 def forward_backward(model: PreTrainedModel, input_ids: Tensor) -> float:
-    loss = model(input_ids=input_ids, labels=input_ids).loss
+    loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
     loss.backward()
     return float(loss.detach())
 

@@ -32,19 +32,44 @@ def check_run(result, folder):
     return float(re.search(r"ratio\s+([\d.]+)", result.stdout).group(1))
 
 
-def test_small_run(tmp_path):
-    text = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """A run from scratch at a small size: its text, its output folder and its result."""
+    folder = tmp_path_factory.mktemp("example")
+    text = folder / "text.txt"
     text.write_text((ROOT / "LICENSE").read_text() * 3)
     result = run_example(
         "--data", text, "--seq-len", 2048, "--steps", 8, "--chunk-size", 128, "--hidden-size", 64, "--layers", 2,
-        "--vocab-size", 600, "--output", tmp_path / "out",
+        "--vocab-size", 600, "--output", folder / "out",
     )  # fmt: skip
-    assert check_run(result, tmp_path / "out") < 1
+    return text, folder / "out", result
+
+
+def test_small_run(small_run):
+    _, output, result = small_run
+    assert check_run(result, output) < 1  # at this size a block of logits is half the sequence; test_default_run has 0.5
+
+
+def test_lora_on_a_given_model(small_run, tmp_path):
+    text, checkpoint, _ = small_run
+    pytest.importorskip("peft")
+    result = run_example(
+        "--model", checkpoint, "--data", text, "--seq-len", 2048, "--steps", 30, "--chunk-size", 128, "--lora",
+        "--learning-rate", 1e-2, "--output", tmp_path / "lora",
+    )  # fmt: skip
+    assert check_run(result, tmp_path / "lora") < 1
+    assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--data", "missing.txt"], "missing.txt"), (["--data", "short.txt"], "Pass more text"), (["--steps", "0"], "steps")],
+    [
+        (["--data", "missing.txt"], "missing.txt"),
+        (["--data", "short.txt"], "Pass more text"),
+        (["--steps", "0"], "steps"),
+        (["--chunk-size", "0"], "auto"),
+        (["--model", "missing"], "Pass --model"),
+    ],
 )
 def test_bad_usage_says_what_to_do(arguments, message, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
