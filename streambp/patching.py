@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streambp.chunks import AUTO_RULE
 from streambp.config import StreamConfig
-from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.errors import StreamBPError
+from streambp.stacks import find_stacks
 from streambp.wrappers import BackboneForward, CausalLMForward, InstanceForward, LayerForward, PatchState
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,27 +31,32 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 
     Raises:
         UnsupportedModelError: it has no decoder layers that can be streamed exactly. The model is left as it was.
+
+    Layers that turn out to mix tokens elsewhere than in their attention (convolutions, recurrences) run under gradient
+    checkpointing; their first call finds out, and `describe` names them.
     """
     config = StreamConfig() if config is None else config
     if not isinstance(config, StreamConfig):
         raise StreamBPError(f"config is {type(config).__name__}; pass a streambp.StreamConfig, or leave it out.")
-    stacks = _find_stacks(model)
+    found = find_stacks(model)
     for module in model.modules():
         if hasattr(module, "_streambp"):
             unpatch(model)
             break
     state = PatchState(config)
     wrappers: list[InstanceForward] = []
-    for backbone, layers in stacks:
-        wrappers.append(BackboneForward(backbone, state, layers, _final_norm(backbone)))
-        wrappers.extend(LayerForward(layer, state) for layer in layers)
-    backbones = {id(backbone) for backbone, _ in stacks}
+    for stack in found.stacks:
+        wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
+        norm = _final_norm(stack.backbone)
+        wrappers.extend(LayerForward(layer, state) for layer in stack.layers[:-1])
+        wrappers.append(LayerForward(stack.layers[-1], state, norm))
+    backbones = {id(stack.backbone) for stack in found.stacks}
     for module in model.modules():
         if _is_causal_lm(module) and id(module) not in backbones:
             wrappers.append(CausalLMForward(module, state))  # type: ignore[arg-type]
     for wrapper in wrappers:
         wrapper.install()
-    model._streambp = Patch(state, wrappers)  # type: ignore[assignment]
+    model._streambp = Patch(state, wrappers, found.left_alone)  # type: ignore[assignment]
     return model
 
 
@@ -61,6 +66,7 @@ class Patch:
 
     state: PatchState
     wrappers: list[InstanceForward]
+    left_alone: tuple[str, ...]
 
 
 def unpatch(model: Model) -> Model:
@@ -71,49 +77,6 @@ def unpatch(model: Model) -> Model:
             for wrapper in reversed(found.wrappers):
                 wrapper.remove()
     return model
-
-
-def _find_stacks(model: nn.Module) -> list[tuple[PreTrainedModel, list[nn.Module]]]:
-    """Backbones with their decoder layers."""
-    stacks: list[tuple[PreTrainedModel, list[nn.Module]]] = []
-    reasons: list[str] = []
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel):
-            continue
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], GradientCheckpointingLayer):
-                problem = next(filter(None, (_why_not(module, layer) for layer in child)), None)
-                if problem is None:
-                    stacks.append((module, list(child)))
-                else:
-                    reasons.append(f"{type(module).__name__}: {problem}")
-    if reasons or not stacks:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be streamed. "
-            + ("; ".join(reasons) if reasons else "It has no stack of transformers decoder layers")
-            + ". Use gradient checkpointing for it."
-        )
-    return stacks
-
-
-def _why_not(backbone: PreTrainedModel, layer: nn.Module) -> str | None:
-    """Why a layer of this stack cannot be streamed exactly, as far as its structure tells; None if nothing speaks
-    against it."""
-    name = type(layer).__name__
-    if not isinstance(layer, GradientCheckpointingLayer):
-        return f"{name} is not a GradientCheckpointingLayer"
-    if not getattr(backbone, "_supports_attention_backend", False):
-        return "its attention does not go through transformers' attention interface"
-    if getattr(backbone.config, "is_encoder_decoder", False) or getattr(backbone.config, "is_causal", True) is False:
-        return "its attention is bidirectional, a chunk would read what later chunks hold"
-    attentions = [m for m in layer.modules() if hasattr(m, "is_causal")]
-    if not attentions:
-        return f"{name} has no causal attention module"
-    if not all(m.is_causal for m in attentions):
-        return f"{type(attentions[0]).__name__} is bidirectional, a chunk would read what later chunks hold"
-    if "router_logits" in (getattr(backbone, "_can_record_outputs", None) or {}):
-        return "mixture-of-experts layers with router outputs are not supported yet"
-    return None
 
 
 def _final_norm(backbone: nn.Module) -> nn.Module | None:
@@ -177,7 +140,12 @@ def describe(model: nn.Module) -> Description:
     config = found.state.config
     names = {id(module): name for name, module in model.named_modules()}
     layers = tuple(
-        LayerDescription(names[id(w.module)], type(w.module).__name__, "streams", "")
+        LayerDescription(
+            names[id(w.module)],
+            type(w.module).__name__,
+            "streams" if w.site.whole_because is None else "checkpoints",
+            w.site.whole_because or "",
+        )
         for w in found.wrappers
         if isinstance(w, LayerForward)
     )
@@ -203,4 +171,5 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )
-    return (f"hooks on {hooked} modules inside layers run once per chunk",) if hooked else ()
+    notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
+    return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

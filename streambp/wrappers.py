@@ -25,6 +25,7 @@ from streambp.head.deferred import Deferred, HeadRecord, Recipe
 from streambp.head.one_pass import Pending
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
+from streambp.stacks import attends, counts_positions
 
 
 @dataclasses.dataclass
@@ -32,6 +33,8 @@ class PatchState:
     """What the wrappers of one patched model share.
 
     bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
+    defer_norm: the running forward's head wants the final norm to be left to it.
+    deferring: what stands in for that norm meanwhile.
     """
 
     config: StreamConfig
@@ -39,6 +42,7 @@ class PatchState:
     pending: Pending = dataclasses.field(default_factory=Pending)
     head_built_for: str | None = None
     defer_norm: HeadRecord | None = None
+    deferring: DeferredNorm | None = None
 
 
 class InstanceForward:
@@ -72,26 +76,36 @@ class InstanceForward:
 
 
 class LayerForward(InstanceForward):
-    """A decoder layer that streams unless its model's forward said otherwise."""
+    """A decoder layer that streams unless its model's forward said otherwise.
 
-    def __init__(self, module: nn.Module, state: PatchState) -> None:
+    Args:
+        final_norm: on a stack's last layer, the norm that comes after it and may be deferred to the head.
+    """
+
+    def __init__(self, module: nn.Module, state: PatchState, final_norm: nn.Module | None = None) -> None:
         super().__init__(module, state)
-        self.site = LayerSite(module, state.config)
+        self.site = LayerSite(module, state.config, attends(module), counts_positions(module))
+        self.final_norm = final_norm
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.state.bypass or kwargs.get("past_key_values") is not None:
             return self.original(*args, **kwargs)
-        return stream_layer(self.site, args, kwargs)
+        output = stream_layer(self.site, args, kwargs)
+        if self.final_norm is not None and self.state.defer_norm is not None:
+            # Not before: some models normalise the embeddings with the same module.
+            self.state.deferring = DeferredNorm(self.final_norm, self.state.defer_norm)
+            self.state.deferring.install()
+            self.state.defer_norm = None
+        return output
 
 
 class BackboneForward(InstanceForward):
     """The model around the layers: decides whether this call streams, and keeps caches and masks out of the way."""
 
-    def __init__(self, module: PreTrainedModel, state: PatchState, layers: list[nn.Module], norm: nn.Module | None) -> None:
+    def __init__(self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]) -> None:
         super().__init__(module, state)
         self.layers = layers
-        self.norm = norm
         self.checkpointed: list[nn.Module] = []
 
     @torch.compiler.disable
@@ -105,20 +119,12 @@ class BackboneForward(InstanceForward):
             self._check(kwargs)
             kwargs["use_cache"] = False
             with routed(self._configs()):
-                return self._run(kwargs)
+                return self.original(**kwargs)
         finally:
             self.state.bypass = before
-
-    def _run(self, kwargs: dict[str, Any]) -> Any:
-        record, self.state.defer_norm = self.state.defer_norm, None
-        if record is None or self.norm is None:
-            return self.original(**kwargs)
-        deferring = DeferredNorm(self.norm, record)
-        deferring.install()
-        try:
-            return self.original(**kwargs)
-        finally:
-            deferring.remove()
+            if self.state.deferring is not None:
+                self.state.deferring.remove()
+                self.state.deferring = None
 
     def _positional(self, args: tuple[Any, ...]) -> dict[str, Any]:
         return dict(inspect.signature(self).bind_partial(*args).arguments) if args else {}
@@ -161,7 +167,7 @@ class BackboneForward(InstanceForward):
         return config
 
     def _configs(self) -> list[PreTrainedConfig]:
-        found = [self._config, *(m.config for m in self.layers[0].modules() if hasattr(m, "config"))]
+        found = [self._config, *(m.config for layer in self.layers for m in layer.modules() if hasattr(m, "config"))]
         return list({id(config): config for config in found}.values())
 
 

@@ -18,7 +18,8 @@ def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers computes norms, softmax and losses in float32 even for float64 models. A TorchFunctionMode would not do:
     it is off inside backward.
     """
-    real_float, real_to, real_softmax = Tensor.float, Tensor.to, nn.functional.softmax
+    real_float, real_to, real_type = Tensor.float, Tensor.to, Tensor.type
+    real_softmax, real_sum = nn.functional.softmax, torch.sum
 
     def widen(value: Any) -> Any:
         return torch.float64 if value is torch.float32 else value
@@ -36,7 +37,15 @@ def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     def softmax(x: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
         return real_softmax(x, dim, dtype=widen(dtype) if x.dtype == torch.float64 else dtype)
 
+    def to_type(self: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        return real_type(self, widen(dtype) if self.dtype == torch.float64 else dtype, **kwargs)
+
+    def total(x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+        return real_sum(x, *args, dtype=widen(dtype) if x.dtype == torch.float64 else dtype, **kwargs)
+
     monkeypatch.setattr(Tensor, "float", to_float)
+    monkeypatch.setattr(Tensor, "type", to_type)
+    monkeypatch.setattr(torch, "sum", total)
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(nn.functional, "softmax", softmax)
 

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import BertConfig, BertModel, LlamaConfig, MixtralConfig, MixtralForCausalLM, T5Config, T5Model
+from transformers import BertConfig, BertModel, LlamaConfig, T5Config, T5Model
 
 import streambp
+from tests import zoo
 from tests.families import LENGTH, build, make_batch
 
 
@@ -35,15 +36,11 @@ def test_config_is_frozen():
     [
         lambda: BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)),
         lambda: T5Model(T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)),
-        lambda: MixtralForCausalLM(
-            MixtralConfig(
-                vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                num_key_value_heads=2, num_local_experts=2,
-            )
-        ),
+        lambda: zoo.build("deepseek_v32"),
+        lambda: zoo.build("bloom"),
         lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)),
     ],
-    ids=["bert", "t5", "mixtral", "no transformer"],
+    ids=["bert", "t5", "sparse", "own attention", "no transformer"],
 )  # fmt: skip
 def test_unsupported_models(make):
     model = make()
@@ -125,16 +122,14 @@ def test_attention_that_does_more_than_we_do(monkeypatch):
     model = streamed("llama")
     attention = type(model.model.layers[0].self_attn)
     real = attention.forward
-    monkeypatch.setattr(attention, "forward", lambda self, *a, **k: real(self, *a, **{**k, "softcap": 5.0}))
-    with pytest.raises(streambp.StreamBPError, match="softcap"):
+    monkeypatch.setattr(attention, "forward", lambda self, *a, **k: real(self, *a, **{**k, "position_bias": 5.0}))
+    with pytest.raises(streambp.StreamBPError, match="position_bias"):
         model(**make_batch("plain"), use_cache=False)
 
 
-def test_layer_that_mixes_tokens_outside_of_attention():
-    model = streamed("llama")
-    mlp = model.model.layers[1].mlp
-    mlp.forward = lambda x: type(mlp).forward(mlp, x + 0.5 * torch.roll(x, 1, 1))
-    with pytest.raises(streambp.StreamBPError, match="mixes tokens"):
+def test_layer_that_reads_the_mask_itself():
+    model = streambp.patch(zoo.build("doge", torch.float32), streambp.StreamConfig(chunk_size=5))
+    with pytest.raises(streambp.StreamBPError, match="reads the attention mask itself"):
         model(**make_batch("plain"), use_cache=False)
 
 

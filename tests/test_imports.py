@@ -8,9 +8,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "streambp"
 ORDER = (
     "errors", "config", "chunks", "attention.spans", "attention.masks", "attention.kernels", "attention.prefix",
-    "attention.interface", "layer.store", "layer.recompute", "layer.shadows", "layer.products", "layer.engines",
-    "layer.reuse", "layer.call", "layer.probe", "layer.function", "head.blocks", "head.log_probs", "head.one_pass",
-    "head.deferred", "wrappers", "patching", "verdict", "verify", "cli", "__main__",
+    "attention.interface", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
+    "layer.products", "layer.engines", "layer.reuse", "layer.call", "layer.gradients", "layer.probe", "layer.whole",
+    "layer.function", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred", "stacks", "wrappers", "patching",
+    "verdict", "verify", "cli", "__main__",
 )  # fmt: skip
 PACKAGES = ("", "attention", "layer", "head")
 

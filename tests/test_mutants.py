@@ -12,8 +12,9 @@ from streambp.attention import kernels, masks, prefix
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.head import blocks, deferred, log_probs, one_pass
-from streambp.layer import call, function, products, recompute, shadows
-from tests import test_contract, test_oracle, test_training
+from streambp.layer import arguments, call, function, products, recompute, shadows
+from streambp.layer import gradients as layer_gradients
+from tests import test_contract, test_families, test_oracle, test_training
 from tests.families import build, make_batch
 from tests.oracle import gradients, lift_float32_casts
 
@@ -44,12 +45,12 @@ def top_left(self, b0, b1, run, tiling):
 
 
 def skips_second(real):
-    """`real` as a method whose second call does nothing."""
+    """`real` as a method that does nothing the second time that it is given something."""
     calls = []
 
-    def method(self, *args):
-        calls.append(args)
-        return None if len(calls) == 2 else real(self, *args)
+    def method(self, given):
+        calls.extend([given] if given else [])
+        return None if given and len(calls) == 2 else real(self, given)
 
     return method
 
@@ -70,6 +71,33 @@ def without_onehot(logits, lse, labels, block, grad_log_probs, entropy, grad_ent
 
 def only_this_chunk(self):
     return torch.zeros_like(self.k), torch.zeros_like(self.v)
+
+
+def family(name):
+    with default_float64():
+        test_families.check(name, modes=["plain"], chunk_sizes=[5])
+
+
+def router_loss():
+    with default_float64():
+        test_families.test_router_loss("mixtral", "plain")
+
+
+@contextlib.contextmanager
+def default_float64():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def only_hidden_states(self, output, chunk, real=layer_gradients.OutputGradients.of):
+    return real(layer_gradients.OutputGradients(self.hidden_states, {}), output, chunk)
+
+
+def hidden_states_alone(self, chunk, gradients, real=layer_gradients.InputGradients.add):
+    real(self, chunk, [gradients[0], *[None] * (len(gradients) - 1)])
 
 
 def plain_causal(mask, batch_size, length, *_):
@@ -124,6 +152,28 @@ MUTANTS = {
     "softcap without its derivative": (
         blocks.Projection, "backward", lambda self, grad, logits: grad, lambda: oracle("gemma3"),
     ),
+    "attention softcap without its derivative": (
+        kernels.MathKernel, "_softcap_slope", lambda self, scores, task: 1.0, lambda: family("gemma2"),
+    ),
+    "sink left out": (prefix, "with_sink", lambda attended, sink: attended, lambda: family("gpt_oss")),
+    "sink without its gradient": (
+        prefix, "_sink_gradient", lambda do, o, lse, sink: torch.zeros_like(sink), lambda: family("gpt_oss"),
+    ),
+    "router outputs without their gradient": (layer_gradients.OutputGradients, "of", only_hidden_states, router_loss),
+    "router outputs of chunks taken for layers": (call, "recording", lambda keys: contextlib.nullcontext({}), router_loss),
+    "shared keys and values without their gradient": (
+        layer_gradients.OutputGradients, "of", only_hidden_states, lambda: family("gemma3n_text"),
+    ),
+    "differentiable arguments without their gradient": (
+        layer_gradients.InputGradients, "add", hidden_states_alone, lambda: family("gemma3n_text"),
+    ),
+    "positions counted from 0 in every chunk": (
+        arguments.ChunkCache, "get_seq_length", lambda self, *_: 0,
+        test_families.test_llama4_counts_positions_from_the_start_of_the_sequence,
+    ),
+    "stream whatever comes": (
+        function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
+    ),
     "final norm left out": (
         deferred, "make_inputs",
         lambda x, t, p, norm, ignore, real=deferred.make_inputs: real(x, t, p, None, ignore), oracle,
@@ -138,7 +188,7 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
         lift_float32_casts(monkeypatch)
     check()
     with monkeypatch.context() as patch:
-        patch.setattr(function, "check_chunks_agree", lambda call: None)  # it would catch some of them first
+        patch.setattr(function, "can_stream", lambda call: True)  # it would catch some of them first
         patch.setattr(owner, attribute, mutant)
         with pytest.raises(AssertionError):
             check()

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.masks import lazy_mask
-from streambp.attention.prefix import ChunkMask
-from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.attention.masks import lazy_mask, resolve
+from streambp.attention.prefix import ChunkMask, Prefix, Stage
+from streambp.chunks import Chunk
+from streambp.errors import UnsupportedModelError
 
 NAME = "streambp"
 
 # Keyword arguments that change what attention computes and that this function does not implement.
-FOREIGN_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
+FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")
 
 
 def stream_attention(
@@ -29,26 +30,38 @@ def stream_attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, C, D], key and value [B, H_kv, C, D] -> [B, C, H, D_v].
 
-    `attention_mask` is the `ChunkMask` that the layer was called with; it knows the prefix and the spans, so a
-    `sliding_window` passed as well is already in it.
+    In a streamed layer `attention_mask` is the `ChunkMask` that the layer was called with; it knows the prefix and the
+    spans, so a `sliding_window` passed as well is already in it. In a layer that does not stream it is the model's own
+    (a `LazyMask`, a 4-D tensor, or None for causal), and the sequence is attended whole, as one chunk.
     """
-    if not isinstance(attention_mask, ChunkMask):
-        raise StreamBPError(
-            f"{type(module).__name__} was called with attention_mask={type(attention_mask).__name__} while its model "
-            "streams; a layer that streambp does not know ran its attention. Please report this model."
-        )
     foreign = [name for name in FOREIGN_ARGUMENTS if kwargs.get(name) is not None]
-    if foreign or kwargs.get("is_causal") is False:
+    if foreign or kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends with {foreign or 'is_causal=False'}, which streambp does not support yet; "
+            f"{type(module).__name__} attends with {foreign or 'is_causal=False'}, which streambp does not support; "
             "ignoring it would give wrong numbers. Use gradient checkpointing for this model (streambp.unpatch(model))."
         )
+    if not isinstance(attention_mask, ChunkMask):
+        attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     query, key, value = _one_dtype(query, key, value)
-    return attention_mask.attend(query, key, value, scaling, dropout), None
+    sinks = [kwargs[name] for name in ("s_aux", "sinks") if kwargs.get(name) is not None]
+    return attention_mask.attend(query, key, value, scaling, dropout, softcap, *sinks), None
+
+
+def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> ChunkMask:
+    length = query.shape[2]
+    if key.shape[2] != length:
+        raise UnsupportedModelError(
+            f"A layer attends {length} queries to {key.shape[2]} keys while its model streams; streambp supports neither "
+            "caches nor cross-attention there. Use gradient checkpointing for this model (streambp.unpatch(model))."
+        )
+    layout = resolve(mask, query.shape[0], length, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), query.device)
+    stage = Stage.RECOMPUTE if torch.is_grad_enabled() else Stage.FORWARD
+    return ChunkMask(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
 
 
 def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

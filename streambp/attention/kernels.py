@@ -34,6 +34,7 @@ class Task:
     tile: Tensor | None = None  # [B or 1, H or 1, Tq, Tk] for Kind.MASK
     dropout: float = 0.0
     seed: int = 0
+    softcap: float | None = None
 
 
 class Kernel(Protocol):
@@ -49,14 +50,14 @@ class Kernel(Protocol):
 
 
 class MathKernel:
-    """Plain matrix products in promote_types(dtype, float32); serves every kind, dropout and any head size."""
+    """Plain matrix products in promote_types(dtype, float32); serves every kind, dropout, softcap and any head size."""
 
     name = "math"
     kinds = frozenset(Kind) - {Kind.VARLEN, Kind.WINDOW}
     tiling = Tiling(q_block=512, k_block=2048)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        scores, v = self._scores(q, k, task), _wide(v)  # [B, H_kv, G, Tq, Tk]
+        scores, v = self._masked(self._scores(q, k, task), q, k, task), _wide(v)  # [B, H_kv, G, Tq, Tk]
         lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
         weights = _weights(scores, lse)
         keep = _dropout_mask(weights, task)
@@ -70,7 +71,8 @@ class MathKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         scores = self._scores(q, k, task)
-        weights = _weights(scores, lse.unflatten(1, groups))
+        slope = self._softcap_slope(scores, task)
+        weights = _weights(self._masked(scores, q, k, task), lse.unflatten(1, groups))
         do, o, q, k, v = (_wide(t) for t in (do, o, q, k, v))
         delta = (do * o).sum(-1).unflatten(1, groups)  # [B, H_kv, G, Tq]
         do = do.unflatten(1, groups).flatten(2, 3)  # [B, H_kv, G * Tq, D_v]
@@ -80,7 +82,7 @@ class MathKernel:
         if keep is not None:
             dropped, dweights = weights * keep, dweights * keep
         dv = dropped.flatten(2, 3).mT @ do
-        dscores = (weights * (dweights - delta[..., None]) * task.scale).flatten(2, 3)
+        dscores = (weights * (dweights - delta[..., None]) * (slope * task.scale)).flatten(2, 3)
         dq = (dscores @ k).unflatten(2, weights.shape[2:4]).flatten(1, 2)
         dk = dscores.mT @ q.unflatten(1, groups).flatten(2, 3)
         return dq, dk, dv
@@ -89,6 +91,14 @@ class MathKernel:
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         scores = _wide(q).unflatten(1, groups).flatten(2, 3) @ _wide(k).mT
         scores = (scores * task.scale).unflatten(2, (groups[1], q.shape[2]))  # [B, H_kv, G, Tq, Tk]
+        return scores if task.softcap is None else task.softcap * torch.tanh(scores / task.softcap)
+
+    def _softcap_slope(self, scores: Tensor, task: Task) -> Tensor | float:
+        """The derivative of softcap * tanh(x / softcap), from its value."""
+        return 1.0 if task.softcap is None else 1.0 - (scores / task.softcap) ** 2
+
+    def _masked(self, scores: Tensor, q: Tensor, k: Tensor, task: Task) -> Tensor:
+        groups = (k.shape[1], q.shape[1] // k.shape[1])
         tile = _tile(task, q.device)
         if tile is None:
             return scores
@@ -200,13 +210,13 @@ class Backend:
         return next(kernel for kernel in self.kernels if kind in kernel.kinds)
 
 
-def choose_backend(wanted: str, q: Tensor, v: Tensor, dropout: float) -> Backend:
+def choose_backend(wanted: str, q: Tensor, v: Tensor, dropout: float, softcap: float | None = None) -> Backend:
     """The backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
 
     Raises:
         StreamBPError: the wanted backend cannot do it; "auto" never raises, "math" does everything.
     """
-    fused = dropout == 0.0 and q.shape[-1] == v.shape[-1]
+    fused = dropout == 0.0 and softcap is None and q.shape[-1] == v.shape[-1]
     half = q.dtype in (torch.float16, torch.bfloat16)
     on_gpu = q.device.type in ("cuda", "meta") and fused and half and q.shape[-1] % 8 == 0
     flash = on_gpu and q.shape[-1] <= 256
@@ -222,7 +232,7 @@ def choose_backend(wanted: str, q: Tensor, v: Tensor, dropout: float) -> Backend
         return Backend((MATH,))
     raise StreamBPError(
         f"attention={wanted!r} cannot attend {q.dtype} on {q.device.type} with head sizes {q.shape[-1]} and "
-        f"{v.shape[-1]} and dropout {dropout}. Set attention='auto' or 'math' in StreamConfig."
+        f"{v.shape[-1]}, dropout {dropout} and softcap {softcap}. Set attention='auto' or 'math' in StreamConfig."
     )
 
 

@@ -30,6 +30,19 @@ class LazyMask:
         self.description = description
         self.layout: Spans | DenseMask | None = None
 
+    def __getitem__(self, index: Any) -> LazyMask:
+        """The same mask, for models that cut their masks to the queries at hand; all of them are at hand here."""
+        lengths = (None, None, self.description["q_length"], self.description["kv_length"])
+        parts = index if isinstance(index, tuple) else (index,)
+        for part, length in zip(parts, lengths, strict=False):
+            whole = isinstance(part, slice) and (length is None or range(length)[part] == range(length))
+            if not whole and part is not Ellipsis:
+                raise UnsupportedMaskError(
+                    f"The model cuts its attention mask to {part} of {length} positions; streambp attends whole sequences. "
+                    "Run this model unpatched (streambp.unpatch(model))."
+                )
+        return self
+
 
 def lazy_mask(**description: Any) -> LazyMask:
     """The mask function behind our attention's name; takes what `sdpa_mask` takes."""

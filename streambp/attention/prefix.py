@@ -73,7 +73,7 @@ class Prefix:
         self.length = length
         self.attention = attention
         self.sites: list[CallSite] = []
-        self.calls = 0  # attention calls of a whole layer forward
+        self.calls: int | None = None  # attention calls of a whole layer forward
         self.filled_until = 0
         self.backends: set[str] = set()
 
@@ -92,28 +92,38 @@ class ChunkMask:
         self.attended: list[Attended] = []
         self.call = 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """q [B, H, C, D], k and v [B, H_kv, C, D] of this chunk -> [B, C, H, D_v]."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """q [B, H, C, D], k and v [B, H_kv, C, D] of this chunk, sink [H] -> [B, C, H, D_v]."""
         prefix, chunk, index = self.prefix, self.chunk, self.call
         self.call += 1
-        backend = choose_backend(prefix.attention, q, v, dropout)
+        backend = choose_backend(prefix.attention, q, v, dropout, softcap)
+        prefix.backends.add(backend.name)
         seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
-        params = Params(backend, q.shape[-1] ** -0.5 if scale is None else scale, dropout, seed)
+        params = Params(backend, q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout, seed)
         site = self._site(index, k, v)
         if self.stage is Stage.REFILL and self.call == prefix.calls:
             raise RefillDone
         if self.stage is not Stage.RECOMPUTE:
-            attended = attend_blocks(q, site, prefix.layout, chunk, params)
+            attended = attend_blocks(q, site, prefix.layout, chunk, params, sink)
             self.attended.append(attended)
             return attended.o.transpose(1, 2).contiguous()
         saved = self.saved[index] if self.saved else None
-        out: Tensor = PrefixAttention.apply(q, k, v, site, prefix.layout, chunk, params, saved)
+        out: Tensor = PrefixAttention.apply(q, k, v, sink, site, prefix.layout, chunk, params, saved)
         return out
 
     def finish(self) -> None:
-        """After the layer's forward over this chunk: it must have attended, the same number of times as ever."""
+        """After the layer's forward over this chunk: it must have attended the same number of times as ever."""
         prefix = self.prefix
-        if self.call == 0 or (prefix.calls and self.call != prefix.calls):
+        if prefix.calls is not None and self.call != prefix.calls:
             raise StreamBPError(
                 f"The layer called its attention {self.call} times on chunk {self.chunk.index} and {prefix.calls} times "
                 "before. A layer that does not hand attention_mask to transformers' attention interface, the same number "
@@ -138,6 +148,7 @@ class ChunkMask:
 class Params:
     backend: Backend
     scale: float
+    softcap: float | None
     dropout: float
     seed: int
 
@@ -146,11 +157,30 @@ class Params:
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
             tile = layout.tile(block.q0, block.q1, block.k0, block.k1, device)
-        return Task(block, self.scale, tile, self.dropout, self.seed + number)
+        return Task(block, self.scale, tile, self.dropout, self.seed + number, self.softcap)
 
 
-def attend_blocks(q: Tensor, site: CallSite, layout: Spans | DenseMask, chunk: Chunk, params: Params) -> Attended:
+def attend_blocks(
+    q: Tensor, site: CallSite, layout: Spans | DenseMask, chunk: Chunk, params: Params, sink: Tensor | None = None
+) -> Attended:
     """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2)."""
+    attended = _attend_spans(q, site, layout, chunk, params)
+    return attended if sink is None else with_sink(attended, sink)
+
+
+def with_sink(attended: Attended, sink: Tensor) -> Attended:
+    """Merge one more key, read by every query, with logit sink [H] and value zero.
+
+    [Note: sinks] The merged lse is all that the blocks' backward needs; the sink's own gradient is
+    -sum over queries of exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's.
+    """
+    sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
+    lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
+    shrunk = attended.o.to(lse.dtype) * torch.exp(attended.lse - lse)[..., None]
+    return Attended(shrunk.to(attended.o.dtype), lse)
+
+
+def _attend_spans(q: Tensor, site: CallSite, layout: Spans | DenseMask, chunk: Chunk, params: Params) -> Attended:
     wide = torch.promote_types(q.dtype, torch.float32)
     shape = (*q.shape[:3], site.v.shape[3])
     blocks = list(layout.blocks(chunk.start, chunk.stop, params.backend.tiling))
@@ -184,7 +214,7 @@ def _forward(q: Tensor, site: CallSite, params: Params, task: Task, chunk: Chunk
 
 
 class PrefixAttention(torch.autograd.Function):
-    """One chunk's attention over its prefix; q, k, v in, [B, C, H, D_v] out."""
+    """One chunk's attention over its prefix; q, k, v and a sink's logits in, [B, C, H, D_v] out."""
 
     @staticmethod
     def forward(
@@ -192,20 +222,21 @@ class PrefixAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink: Tensor | None,
         site: CallSite,
         layout: Spans | DenseMask,
         chunk: Chunk,
         params: Params,
         saved: Attended | None,
     ) -> Tensor:
-        attended = saved or attend_blocks(q, site, layout, chunk, params)
-        ctx.save_for_backward(q, attended.o, attended.lse)
+        attended = saved or attend_blocks(q, site, layout, chunk, params, sink)
+        ctx.save_for_backward(q, attended.o, attended.lse, sink)
         ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
         return attended.o.transpose(1, 2).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, o, lse = ctx.saved_tensors
+        q, o, lse, sink = ctx.saved_tensors
         site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
         dk, dv = site.grow_accumulators()
         do = grad.transpose(1, 2)  # [B, H, C, D_v]
@@ -223,4 +254,12 @@ class PrefixAttention(torch.autograd.Function):
             dv[rows, :, keys] += parts[2]
         own = slice(chunk.start, chunk.stop)  # complete: [Note: prefix accumulation order]
         dk_own, dv_own = dk[:, :, own].to(q.dtype), dv[:, :, own].to(q.dtype)
-        return dq.to(q.dtype), dk_own, dv_own, None, None, None, None, None
+        dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
+        return dq.to(q.dtype), dk_own, dv_own, dsink, None, None, None, None, None
+
+
+def _sink_gradient(do: Tensor, o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """[H]. [Note: sinks]"""
+    weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
+    gradient = -(weight * (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum((0, 2))
+    return gradient.view_as(sink).to(sink.dtype)

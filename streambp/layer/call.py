@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,24 +18,33 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.layer.arguments import Arguments
 from streambp.layer.engines import engine_hooks_silenced
+from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.products import UnreadProducts, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.store import InMemory, SavedTensors
 
-# Where the tokens are, by argument name; whatever is not named here is handed to every chunk whole.
-TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 PROBE_TOKENS = 2
 
 
 @dataclasses.dataclass
 class LayerSite:
-    """A streamed layer: the module, how it streams, and what was found out about it (by `_unread_key`)."""
+    """A streamed layer: the module, how it streams, and what was found out about it.
+
+    Args:
+        attends: it hands attention_mask to transformers' attention interface.
+        counts_positions: it asks its cache how many tokens came before.
+        whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
+    """
 
     layer: nn.Module
     config: StreamConfig
-    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
+    attends: bool = True
+    counts_positions: bool = False
+    whole_because: str | None = None
     probed: bool = False
+    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -45,42 +53,36 @@ class LayerSite:
 
 
 class LayerCall:
-    """Arguments, chunk plan, prefix and saved tensors of one call of a layer. hidden_states is [B, T, h]."""
+    """Arguments, chunk plan, prefix and saved tensors of one call of a layer. hidden_states is [..., B, T, h]."""
 
-    def __init__(self, site: LayerSite, args: Any, kwargs: Any) -> None:
+    def __init__(self, site: LayerSite, arguments: Arguments) -> None:
         config = site.config
         self.site = site
         self.layer = site.layer
         self.saves = config.saves
-        self.arguments = _bind(site.forward, site.layer, args, kwargs)
-        self.hidden_states: Tensor = self.arguments.pop("hidden_states")
-        batch_size, length = self.hidden_states.shape[:2]
+        self.arguments = arguments
+        self.hidden_states: Tensor = arguments.hidden_states
+        batch_size, length = self.hidden_states.shape[-3:-1]
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
         self.plan = plan_chunks(length, batch_size, config.chunk_size)
-        self.configs = _attention_configs(site.layer)
+        self.configs = attention_configs(site.layer)
+        self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
         self.prefix = Prefix(self._layout(), length, config.attention)
         self.store: SavedTensors = InMemory()
         self.random: list[RandomState] = []
+        self.extras: list[Place] = []  # extra outputs, in the order in which the Function returns them
 
     def _layout(self) -> Any:
-        mask = self.arguments.get("attention_mask")
-        if mask is not None and not isinstance(mask, LazyMask | Tensor):
-            raise UnsupportedModelError(
-                f"{type(self.layer).__name__} got attention_mask of type {type(mask).__name__}; streambp reads 2-D and 4-D "
-                "tensors. Leave the attention implementation to streambp, or pass tensors."
-            )
-        batch_size, length = self.hidden_states.shape[:2]
-        return resolve(
-            mask,
-            batch_size,
-            length,
-            self.arguments.get("position_ids"),
-            self.arguments.get("cu_seq_lens_q"),
-            self.hidden_states.device,
-        )
+        named = self.arguments.named
+        batch_size, length = self.hidden_states.shape[-3:-1]
+        mask = named.get("attention_mask")
+        if not self.site.attends and not isinstance(mask, LazyMask):
+            return Spans.causal(batch_size, length)  # nobody reads it
+        positions, cu_seq_lens = named.get("position_ids"), named.get("cu_seq_lens_q")
+        return resolve(mask, batch_size, length, positions, cu_seq_lens, self.hidden_states.device)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
@@ -116,19 +118,34 @@ class LayerCall:
         return (hidden_states, *[None] * self.width) if self.returns_tuple else hidden_states
 
     def compute(
-        self, hidden_chunk: Tensor, chunk: Chunk, stage: Stage, prefix: Prefix | None = None
-    ) -> tuple[Any, list[Attended]]:
-        """The layer's own forward on hidden_chunk [B, C, h]; its result, and what its attention calls left behind."""
+        self,
+        hidden_chunk: Tensor,
+        chunk: Chunk,
+        stage: Stage,
+        prefix: Prefix | None = None,
+        leaves: list[Tensor] | None = None,
+    ) -> tuple[ChunkOutput | None, list[Attended]]:
+        """The layer's own forward on hidden_chunk [..., B, C, h]; its output, and what its attention calls left behind.
+
+        Args:
+            prefix: another than the call's own, for a probe.
+            leaves: this chunk's differentiable arguments, if they are to get gradients.
+        """
         saved = self._saved_attention(chunk) if stage is Stage.RECOMPUTE and prefix is None else None
         mask = ChunkMask(prefix or self.prefix, chunk, stage, saved)
-        named = {name: self._cut(name, value, chunk) for name, value in self.arguments.items()}
-        named["attention_mask"] = mask
-        try:
-            result = self.site.forward(self.layer, hidden_chunk, **named)
-        except RefillDone:
-            result = None
+        named = self.arguments.cut(chunk, leaves)
+        if self.site.attends:
+            named["attention_mask"] = mask
+        before = {name: dict(named[name]) for name in self.arguments.mappings}
+        with recording(self.recorded) as recorded:
+            try:
+                result = self.site.forward(self.layer, hidden_chunk, **named)
+            except RefillDone:
+                mask.finish()
+                return None, mask.attended
         mask.finish()
-        return result, mask.attended
+        mappings = {name: (before[name], named[name]) for name in before}
+        return collect(self.unwrap(result), recorded, mappings), mask.attended
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk."""
@@ -141,7 +158,7 @@ class LayerCall:
     def _saved_attention(self, chunk: Chunk) -> list[Attended] | None:
         if "attn_out" not in self.saves:
             return None
-        names = [(f"attn_out.{site}", f"lse.{site}") for site in range(self.prefix.calls)]
+        names = [(f"attn_out.{site}", f"lse.{site}") for site in range(self.prefix.calls or 0)]
         return [Attended(self.store.take(o, chunk.index), self.store.take(lse, chunk.index)) for o, lse in names]
 
     def unread_products(self, linears: dict[str, nn.Linear], trainable: list[str], needs_input: bool) -> UnreadProducts:
@@ -155,47 +172,15 @@ class LayerCall:
     def _probe(self, needs_input: bool) -> list[tuple[Tensor, Tensor]]:
         """A graph of the layer over its first few tokens; K and V of its attention calls."""
         tokens = min(PROBE_TOKENS, self.plan[0].stop)
-        x = self.store.peek("x", 0)[:, :tokens]
-        prefix = Prefix(Spans.causal(x.shape[0], tokens), tokens, self.prefix.attention)
+        x = self.store.peek("x", 0)[..., :tokens, :]
+        prefix = Prefix(Spans.causal(x.shape[-3], tokens), tokens, self.prefix.attention)
         with torch.enable_grad(), self.random[0].replayed():
             hidden_chunk = x.detach().requires_grad_(needs_input)
             self.compute(hidden_chunk, Chunk(0, 0, tokens), Stage.RECOMPUTE, prefix)
         return [(site.k, site.v) for site in prefix.sites]
 
-    def _cut(self, name: str, value: Any, chunk: Chunk) -> Any:
-        dim = TOKEN_DIMS.get(name)
-        if dim is None or value is None:
-            return value
-        if isinstance(value, tuple | list):
-            return type(value)(self._cut(name, part, chunk) for part in value)
-        if value.shape[dim] != self.plan.length:
-            raise StreamBPError(
-                f"{name} has {value.shape[dim]} positions, the sequence has {self.plan.length}. They must be the same."
-            )
-        return value.narrow(dim, chunk.start, chunk.stop - chunk.start)
 
-
-def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The call's arguments by name, without a cache; raise if one needs a gradient that no chunk could return."""
-    bound = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
-    names = list(bound)
-    named = {name: bound[name] for name in names[1:]}
-    for name, parameter in inspect.signature(forward).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(named.pop(name, {}))
-    named.update({name: None for name in ("past_key_values", "past_key_value", "layer_past") if name in named})
-    if "use_cache" in named:
-        named["use_cache"] = False
-    for name, value in named.items():
-        if name != "hidden_states" and isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedModelError(
-                f"{type(layer).__name__} takes {name}, which requires a gradient; streambp returns gradients for "
-                "hidden_states and parameters only. Use gradient checkpointing for this model."
-            )
-    return named
-
-
-def _attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
+def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
     """Every distinct config that the layer's modules read their attention implementation from."""
     found = {id(m.config): m.config for m in layer.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
     return list(found.values())

@@ -7,81 +7,103 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streambp.attention.masks import LazyMask
 from streambp.attention.prefix import Stage
+from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
+from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall, LayerSite
 from streambp.layer.engines import gradient_or_zeros
-from streambp.layer.probe import check_chunks_agree
+from streambp.layer.gradients import InputGradients, OutputGradients
+from streambp.layer.outputs import Whole, deliver
+from streambp.layer.probe import can_stream
 from streambp.layer.products import left_out, plain_linears
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters
+from streambp.layer.whole import run_whole
 
 
 def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     """What the layer's forward returns for these arguments, computed in chunks of the sequence.
 
     Args:
-        site: a decoder layer whose only work across tokens is attention through transformers' interface.
+        site: a decoder layer whose only work across tokens is attention through transformers' interface. Whether that is
+            so is found out at its first call; if not, the layer runs whole and checkpointed from then on.
 
     Raises:
-        UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be streamed exactly; nothing was changed.
+        UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly; nothing was changed.
     """
     _refuse_inner_fsdp(site.layer)
+    if site.whole_because is not None:
+        return run_whole(site, args, kwargs)
     counts_when_alone()
-    call = LayerCall(site, args, kwargs)
+    arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
+    mask = arguments.named.get("attention_mask")
+    if site.attends and not (mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)):
+        site.whole_because = "its attention_mask is not for attention alone"
+        return run_whole(site, args, kwargs)
+    call = LayerCall(site, arguments)
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer, hidden_states.device)
-    check_chunks_agree(call)
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or parameters.groups):
+    if not can_stream(call):
+        return run_whole(site, args, kwargs)
+    inputs = call.arguments.inputs
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
-        output = StreamedLayer.apply(call, parameters, hidden_states, *parameters.current())
-        return call.wrap(output)
-    return call.wrap(_run_forward(call, keep=False))
+        output, *extras = StreamedLayer.apply(call, parameters, hidden_states, *inputs, *parameters.current())
+        call.arguments.inputs = []
+    else:
+        output, *extras = _run_forward(call, keep=False)
+    deliver(dict(zip(call.extras, extras, strict=True)), call.arguments.mappings)
+    return call.wrap(output)
 
 
-def _run_forward(call: LayerCall, keep: bool) -> Tensor:
-    output: Tensor | None = None
+def _run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
+    """hidden_states of the whole sequence, then the extra outputs in the order of `call.extras`."""
+    whole = Whole(call.plan.length)
     with torch.no_grad(), call.streaming():
         for chunk in call.plan:
             if keep:
                 call.snapshot()
-            hidden_chunk = call.hidden_states[:, chunk.start : chunk.stop]
-            result, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD)
-            part = call.unwrap(result)
+            hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
+            output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD)
+            assert output is not None
             if keep:
                 call.keep(chunk, hidden_chunk, attended)
-            if len(call.plan) == 1:
-                output = part
-                break
-            if output is None:
-                output = part.new_empty(part.shape[0], call.plan.length, *part.shape[2:])  # [B, T, h]
-            output[:, chunk.start : chunk.stop] = part
-            del part, result, attended
-    assert output is not None
+            whole.put(None, output.hidden_states, chunk)
+            for place, part in output.extras.items():
+                whole.put(place, part, chunk)
+            del output, attended
     if not keep or "kv" not in call.saves:
         call.prefix.drop_buffers()
-    return output
+    result = whole.tensors.pop(None)
+    call.extras = [place for place in whole.tensors if place is not None]
+    return result, *(whole.tensors[place] for place in call.extras)
 
 
 class StreamedLayer(torch.autograd.Function):
-    """hidden_states [B, T, h] and the layer's trainable parameters in, [B, T, h] out; their gradients back."""
+    """hidden_states [..., B, T, h], differentiable arguments and the layer's trainable parameters in; hidden_states and
+    extra outputs out; their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *values: Tensor) -> Tensor:
+    def forward(ctx: Any, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *rest: Tensor) -> Any:
         ctx.call, ctx.parameters = call, parameters
         ctx.version = hidden_states._version
+        ctx.set_materialize_grads(False)
         return _run_forward(call, keep=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        counts = reference_counts(grad)
+    def backward(ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        counts = None if grad is None else reference_counts(grad)
         call, parameters = _begin_backward(ctx)
+        grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
         needs_input = ctx.needs_input_grad[2]
+        wanted = list(ctx.needs_input_grad[3 : 3 + len(call.arguments.differentiable)])
         sums = GradientSum(len(parameters.groups), len(call.plan))
-        grad_input = None  # [B, T, h]
+        inputs = InputGradients(call, wanted)
         if needs_input:
-            reuse = may_overwrite(grad, counts, call.hidden_states)
-            grad_input = grad if reuse else mark(torch.empty_like(call.hidden_states))
+            reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
+            inputs.hidden_states = grad if reuse else mark(torch.empty_like(call.hidden_states))
         call.hidden_states = None  # type: ignore[assignment]
         with call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             linears = plain_linears(call.layer)
@@ -90,15 +112,11 @@ class StreamedLayer(torch.autograd.Function):
                 _refill(call)
             with left_out(linears, unread.recompute):
                 for chunk in call.plan.backward():
-                    part = _chunk_backward(call, chunk, grad[:, chunk.start : chunk.stop], shadows, needs_input, sums)
-                    if grad_input is not None:
-                        assert part is not None
-                        grad_input[:, chunk.start : chunk.stop] = part  # its chunk of `grad` has been read
-                    del part
+                    _chunk_backward(call, chunk, grads, shadows, inputs, sums)
         call.prefix.drop_buffers()
         values = parameters.current()
         gradients = [gradient_or_zeros(g, p) for g, p in zip(sums.result(values), values, strict=True)]
-        return None, None, grad_input, *gradients
+        return None, None, inputs.hidden_states, *inputs.result(), *gradients
 
 
 def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
@@ -130,7 +148,7 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 def _refill(call: LayerCall) -> None:
     """Compute K and V of every chunk but the last again; the last chunk's are written by its own recomputation."""
-    if call.prefix.filled_until:  # kept since forward
+    if call.prefix.filled_until or not call.prefix.calls:  # kept since forward, or a layer without attention
         return
     with torch.no_grad():
         for chunk in call.plan:
@@ -141,17 +159,20 @@ def _refill(call: LayerCall) -> None:
 
 
 def _chunk_backward(
-    call: LayerCall, chunk: Any, grad: Tensor, shadows: list[Tensor], needs_input: bool, sums: GradientSum
-) -> Tensor | None:
-    """Recompute one chunk with a graph, differentiate it, add up; the gradient of its input [B, C, h], if wanted."""
-    hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(needs_input)
+    call: LayerCall, chunk: Chunk, grads: OutputGradients, shadows: list[Tensor], inputs: InputGradients, sums: GradientSum
+) -> None:
+    """Recompute one chunk with a graph, differentiate it, add up."""
+    hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(inputs.hidden_states is not None)
+    leaves = call.arguments.leaves(chunk, inputs.wanted)
     with torch.enable_grad(), call.random[chunk.index].replayed():
-        result, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE)
-        output = call.unwrap(result)
-    inputs = [hidden_chunk, *shadows] if needs_input else shadows
-    gradients = torch.autograd.grad(output, inputs, grad, allow_unused=True)
-    sums.add(list(gradients[1:] if needs_input else gradients))
-    return gradients[0] if needs_input else None
+        output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves)
+    assert output is not None
+    outputs, upstream = grads.of(output, chunk)
+    targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
+    found: list[Tensor | None] = list(torch.autograd.grad(outputs, [*targets, *shadows], upstream, allow_unused=True))
+    del outputs, upstream, output
+    inputs.add(chunk, found[: len(targets)])
+    sums.add(found[len(targets) :])
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

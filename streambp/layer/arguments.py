@@ -1,0 +1,159 @@
+"""A layer call's arguments: which tokens each part belongs to, and which parts want a gradient.
+
+[Note: differentiable arguments] Tensors among the arguments that require a gradient (per-layer inputs, keys and values
+that an earlier layer shares) are inputs of the layer's autograd Function, like hidden_states. Here only detached aliases
+are kept, in place of which every chunk gets leaves of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.chunks import Chunk
+from streambp.errors import StreamBPError
+
+# Where the tokens are, by argument name; whatever is not named here is handed to every chunk whole.
+TOKEN_DIMS = {
+    "hidden_states": -2,
+    "position_embeddings": -2,
+    "position_ids": -1,
+    "cache_position": -1,
+    "per_layer_input": -2,
+    "shared_kv_states": -2,
+    "attention_scaling": -2,
+}
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stands for the differentiable tensor of that number."""
+
+    number: int
+
+
+@dataclasses.dataclass
+class Differentiable:
+    """A differentiable argument: the tensor without its history, and the dimension of its tokens (None: it has none)."""
+
+    tensor: Tensor
+    dim: int | None
+
+    def leaf(self, chunk: Chunk, needs_grad: bool) -> Tensor:
+        part = self.tensor if self.dim is None else self.tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
+        return part.detach().requires_grad_(needs_grad)
+
+
+class ChunkCache:
+    """Given in place of a cache to layers that ask it how many tokens came before: the chunk's start. Holds nothing."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return self.start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+class Arguments:
+    """The arguments of one call, by name and without hidden_states and caches.
+
+    Args:
+        forward: the layer class's forward.
+        counts_positions: the layer asks its cache for positions and gets a `ChunkCache`.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any, counts_positions: bool = False
+    ) -> None:
+        self.named = _bind(forward, layer, args, kwargs)
+        self.hidden_states: Tensor = self.named.pop("hidden_states")
+        self.length = self.hidden_states.shape[-2]
+        self.counts_positions = counts_positions
+        self.inputs: list[Tensor] = []  # as the caller gave them, with their history; taken by the Function
+        self.differentiable: list[Differentiable] = []
+        # Mappings that the layer reads and writes, as given: what it adds to a chunk's copy is an output of the layer.
+        self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
+        for name, value in self.named.items():
+            self.named[name] = _rebuild(value, functools.partial(self._detach, name))
+
+    def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        self.inputs.append(tensor)
+        self.differentiable.append(Differentiable(tensor.detach(), TOKEN_DIMS.get(name)))
+        self._check_length(name, tensor)
+        return Slot(len(self.inputs) - 1)
+
+    def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
+        """The differentiable arguments of this chunk, as leaves; those that are wanted require a gradient."""
+        return [d.leaf(chunk, needs) for d, needs in zip(self.differentiable, wanted, strict=True)]
+
+    def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
+        """What the layer's forward is called with for this chunk."""
+        leaves = self.leaves(chunk, [False] * len(self.differentiable)) if leaves is None else leaves
+
+        def part(name: str, tensor: Any) -> Any:
+            if isinstance(tensor, Slot):
+                return leaves[tensor.number]
+            dim = TOKEN_DIMS.get(name)
+            if dim is None:
+                return tensor
+            self._check_length(name, tensor)
+            return tensor.narrow(dim, chunk.start, chunk.stop - chunk.start)
+
+        named = {name: _rebuild(value, functools.partial(part, name)) for name, value in self.named.items()}
+        if self.counts_positions:
+            named["past_key_values"] = ChunkCache(chunk.start)
+        return named
+
+    def _check_length(self, name: str, tensor: Tensor) -> None:
+        dim = TOKEN_DIMS.get(name)
+        if dim is not None and tensor.shape[dim] != self.length:
+            raise StreamBPError(
+                f"{name} has {tensor.shape[dim]} positions, the sequence has {self.length}. They must be the same."
+            )
+
+
+def written(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Tensor, ...]]:
+    """The entries of a mapping that a layer's forward put there."""
+    return {key: tuple(value) for key, value in after.items() if key not in before or value is not before[key]}
+
+
+def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The call's arguments by name, without a cache."""
+    bound = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
+    names = list(bound)
+    named = {name: bound[name] for name in names[1:]}
+    for name, parameter in inspect.signature(forward).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(named.pop(name, {}))
+    named.update({name: None for name in CACHES if name in named})
+    if "use_cache" in named:
+        named["use_cache"] = False
+    return named
+
+
+def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every tensor and slot in its tuples, lists and mappings changed."""
+    if isinstance(value, Tensor | Slot):
+        return change(value)
+    if isinstance(value, tuple | list):
+        parts = [_rebuild(part, change) for part in value]
+        return type(value)(parts) if type(value) in (tuple, list) else value
+    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
+        rebuilt = copy.copy(value)
+        for key, part in value.items():
+            rebuilt[key] = _rebuild(part, change)
+        return rebuilt
+    return value

@@ -1,0 +1,74 @@
+"""Gradients of one layer call, chunk by chunk: what comes in for its outputs, what goes out for its inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from streambp.chunks import Chunk
+from streambp.layer.call import LayerCall
+from streambp.layer.outputs import ChunkOutput, Place
+from streambp.layer.shadows import GradientSum
+
+
+@dataclasses.dataclass
+class OutputGradients:
+    """Gradients of hidden_states [..., B, T, h] and of the extra outputs; None for an output that nobody used."""
+
+    hidden_states: Tensor | None
+    extras: dict[Place, Tensor | None]
+
+    def of(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a chunk that depend on something, and their gradients."""
+        pairs = [(output.hidden_states, -2, self.hidden_states)]
+        pairs += [(output.extras[place], place.dim, grad) for place, grad in self.extras.items()]
+        used = [
+            (tensor, grad.narrow(dim, chunk.start, chunk.stop - chunk.start))
+            for tensor, dim, grad in pairs
+            if grad is not None and tensor.requires_grad
+        ]
+        return [tensor for tensor, _ in used], [grad for _, grad in used]
+
+
+class InputGradients:
+    """Collects the gradients of hidden_states and of the differentiable arguments.
+
+    hidden_states: the buffer [..., B, T, h], or None if no gradient is wanted. It may be the incoming gradient itself: a
+        chunk's part is written after it was read. [Note: gradient reuse]
+    """
+
+    def __init__(self, call: LayerCall, wanted: list[bool]) -> None:
+        self.hidden_states: Tensor | None = None
+        self.wanted = wanted
+        self._arguments = [d for d, needs in zip(call.arguments.differentiable, wanted, strict=True) if needs]
+        self._buffers = [None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments]
+        self._sums = GradientSum(len(self._arguments), len(call.plan))
+
+    def add(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
+        """Of this chunk: hidden_states first if wanted, then the wanted arguments."""
+        if self.hidden_states is not None:
+            first, *gradients = gradients
+            part = self.hidden_states[..., chunk.start : chunk.stop, :]
+            if first is None:
+                part.zero_()
+            else:
+                part.copy_(first)
+        summed: list[Tensor | None] = [None] * len(self._arguments)
+        for index, (argument, gradient) in enumerate(zip(self._arguments, gradients, strict=True)):
+            buffer = self._buffers[index]
+            if buffer is None:
+                summed[index] = gradient
+            elif gradient is not None:
+                assert argument.dim is not None
+                buffer.narrow(argument.dim, chunk.start, chunk.stop - chunk.start).copy_(gradient)
+        self._sums.add(summed)
+
+    def result(self) -> list[Tensor | None]:
+        """One for every differentiable argument."""
+        if not self._arguments:
+            return [None] * len(self.wanted)
+        sums = self._sums.result([argument.tensor for argument in self._arguments])
+        found = iter([total if buffer is None else buffer for buffer, total in zip(self._buffers, sums, strict=True)])
+        return [next(found) if needs else None for needs in self.wanted]

@@ -1,0 +1,123 @@
+"""What a layer gives besides its hidden states, chunk by chunk and put together.
+
+Two things leave a decoder layer by the side. Modules inside it are recorded by transformers' forward hooks (router
+logits, from which the load-balancing loss is computed), and some layers write their keys and values into a mapping that
+later layers read. Both are outputs of the layer's autograd Function: a gradient comes back for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import output_capturing
+
+from streambp.chunks import Chunk
+from streambp.errors import UnsupportedModelError
+from streambp.layer.arguments import written
+
+Collected = dict[str, list[Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an extra output goes: the recorded tensor `name`[`index`], or part `index` of entry `key` of mapping `name`.
+
+    flat: the recorded tensor merges rows and tokens, [B * C, ...]; here it is handled as [B, C, ...].
+    """
+
+    name: str
+    index: int
+    key: str | None = None
+    flat: bool = False
+
+    @property
+    def dim(self) -> int:
+        return 1 if self.key is None else -2
+
+
+@dataclasses.dataclass
+class ChunkOutput:
+    """hidden_states [..., C, h] and the extra outputs of one chunk."""
+
+    hidden_states: Tensor
+    extras: dict[Place, Tensor]
+
+
+def collect(hidden_states: Tensor, recorded: Collected, mappings: dict[str, tuple[Any, Any]]) -> ChunkOutput:
+    """The output of a chunk.
+
+    Args:
+        hidden_states: what the layer returned, [..., C, h].
+        recorded: what hooks recorded, by key.
+        mappings: the mappings among the arguments, as they were before the chunk and as they are now.
+    """
+    extras: dict[Place, Tensor] = {}
+    rows, tokens = hidden_states.shape[-3:-1]
+    for name, tensors in recorded.items():
+        for index, tensor in enumerate(tensors):
+            flat = tensor.shape[0] == rows * tokens and tuple(tensor.shape[:2]) != (rows, tokens)
+            if not flat and tuple(tensor.shape[:2]) != (rows, tokens):
+                raise UnsupportedModelError(
+                    f"{name} recorded inside a layer has shape {tuple(tensor.shape)}; expected was [{rows * tokens}, ...] "
+                    f"or [{rows}, {tokens}, ...]. Leave output_{name} out, or run this model unpatched."
+                )
+            extras[Place(name, index, flat=flat)] = tensor.unflatten(0, (rows, tokens)) if flat else tensor
+    for name, (before, after) in mappings.items():
+        for key, parts in written(before, after).items():
+            extras.update({Place(name, index, key): part for index, part in enumerate(parts)})
+    return ChunkOutput(hidden_states, extras)
+
+
+class Whole:
+    """Tensors of the whole sequence, put together from chunks."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.tensors: dict[Place | None, Tensor] = {}
+
+    def put(self, place: Place | None, part: Tensor, chunk: Chunk) -> None:
+        """`place` None stands for hidden_states."""
+        dim = -2 if place is None else place.dim
+        if part.shape[dim] == self.length:
+            self.tensors[place] = part
+            return
+        if place not in self.tensors:
+            shape = list(part.shape)
+            shape[dim] = self.length
+            self.tensors[place] = part.new_empty(shape)
+        self.tensors[place].narrow(dim, chunk.start, chunk.stop - chunk.start).copy_(part)
+
+
+def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
+    """Hand the whole sequence's extra outputs to transformers' collector and to the caller's mappings."""
+    collector = output_capturing._active_collector.get()
+    entries: dict[tuple[str, str], list[Tensor]] = {}
+    for place, tensor in extras.items():
+        if place.key is None:
+            assert collector is not None
+            collector[place.name].append(tensor.flatten(0, 1) if place.flat else tensor)
+        else:
+            entries.setdefault((place.name, place.key), []).append(tensor)
+    for (name, key), parts in entries.items():
+        mappings[name][key] = tuple(parts)
+
+
+def recorded_keys() -> tuple[str, ...]:
+    """What the running forward of the model wants recorded inside its layers."""
+    collector = output_capturing._active_collector.get() or {}
+    return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
+
+
+@contextlib.contextmanager
+def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
+    """Within, hooks record these keys here: in the model's own collector chunks would look like layers."""
+    collected: Collected = {key: [] for key in keys}
+    token = output_capturing._active_collector.set(collected)
+    try:
+        yield collected
+    finally:
+        output_capturing._active_collector.reset(token)

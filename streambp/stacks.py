@@ -1,0 +1,95 @@
+"""Where a model's decoder layers are, and what their structure tells about streaming them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from streambp.errors import UnsupportedModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A backbone and the decoder layers it runs one after the other."""
+
+    backbone: PreTrainedModel
+    layers: tuple[nn.Module, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The stacks of a model that can be streamed, and why others (a vision tower, say) are left as they are."""
+
+    stacks: tuple[Stack, ...]
+    left_alone: tuple[str, ...]
+
+
+def find_stacks(model: nn.Module) -> Found:
+    """Every stack of transformers decoder layers in a model.
+
+    Raises:
+        UnsupportedModelError: there is none that can be streamed exactly.
+    """
+    stacks: list[Stack] = []
+    reasons: list[str] = []
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], GradientCheckpointingLayer):
+                problem = _why_not(module, child)
+                if problem is None:
+                    stacks.append(Stack(module, tuple(child)))
+                else:
+                    reasons.append(f"{type(module).__name__}: {problem}")
+    if not stacks:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be streamed. "
+            + ("; ".join(reasons) if reasons else "It has no stack of transformers decoder layers")
+            + ". Use gradient checkpointing for it."
+        )
+    return Found(tuple(stacks), tuple(reasons))
+
+
+def attends(layer: nn.Module) -> bool:
+    """Whether the layer attends through transformers' attention interface."""
+    return bool(_attentions(layer))
+
+
+def counts_positions(layer: nn.Module) -> bool:
+    """Whether a module of the layer asks its cache how many tokens came before (llama4's layers without rotary
+    positions do; they would count from 0 in every chunk)."""
+    return any("get_seq_length" in _names(module) for module in layer.modules())
+
+
+def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList) -> str | None:
+    """Why layers of this stack cannot be streamed exactly; None if nothing in their structure speaks against it."""
+    if getattr(backbone.config, "is_encoder_decoder", False) or getattr(backbone.config, "is_causal", True) is False:
+        return "its attention is bidirectional, a chunk would read what later chunks hold"
+    for layer in layers:
+        if not isinstance(layer, GradientCheckpointingLayer):
+            return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
+        for attention in _attentions(layer):
+            if getattr(attention, "is_causal", True) is False:
+                return f"{type(attention).__name__} is bidirectional, a chunk would read what later chunks hold"
+        indexer = next((m for m in layer.modules() if "Indexer" in type(m).__name__), None)
+        if indexer is not None:
+            return f"its attention is sparse, {type(indexer).__name__} picks keys by their content"
+    if not any(attends(layer) for layer in layers):
+        return "its layers do not attend through transformers' attention interface"
+    return None
+
+
+def _attentions(layer: nn.Module) -> list[nn.Module]:
+    return [module for module in layer.modules() if "ALL_ATTENTION_FUNCTIONS" in _names(module)]
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """The global names and attributes in the source of a module's forward."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    return forward.__code__.co_names if hasattr(forward, "__code__") else ()

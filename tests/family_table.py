@@ -1,0 +1,77 @@
+"""Writes docs/families.md: `python -m tests.family_table`. Takes about four minutes on one core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import streambp
+from tests import zoo
+from tests.families import LENGTH, MODES, make_batch
+from tests.oracle import lift_float32_casts
+from tests.test_families import CHUNK_SIZES, NOT_BUILT, REFUSED_WHEN_RUN, STREAMED, UNDEFINED, errors
+
+TARGET = Path(__file__).parent.parent / "docs" / "families.md"
+HEADER = f"""# Model families
+
+Every family behind `AutoModelForCausalLM` that a tiny config can build, patched and compared with the unpatched model
+in float64: all parameters' gradients and the loss, {len(MODES)} kinds of batches ({", ".join(MODES)}), chunks of
+{" and ".join(map(str, CHUNK_SIZES))} of {LENGTH} tokens. The error is the worst over all of these and over all
+parameters, relative to each parameter's gradient. Made by `python -m tests.family_table` with transformers
+{transformers.__version__} and torch {torch.__version__.split("+")[0]}; `pytest -m "" tests/test_families.py` asserts it
+(gradients <= 1e-10, loss <= 1e-12).
+
+*streams*: so many layers run in chunks; *checkpoints*: these mix tokens elsewhere than in their attention and run whole
+under torch's checkpoint, which costs memory and is exact. *head*: whether the loss is computed without logits.
+
+| family | layers | head | worst gradient error | loss |
+|---|---|---|---|---|
+"""
+
+
+def row(name: str) -> tuple[str, bool]:
+    """The family's line, and whether a layer of it streams."""
+    gradient, loss, model = errors(name)
+    description = streambp.describe(model)
+    paths = [layer.path for layer in description.layers]
+    layers = ", ".join(f"{paths.count(path)} {path}" for path in ("streams", "checkpoints") if path in paths)
+    head = "blockwise" if description.head.startswith("blockwise") else "logits"
+    note = "".join(f" ({mode}: {why})" for (family, mode), why in UNDEFINED.items() if family == name)
+    return f"| {name} | {layers}{note} | {head} | {gradient:.0e} | {loss:.0e} |", "streams" in paths
+
+
+def refusal(name: str) -> str:
+    model = zoo.build(name)
+    try:
+        streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+        model(**make_batch("plain"), use_cache=False)
+    except streambp.StreamBPError as error:
+        reason = str(error).split(". ", 1)[1] if "cannot be streamed. " in str(error) else str(error)
+        return f"| {name} | {reason.split('. Use gradient')[0]} |"
+    raise AssertionError(f"{name} was not refused")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        lift_float32_casts(patch)
+        rows = [row(name) for name in STREAMED]
+        refused = [refusal(name) for name in sorted(set(zoo.NAMES) - set(STREAMED) - set(NOT_BUILT))]
+    streaming = sum(streams for _, streams in rows)
+    text = HEADER + "\n".join(line for line, _ in rows)
+    text += f"\n\n{len(rows)} families are exact, {streaming} of them with streamed layers.\n\n## Refused\n\n"
+    text += "Nothing is changed and the message names the reason; use gradient checkpointing for these.\n\n"
+    text += "| family | reason |\n|---|---|\n" + "\n".join(refused)
+    text += (
+        f"\n\nWhen patched, except {', '.join(REFUSED_WHEN_RUN)} (in the first step). Not tried: {', '.join(NOT_BUILT)}.\n"
+    )
+    TARGET.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Every causal family that a tiny config can build, against the unpatched model in float64: docs/families.md."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import streambp
+from tests import zoo
+from tests.families import MODES, make_batch
+from tests.oracle import gradients, worst_error
+
+CHUNK_SIZES = (5, 16)
+# One of each mechanism: dense, biases and windows, experts, latent attention, sinks, softcap, several attention calls,
+# shared keys and values, 4-D hidden states, position counting, hybrids with convolutions, SSMs and linear attention.
+SAMPLE = (
+    "bamba", "cohere2", "deepseek_v3", "diffllama", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss", "granite",
+    "granite_swa", "jamba", "lfm2", "llama4_text", "longcat_flash", "nanochat", "nemotron_h", "phimoe", "qwen3_moe",
+    "qwen3_next",
+)  # fmt: skip
+REFUSED = (
+    "axk2", "bloom", "codegen", "cpmant", "ctrl", "deepseek_v32", "deepseek_v4", "dots3_note_text", "falcon",
+    "falcon_mamba", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "mamba", "mamba2", "mpt",
+    "openai-gpt", "recurrent_gemma", "rwkv", "xglm", "xlstm",
+)  # fmt: skip
+REFUSED_WHEN_RUN = ("doge", "inkling_text")
+# qwen4_exp_text and zamba cannot be shrunk by their fields; inkling2_text computes in float32 whatever its dtype.
+NOT_BUILT = ("inkling2_text", "qwen4_exp_text", "zamba")
+STREAMED = tuple(sorted(set(zoo.NAMES) - {*REFUSED, *REFUSED_WHEN_RUN, *NOT_BUILT}))
+UNDEFINED = {("gemma3n_text", "left-padded"): "the unpatched model's gradients are NaN"}
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def errors(name, modes=MODES, chunk_sizes=CHUNK_SIZES, **changes):
+    """The worst error of the gradients and of the loss over modes and chunk sizes; and the last patched model."""
+    stock = zoo.build(name, **changes)
+    worst_gradient = worst_loss = 0.0
+    for mode in modes:
+        if (name, mode) in UNDEFINED:
+            continue
+        batch = make_batch(mode)
+        expected_loss, expected = gradients(stock, **batch)
+        for chunk_size in chunk_sizes:
+            ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size))
+            loss, found = gradients(ours, **batch)
+            worst_loss = max(worst_loss, float(abs(loss - expected_loss) / abs(expected_loss)))
+            worst_gradient = max(worst_gradient, worst_error(found, expected))
+    return worst_gradient, worst_loss, ours
+
+
+def check(name, **changes):
+    worst_gradient, worst_loss, ours = errors(name, **changes)
+    assert worst_loss <= 1e-12
+    assert worst_gradient <= 1e-10
+    return ours
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sample_is_exact(name):
+    check(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(set(STREAMED) - set(SAMPLE)))
+def test_family_is_exact(name):
+    check(name)
+
+
+def test_at_least_a_hundred_families():
+    assert len(STREAMED) >= 100
+    assert set(SAMPLE) <= set(STREAMED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_patched(name):
+    model = zoo.build(name)
+    with pytest.raises(streambp.StreamBPError, match="cannot be streamed"):
+        streambp.patch(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("name", REFUSED_WHEN_RUN)
+def test_refused_when_run(name):
+    model = streambp.patch(zoo.build(name), streambp.StreamConfig(chunk_size=5))
+    with pytest.raises(streambp.StreamBPError, match="gradient checkpointing"):
+        model(**make_batch("plain"), use_cache=False)
+    streambp.unpatch(model)
+    assert model(**make_batch("plain"), use_cache=False).loss.isfinite()
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("bamba", {"checkpoints", "streams"}), ("qwen3", {"streams"})])
+def test_describe_names_layers_that_run_whole(name, kinds):
+    description = streambp.describe(check(name, modes=["plain"], chunk_sizes=[5]))
+    assert {layer.path for layer in description.layers} == kinds
+    assert all(bool(layer.reason) == (layer.path == "checkpoints") for layer in description.layers)
+
+
+def test_convolution_inside_a_layer_is_found():
+    """A layer that looks like any other but mixes neighbours runs whole, and exactly so."""
+    stock = zoo.build("llama")
+    mlp = type(stock.model.layers[1].mlp)
+    real = mlp.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlp, "forward", lambda self, x: real(self, x + 0.5 * torch.roll(x, 1, 1)))
+        batch = make_batch("plain")
+        expected_loss, expected = gradients(stock, **batch)
+        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+        loss, found = gradients(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12
+    assert worst_error(found, expected) <= 1e-10
+    assert "mixes tokens" in str(streambp.describe(ours))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "jamba"])
+@pytest.mark.parametrize("mode", ["plain", "left-padded"])
+def test_router_loss(name, mode):
+    """The load-balancing loss counts tokens of all chunks; its gradient reaches every layer's router."""
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    stock = zoo.build(name, **changes)
+    without = gradients(stock, **make_batch(mode), output_router_logits=False)[0]
+    assert abs(gradients(stock, **make_batch(mode))[0] - without) > 0.1
+    check(name, modes=[mode], chunk_sizes=[3, 5], **changes)
+
+
+def test_experts_that_no_token_hits_have_no_gradient():
+    """Eight experts for two tokens, one chunk each: as in the unpatched model, most get zeros, and the same ones."""
+    stock = zoo.build("mixtral", num_local_experts=8, num_experts_per_tok=1)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=1))
+    batch = make_batch("plain", length=2, rows=1)
+    (_, expected), (_, found) = gradients(stock, **batch), gradients(ours, **batch)
+    assert worst_error(found, expected) <= 1e-10
+    name = next(n for n in expected if n.endswith("experts.gate_up_proj"))
+    hit = expected[name].flatten(1).norm(dim=1) > 0
+    assert 0 < hit.sum() < 8
+    assert torch.equal(found[name].flatten(1).norm(dim=1) > 0, hit)
+
+
+@pytest.mark.full
+def test_llama4_beyond_its_position_step():
+    """Its layers without rotary positions scale queries by a step function of the position that moves at 8,192 tokens."""
+    stock = zoo.build("llama4_text", hidden_size=16, intermediate_size=16, intermediate_size_mlp=16, head_dim=4)
+    assert any(not layer.self_attn.use_rope for layer in stock.model.layers)
+    batch = make_batch("plain", length=8192 + 700, rows=1)
+    expected_loss, expected = gradients(stock, **batch)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=3000))
+    loss, found = gradients(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+
+
+def test_llama4_counts_positions_from_the_start_of_the_sequence():
+    """The same at a size that is cheap: the step moves every 4 tokens."""
+    worst, _, ours = errors("llama4_text", floor_scale=4)
+    assert worst <= 1e-10
+    assert any(not layer.self_attn.use_rope for layer in ours.model.layers)
