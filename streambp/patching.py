@@ -172,4 +172,6 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         if m is not wrapper.module
     )
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
+    if hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules()):
+        notes.append("streamed layers stay eager under torch.compile; the rest of the model is compiled")
     return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

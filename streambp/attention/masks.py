@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 
 from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
+from streambp.chunks import ChunkPlan
 from streambp.errors import UnsupportedMaskError
 
 SCAN = 1024
@@ -51,19 +52,27 @@ def lazy_mask(**description: Any) -> LazyMask:
 
 @dataclasses.dataclass(frozen=True)
 class DenseMask:
-    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]; bool (True is read) or added to the scores."""
+    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]; bool (True is read) or added to the scores.
+
+    Args:
+        causal: no query reads a key behind it. Otherwise (image tokens that read their whole image) a chunk may still be
+            computed if no query of it reads beyond its end; `check_chunk_ends` raises where one does.
+    """
 
     batch_size: int
     length: int
     source: LazyMask | Tensor
+    causal: bool = True
+    checked: set[int] = dataclasses.field(default_factory=set, compare=False)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):
             q1 = min(q0 + q_step, stop)
-            for k0 in range(0, q1, k_step):
-                yield Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, q1))
+            end = q1 if self.causal else stop
+            for k0 in range(0, end, k_step):
+                yield Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         if isinstance(self.source, Tensor):
@@ -82,21 +91,32 @@ class DenseMask:
             device=device,
         )
 
-    def check_causal(self, device: torch.device) -> None:
-        """Raise if any query reads a key behind it. Costs T^2 / 2 mask elements, SCAN^2 at a time, once a forward."""
+    def is_causal(self, device: torch.device) -> bool:
+        """Whether no query reads a key behind it. Costs T^2 / 2 mask elements, SCAN^2 at a time, once a forward."""
         for q0 in range(0, self.length, SCAN):
             q1 = min(q0 + SCAN, self.length)
             for k0 in range(q0, self.length, SCAN):
-                k1 = min(k0 + SCAN, self.length)
-                read = reads(self.tile(q0, q1, k0, k1, device))
-                if k0 == q0:
-                    read = read.triu(1)
-                if read.any():
-                    raise UnsupportedMaskError(
-                        f"The attention mask lets a query in [{q0}, {q1}) read a key in [{k0}, {k1}) that comes after "
-                        "it. streambp needs causal masks: a chunk must not read what later chunks hold. Run this model "
-                        "or this batch unpatched (streambp.unpatch(model))."
-                    )
+                read = reads(self.tile(q0, q1, k0, min(k0 + SCAN, self.length), device))
+                if (read.triu(1) if k0 == q0 else read).any():
+                    return False
+        return True
+
+    def check_chunk_ends(self, plan: ChunkPlan, device: torch.device) -> None:
+        """Raise if a query of one chunk reads a key of a later one."""
+        if self.causal or plan.size in self.checked:
+            return
+        for chunk in plan:
+            for q0 in range(chunk.start, chunk.stop, SCAN):
+                q1 = min(q0 + SCAN, chunk.stop)
+                for k0 in range(chunk.stop, self.length, SCAN):
+                    if reads(self.tile(q0, q1, k0, min(k0 + SCAN, self.length), device)).any():
+                        raise UnsupportedMaskError(
+                            f"The attention mask lets a query in [{q0}, {q1}) read a key that comes after the end of its "
+                            f"chunk at {chunk.stop}. streambp needs masks that are causal, or causal at every chunk end: "
+                            "a chunk must not read what later chunks hold. Choose a chunk_size whose ends lie outside of "
+                            "such blocks (images), or run this batch unpatched (streambp.unpatch(model))."
+                        )
+        self.checked.add(plan.size)
 
 
 def reads(tile: Tensor) -> Tensor:
@@ -135,8 +155,7 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
             f"The attention mask has shape {tuple(mask.shape)}; for this batch it must be [{batch_size} or 1, heads or 1, "
             f"{length}, {length}], or 2-D [{batch_size}, {length}] with 1 for tokens and 0 for padding."
         )
-    dense = DenseMask(batch_size, length, mask)
-    dense.check_causal(device)
+    dense = _dense(mask, batch_size, length, device)
     if mask.dtype != torch.bool:
         for q0 in range(0, length, SCAN):
             if not reads(mask[:, :, q0 : q0 + SCAN]).any(-1).all():
@@ -185,10 +204,9 @@ def _from_description(
     return spans if _agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
 
 
-def _dense(mask: LazyMask, batch_size: int, length: int, device: torch.device) -> DenseMask:
+def _dense(mask: LazyMask | Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:
     dense = DenseMask(batch_size, length, mask)
-    dense.check_causal(device)
-    return dense
+    return dense if dense.is_causal(device) else dataclasses.replace(dense, causal=False)
 
 
 def _rows(batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None) -> tuple[tuple[Run, ...], ...]:

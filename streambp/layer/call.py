@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from streambp.attention.interface import routed
-from streambp.attention.masks import LazyMask, resolve
+from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.prefix import Attended, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
@@ -82,7 +82,11 @@ class LayerCall:
         if not self.site.attends and not isinstance(mask, LazyMask):
             return Spans.causal(batch_size, length)  # nobody reads it
         positions, cu_seq_lens = named.get("position_ids"), named.get("cu_seq_lens_q")
-        return resolve(mask, batch_size, length, positions, cu_seq_lens, self.hidden_states.device)
+        device = self.hidden_states.device
+        layout = resolve(mask, batch_size, length, positions, cu_seq_lens, device)
+        if isinstance(layout, DenseMask):
+            layout.check_chunk_ends(self.plan, device)
+        return layout
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:

@@ -13,7 +13,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from streambp.attention.interface import routed
 from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.spans import Kind, Run, Spans, Tiling
+from streambp.chunks import ChunkPlan
 from streambp.errors import UnsupportedMaskError
+
+CPU = torch.device("cpu")
 
 LENGTH = 26
 
@@ -130,7 +133,7 @@ def test_spans_are_transformers_masks(name):
     lazy, expected = describe_mask(**BATCHES[name])
     assert isinstance(lazy, LazyMask)
     rows = 2 if "padding" not in BATCHES[name] else BATCHES[name]["padding"].shape[0]
-    spans = resolve(lazy, rows, LENGTH, BATCHES[name].get("position_ids"), None, torch.device("cpu"))
+    spans = resolve(lazy, rows, LENGTH, BATCHES[name].get("position_ids"), None, CPU)
     assert isinstance(spans, Spans)
     if expected is None:
         expected = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -141,15 +144,16 @@ def test_padding_with_a_hole_is_read_tile_by_tile():
     padding = padding_mask((4, LENGTH), (0, 20))
     padding[:, 9:11] = 0
     lazy, expected = describe_mask(padding=padding)
-    dense = resolve(lazy, 2, LENGTH, None, None, torch.device("cpu"))
+    dense = resolve(lazy, 2, LENGTH, None, None, CPU)
     assert isinstance(dense, DenseMask)
-    assert torch.equal(dense.tile(5, 17, 2, 21, torch.device("cpu")), expected[:, :, 5:17, 2:21])
+    assert torch.equal(dense.tile(5, 17, 2, 21, CPU), expected[:, :, 5:17, 2:21])
 
 
 def test_bidirectional_mask_is_refused():
     lazy, _ = describe_mask(is_causal=False, padding=padding_mask((0, 20), (0, LENGTH)))
+    dense = resolve(lazy, 2, LENGTH, None, None, CPU)
     with pytest.raises(UnsupportedMaskError, match="comes after"):
-        resolve(lazy, 2, LENGTH, None, None, torch.device("cpu"))
+        dense.check_chunk_ends(ChunkPlan(LENGTH, 5), CPU)
 
 
 @pytest.mark.parametrize("value", [True, 0.0])
@@ -157,29 +161,33 @@ def test_one_pair_above_the_diagonal_is_refused(value):
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     if value is not True:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    resolve(mask, 2, LENGTH, None, None, torch.device("cpu"))
+    assert resolve(mask, 2, LENGTH, None, None, CPU).causal
     mask[0, 0, 7, 19] = value
+    dense = resolve(mask, 2, LENGTH, None, None, CPU)
+    assert not dense.causal
     with pytest.raises(UnsupportedMaskError, match="comes after"):
-        resolve(mask, 2, LENGTH, None, None, torch.device("cpu"))
+        dense.check_chunk_ends(ChunkPlan(LENGTH, 8), CPU)
+    dense.check_chunk_ends(ChunkPlan(LENGTH, 20), CPU)
+    assert max(block.k1 for block in dense.blocks(0, 20, Tiling())) == 20
 
 
 def test_added_mask_with_an_empty_row_is_refused():
     mask = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
     mask[0, 0, 3] = torch.finfo(torch.float32).min
     with pytest.raises(UnsupportedMaskError, match="without any key"):
-        resolve(mask, 1, LENGTH, None, None, torch.device("cpu"))
+        resolve(mask, 1, LENGTH, None, None, CPU)
 
 
 def test_cu_seq_lens():
     lazy, _ = describe_mask(padding=torch.ones(1, LENGTH))
     ends = torch.tensor([0, 9, 12, LENGTH], dtype=torch.int32)
-    spans = resolve(lazy, 1, LENGTH, None, ends, torch.device("cpu"))
+    spans = resolve(lazy, 1, LENGTH, None, ends, CPU)
     assert spans.rows == ((Run(0, 9, 0), Run(9, 12, 9), Run(12, LENGTH, 12)),)
     with pytest.raises(UnsupportedMaskError, match="must rise from 0"):
-        resolve(describe_mask()[0], 1, LENGTH, None, ends + 1, torch.device("cpu"))
+        resolve(describe_mask()[0], 1, LENGTH, None, ends + 1, CPU)
 
 
 def test_cu_seq_lens_that_contradict_position_ids():
     lazy, _ = describe_mask(position_ids=PACKED[:1].expand(2, -1))
     with pytest.raises(UnsupportedMaskError, match="Make them agree"):
-        resolve(lazy, 1, LENGTH, PACKED[:1], torch.tensor([0, 10, LENGTH]), torch.device("cpu"))
+        resolve(lazy, 1, LENGTH, PACKED[:1], torch.tensor([0, 10, LENGTH]), CPU)

@@ -1,0 +1,200 @@
+"""Other models than causal language models, and what users put around them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    SiglipVisionConfig,
+)
+
+import streambp
+from tests import zoo
+from tests.families import LENGTH, VOCABULARY, make_batch
+from tests.oracle import worst_error
+
+IMAGE = VOCABULARY - 1
+IMAGE_TOKENS = slice(5, 9)
+
+
+@pytest.fixture
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def gradients_of(model, run):
+    model.zero_grad(set_to_none=True)
+    loss = run(model)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(stock, run, chunk_size=5, tolerance=1e-10):
+    """The patched copy gives the same loss and the same gradients; returns it."""
+    torch.manual_seed(0)
+    expected_loss, expected = gradients_of(stock.train(), run)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size))
+    loss, found = gradients_of(ours, run)
+    assert abs(loss - expected_loss) <= tolerance * abs(expected_loss)
+    assert worst_error(found, expected) <= tolerance
+    assert any(layer.path == "streams" for layer in streambp.describe(ours).layers)
+    return ours
+
+
+def text(mode="left-padded"):
+    batch = make_batch(mode)
+    del batch["labels"]
+    return batch
+
+
+@pytest.mark.usefixtures("float64_everywhere")
+@pytest.mark.parametrize(
+    ("auto_class", "run"),
+    [
+        (AutoModel, lambda m: m(**text(), use_cache=False).last_hidden_state.pow(2).mean()),
+        (AutoModelForSequenceClassification, lambda m: m(**text(), labels=torch.tensor([0, 2]), use_cache=False).loss),
+        (
+            AutoModelForTokenClassification,
+            lambda m: m(**text(), labels=text()["input_ids"] % 3, use_cache=False).loss,
+        ),
+        (
+            AutoModelForQuestionAnswering,
+            lambda m: m(**text(), start_positions=torch.tensor([3, 9]), end_positions=torch.tensor([7, 20])).loss,
+        ),
+    ],
+    ids=["backbone", "sequence classification", "token classification", "question answering"],
+)
+def test_models_with_other_heads(auto_class, run):
+    config = zoo.tiny_config("qwen3", num_labels=3)
+    config.classifier_dropout = 0.0
+    check(auto_class.from_config(config), run)
+
+
+@pytest.mark.usefixtures("float64_everywhere")
+def test_reward_model():
+    """A pair of sequences scored by one number each, as TRL's RewardTrainer does."""
+    config = zoo.tiny_config("llama", num_labels=1)
+
+    def run(model):
+        chosen, rejected = model(**text(), use_cache=False).logits.unbind()
+        return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+    check(AutoModelForSequenceClassification.from_config(config), run)
+
+
+def image_batch():
+    ids = torch.randint(3, IMAGE - 3, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids[:, IMAGE_TOKENS] = IMAGE
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {"input_ids": ids, "labels": labels, "pixel_values": pixels, "use_cache": False}
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8}
+
+
+@pytest.mark.usefixtures("float64_everywhere")
+def test_llava():
+    vision = CLIPVisionConfig(**VISION, patch_size=4, projection_dim=16)
+    config = LlavaConfig(
+        vision_config=vision, text_config=zoo.tiny_config("llama"), image_token_id=IMAGE, vision_feature_layer=-1
+    )
+    check(LlavaForConditionalGeneration(config), lambda m: m(**image_batch()).loss)
+
+
+@pytest.mark.usefixtures("float64_everywhere")
+def test_qwen_vl_with_its_three_positions_per_token():
+    text_config = zoo.tiny_config("qwen2").to_dict()
+    text_config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+        "spatial_merge_size": 1, "window_size": 8, "fullatt_block_indexes": [1], "temporal_patch_size": 2,
+    }  # fmt: skip
+    del text_config["model_type"]
+    config = Qwen2_5_VLConfig(text_config=text_config, vision_config=vision, image_token_id=IMAGE)
+    batch = image_batch()
+    batch["pixel_values"] = torch.randn(8, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batch["image_grid_thw"] = torch.tensor([[1, 2, 2], [1, 2, 2]])
+    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
+    ours = check(Qwen2_5_VLForConditionalGeneration(config), lambda m: m(**batch).loss)
+    assert "left as it is: Qwen2_5_VisionTransformerPretrainedModel" in str(streambp.describe(ours))
+
+
+def gemma3_with_images():
+    """Image tokens read their whole image, later ones too."""
+    config = Gemma3Config(
+        text_config=zoo.tiny_config("gemma3_text").to_dict(),
+        vision_config=SiglipVisionConfig(**VISION, patch_size=4).to_dict(),
+        mm_tokens_per_image=4,
+        image_token_id=IMAGE,
+        boi_token_index=IMAGE - 2,
+        eoi_token_index=IMAGE - 1,
+    )
+    batch = image_batch()
+    batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+    return Gemma3ForConditionalGeneration(config), batch
+
+
+@pytest.mark.usefixtures("float64_everywhere")
+@pytest.mark.parametrize("chunk_size", [5, 10, LENGTH])
+def test_images_inside_chunks_stream(chunk_size):
+    model, batch = gemma3_with_images()
+    check(model, lambda m: m(**batch).loss, chunk_size)
+
+
+@pytest.mark.usefixtures("float64_everywhere")
+def test_image_across_a_chunk_end_is_refused():
+    model, batch = gemma3_with_images()
+    streambp.patch(model.train(), streambp.StreamConfig(chunk_size=7))
+    with pytest.raises(streambp.StreamBPError, match="after the end of its chunk at 7"):
+        model(**batch)
+    loss = model(**{**batch, "token_type_ids": torch.zeros_like(batch["token_type_ids"])}).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_optimizer_fused_into_backward(float64_everywhere):
+    """Each parameter is updated and its gradient freed as soon as it is complete; two steps, tied embedding."""
+    stock = zoo.build("qwen3", tie_word_embeddings=True)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    for model in (stock, ours):
+        for parameter in model.parameters():
+
+            def step(p):
+                with torch.no_grad():
+                    p.sub_(p.grad, alpha=0.1)
+                p.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for seed in (1, 2):
+            model(**make_batch("plain", seed=seed), use_cache=False).loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+    updated = dict(ours.named_parameters())
+    assert worst_error(updated, dict(stock.named_parameters())) <= 1e-10
+
+
+def test_compiled_model_says_that_layers_stay_eager(float64_everywhere):
+    stock = zoo.build("qwen3")
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    compiled = torch.compile(ours, backend="eager")
+    _, expected = gradients_of(stock, lambda m: m(**make_batch("plain"), use_cache=False).loss)
+    compiled(**make_batch("plain"), use_cache=False).loss.backward()
+    assert worst_error({name: p.grad for name, p in ours.named_parameters()}, expected) <= 1e-10
+    assert "torch.compile" in str(streambp.describe(compiled))
+    assert "torch.compile" not in str(streambp.describe(streambp.patch(zoo.build("llama"))))
