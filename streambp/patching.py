@@ -154,8 +154,11 @@ def describe(model: nn.Module) -> Description:
 
 
 def _describe_head(found: Patch) -> str:
-    if not any(isinstance(wrapper, CausalLMForward) for wrapper in found.wrappers):
+    heads = [wrapper for wrapper in found.wrappers if isinstance(wrapper, CausalLMForward)]
+    if not heads:
         return "none (no language-model head)"
+    if not all(head.installed for head in heads):
+        return "as another library computes it: it replaced the model's forward after streambp.patch"
     if not found.state.config.head:
         return "builds the logits (head=False)"
     if found.state.head_built_for is not None:

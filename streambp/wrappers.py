@@ -68,9 +68,16 @@ class InstanceForward:
     def install(self) -> None:
         setattr(self.module, self.slot, self)
 
+    @property
+    def installed(self) -> bool:
+        """False as well if another library set the module's forward afterwards, as Liger does."""
+        return self.module.__dict__.get(self.slot) is self
+
     def remove(self) -> None:
+        if not self.installed:
+            return
         if self.previous is None:
-            self.module.__dict__.pop(self.slot, None)
+            del self.module.__dict__[self.slot]
         else:
             setattr(self.module, self.slot, self.previous)
 
@@ -160,6 +167,12 @@ class BackboneForward(InstanceForward):
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if tokens is not None and tokens.shape[1] == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith("trl."):
+            raise StreamBPError(
+                "TRL's activation_offloading=True moves what autograd saves; streamed layers keep tensors of their own, which "
+                "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
+            )
 
     @property
     def _config(self) -> PreTrainedConfig:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
@@ -21,11 +23,12 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     SiglipVisionConfig,
 )
+from transformers.modeling_outputs import CausalLMOutput
 
 import streambp
 from tests import zoo
 from tests.families import LENGTH, VOCABULARY, make_batch
-from tests.oracle import worst_error
+from tests.oracle import relative_l2, worst_error
 
 IMAGE = VOCABULARY - 1
 IMAGE_TOKENS = slice(5, 9)
@@ -198,3 +201,107 @@ def test_compiled_model_says_that_layers_stay_eager(float64_everywhere):
     assert worst_error({name: p.grad for name, p in ours.named_parameters()}, expected) <= 1e-10
     assert "torch.compile" in str(streambp.describe(compiled))
     assert "torch.compile" not in str(streambp.describe(streambp.patch(zoo.build("llama"))))
+
+
+def fused_loss_forward(self, input_ids=None, labels=None, **kwargs):
+    """A forward that computes the loss from hidden_states and the head's weight by itself, as Liger's does."""
+    hidden_states = self.model(input_ids=input_ids, **kwargs)[0]
+    shifted = hidden_states[:, :-1].reshape(-1, hidden_states.shape[-1])
+    logits = torch.mm(shifted, self.lm_head.weight.t())
+    return CausalLMOutput(loss=nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1)))
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_forward_replaced_by_another_library(patched_first, float64_everywhere):
+    stock = zoo.build("qwen3")
+    ours = copy.deepcopy(stock)
+    stock.forward = types.MethodType(fused_loss_forward, stock)
+    if patched_first:
+        streambp.patch(ours, streambp.StreamConfig(chunk_size=5))
+    ours.forward = types.MethodType(fused_loss_forward, ours)
+    if not patched_first:
+        streambp.patch(ours, streambp.StreamConfig(chunk_size=5))
+    batch = make_batch("plain")
+    (expected_loss, expected), (loss, found) = (
+        gradients_of(model, lambda m: m(**batch, use_cache=False).loss) for model in (stock, ours)
+    )
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+    assert patched_first == ("replaced the model's forward" in str(streambp.describe(ours)))
+    streambp.unpatch(ours)
+    assert ours.__dict__["forward"].__func__ is fused_loss_forward
+
+
+def test_trl_activation_offloading_is_refused():
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from trl.models.activation_offloading import OffloadActivations
+
+    def pack(tensor):
+        return tensor
+
+    pack.__module__ = OffloadActivations.__module__
+    model = streambp.patch(zoo.build("qwen3", torch.float32))
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, pack)  # the class itself wants a CUDA device
+    with hooks, pytest.raises(streambp.StreamBPError, match=r"offload='cpu'"):
+        model(**make_batch("plain"), use_cache=False)
+
+
+def dequantised(model):
+    """The float64 model that a quantised one stands for."""
+    wide = copy.deepcopy(model)
+    for module in list(wide.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and type(child.weight) is not nn.Parameter:
+                weight = child(torch.eye(child.in_features, dtype=torch.bfloat16)).detach().T
+                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+                setattr(module, name, linear)
+    return wide.double()
+
+
+def quantise_torchao(model):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+
+
+def quantise_bitsandbytes(bits, model):
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").nn
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                sizes = (child.in_features, child.out_features, child.bias is not None)
+                if bits == 4:
+                    quantised = bnb.Linear4bit(*sizes, compute_dtype=torch.bfloat16, quant_type="nf4")
+                    quantised.weight = bnb.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
+                else:
+                    quantised = bnb.Linear8bitLt(*sizes, has_fp16_weights=False)
+                    quantised.weight = bnb.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+                setattr(module, name, quantised.to("cpu"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "quantise",
+    [quantise_torchao, functools.partial(quantise_bitsandbytes, 4), functools.partial(quantise_bitsandbytes, 8)],
+    ids=["torchao int8", "bitsandbytes 4-bit", "bitsandbytes 8-bit"],
+)
+def test_quantised_base_with_lora(quantise):
+    """As close as the unpatched quantised model to the float64 model that its weights stand for."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    errors = []
+    for seed in range(3):
+        base = zoo.build("llama", torch.bfloat16, seed=seed, hidden_size=64, intermediate_size=64)
+        quantise(base)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(base, lora).train()
+        run = functools.partial(lambda batch, m: m(**batch, use_cache=False).loss, make_batch("left-padded", length=128))
+        _, truth = gradients_of(dequantised(model), run)
+        _, stock = gradients_of(model, run)
+        streambp.patch(model, streambp.StreamConfig(chunk_size=29))
+        _, ours = gradients_of(model, run)
+        assert ours.keys() == stock.keys() == truth.keys()
+        assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
+        errors.append([relative_l2(ours, truth), relative_l2(stock, truth)])
+    streamed, unpatched = torch.tensor(errors).mean(0).tolist()
+    print(f"error against float64: {streamed:.3e}, unpatched {unpatched:.3e}")
+    assert streamed <= 1.05 * unpatched

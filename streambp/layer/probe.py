@@ -67,8 +67,12 @@ def _run(call: LayerCall, x: Tensor, chunk_size: int) -> Tensor:
 
 @contextlib.contextmanager
 def _evaluated(layer: nn.Module) -> Iterator[None]:
-    """Dropout draws other numbers for other chunks; without it the two runs must agree."""
-    before = [(module, module.training) for module in layer.modules()]
+    """Dropout draws other numbers for other chunks; without it the two runs must agree.
+
+    Modules that only hold weights keep their mode: quantised ones repack their weights when they are run in eval mode.
+    """
+    modules = [m for m in layer.modules() if next(m.children(), None) is not None or not m._parameters]
+    before = [(module, module.training) for module in modules]
     try:
         for module, _ in before:
             module.training = False
