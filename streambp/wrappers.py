@@ -170,7 +170,7 @@ class BackboneForward(InstanceForward):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith("trl."):
             raise StreamBPError(
-                "TRL's activation_offloading=True moves what autograd saves; streamed layers keep tensors of their own, which "
+                "TRL's activation_offloading=True moves what autograd saves; streamed layers keep their own, which "
                 "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
             )
 
