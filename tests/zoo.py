@@ -93,6 +93,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
+# transformers' sdpa leaves their softcap out.
+EAGER = ("gemma2", "vaultgemma")
 # In AutoModelForCausalLM's list, but not decoder-only text models with a config of their own.
 OTHERS = {
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
@@ -143,12 +145,12 @@ def _one_layer_of_each_kind(default: dict[str, Any], depth: int, depth_name: str
 def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model in train mode with random weights, norms and biases among them.
 
-    With sdpa, or with transformers' eager attention where the family knows no sdpa.
+    With sdpa, or with transformers' eager attention where the family's sdpa is missing or incomplete.
     """
     config = tiny_config(name, **changes)
     torch.manual_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name in EAGER else "sdpa")
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
