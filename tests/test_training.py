@@ -234,13 +234,13 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def train(model, folder, resume=None, steps=6):
+def train(model, folder, resume=None, steps=6, **settings):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     arguments = transformers.TrainingArguments(
         folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
         save_steps=3, logging_steps=1, report_to=[], use_cpu=True, gradient_checkpointing=True, eval_strategy="steps",
-        eval_steps=3, disable_tqdm=True, seed=5,
+        eval_steps=3, disable_tqdm=True, seed=5, **settings,
     )  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train(resume_from_checkpoint=resume)
@@ -259,3 +259,12 @@ def test_trainer_with_resume(tmp_path, attended_chunks):
     model = streambp.patch(copy.deepcopy(stock), CONFIG)
     resumed = train(model, tmp_path / "ours", resume=str(tmp_path / "ours" / "checkpoint-3"))
     assert resumed[-1]["eval_loss"] == pytest.approx(found[-1]["eval_loss"], rel=1e-4)
+
+
+def test_trainer_with_torch_compile(tmp_path, attended_chunks):
+    stock = build("qwen3")
+    expected = train(copy.deepcopy(stock), tmp_path / "stock")
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    found = train(streambp.patch(copy.deepcopy(stock), CONFIG), tmp_path / "ours", **compiled)
+    assert attended_chunks
+    assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=1e-3)
