@@ -21,7 +21,9 @@ from transformers.utils import ModelOutput
 from streambp.attention.interface import routed
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
+from streambp.head.blocks import Wanted
 from streambp.head.deferred import Deferred, HeadRecord, Recipe
+from streambp.head.log_probs import TokenLogProbs
 from streambp.head.one_pass import Pending
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
@@ -214,11 +216,48 @@ class CausalLMForward(InstanceForward):
             if want_log_probs:
                 raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
             return self.original(**kwargs)
+        if want_log_probs:
+            result, values = self.score(kwargs, Wanted())
+            result["log_probs"] = values.log_probs
+            return result
+        return self._with_record(kwargs, HeadRecord(self.state.pending))
+
+    def score(
+        self, kwargs: dict[str, Any], wanted: Wanted, temperature: float = 1.0, in_float32: bool = False
+    ) -> tuple[Any, TokenLogProbs]:
+        """The model's output without logits, and per-token values of its labels.
+
+        Args:
+            kwargs: of the model's forward, with labels.
+            wanted: which values, beside log-probabilities.
+            temperature: the logits are divided by it, for the loss as well.
+            in_float32: compute the head's products in float32.
+
+        Returns:
+            The values are [B, T - 1], of labels[:, 1:]; with shift_labels [B, T].
+
+        Raises:
+            StreamBPError: the model's loss takes its logits elsewhere than to cross_entropy.
+        """
+        record = HeadRecord(self.state.pending, wanted, temperature, in_float32)
+        output = self._with_record(kwargs, record)
+        if record.values is None:
+            raise StreamBPError(
+                f"The loss of {type(self.module).__name__} does not go through cross_entropy on its logits "
+                f"({record.built_for}), so there are no per-token log-probabilities. Compute them from logits (call the "
+                "model without labels)."
+            )
+        shift_labels = kwargs.get("shift_labels")
+        if shift_labels is not None:
+            return output, record.values.view(shift_labels.shape)
+        return output, record.values.view(kwargs["labels"].shape).without_last()
+
+    def _with_record(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
         kwargs["use_cache"] = False
-        record = HeadRecord(self.state.pending, want_log_probs, num_items=kwargs.get("num_items_in_batch"))
+        record.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, record)
         self.state.head_built_for = record.built_for
-        return self._finish(output, record, kwargs)
+        return self._finish(output)
 
     def _caches(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("past_key_values") is not None or bool(kwargs.get("use_cache") and not self.module.training)
@@ -235,7 +274,8 @@ class CausalLMForward(InstanceForward):
             self.state.defer_norm = None
             head.remove()
 
-    def _finish(self, output: Any, record: HeadRecord, kwargs: dict[str, Any]) -> Any:
+    def _finish(self, output: Any) -> Any:
+        """The output without deferred logits, or with real ones where they are to be seen."""
         logits_wanted = self.state.config.eval_logits and not self.module.training
         if isinstance(output, tuple):
             kept = (part.build() if isinstance(part, Deferred) and logits_wanted else part for part in output)
@@ -245,20 +285,7 @@ class CausalLMForward(InstanceForward):
             for name, value in output.items()
         }
         result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
-        if record.want_log_probs:
-            result["log_probs"] = self._log_probs(record, kwargs)
         return result
-
-    def _log_probs(self, record: HeadRecord, kwargs: dict[str, Any]) -> Tensor:
-        """[B, T - 1], the log-probability of labels[:, 1:]; with shift_labels [B, T]."""
-        if record.log_probs is None:
-            raise StreamBPError(
-                f"This model's loss does not go through cross_entropy on its logits ({record.built_for}); "
-                "output_log_probs is not available. Compute them from logits (call the model without labels)."
-            )
-        shape = kwargs["labels"].shape
-        log_probs = record.log_probs.view(shape)
-        return log_probs if kwargs.get("shift_labels") is not None else log_probs[:, :-1]
 
 
 class DeferredHead(InstanceForward):

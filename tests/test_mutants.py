@@ -65,8 +65,8 @@ def real_parameters(self):
     yield self.current()
 
 
-def without_onehot(logits, lse, labels, block, grad_log_probs, entropy, grad_entropy):
-    return torch.exp(logits - lse[:, None]) * -grad_log_probs[:, None]
+def without_onehot(logits, lse, labels, block, upstream, *_):
+    return torch.exp(logits - lse[:, None]) * -upstream.log_probs[:, None]
 
 
 def only_this_chunk(self):

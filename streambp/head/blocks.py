@@ -40,6 +40,17 @@ class Projection:
         return grad.mul_(self.logit_scale / self.temperature)
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which statistics of each position's distribution are computed beside the label's log-probability."""
+
+    entropy: bool = False
+    mean_log_probs: bool = False
+    is_top1: bool = False
+    mean_logits: bool = False
+    log_sum_sq_probs: bool = False
+
+
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
     """Logits [n, v] of hidden [n, h] for weight [v, h] and bias [v]; weight and bias take the hidden states' dtype."""
     weight = weight.to(hidden.dtype)
@@ -59,23 +70,37 @@ def vocabulary_blocks(size: int, tokens: int) -> Iterator[slice]:
 class Statistics:
     """Running softmax statistics of n tokens over vocabulary blocks.
 
-    max, sum: lse = max + log(sum); target: the label's logit; mean: sum of exp(z - max) * z, for the entropy.
+    max, sum: lse = max + log(sum); target: the label's logit; mean: sum of exp(z - max) * z, for the entropy; squares:
+    sum of exp(2 * (z - max)); total: sum of z; best: the first entry with the largest logit.
     """
 
-    def __init__(self, labels: Tensor, dtype: torch.dtype, entropy: bool) -> None:
+    def __init__(self, labels: Tensor, dtype: torch.dtype, wanted: Wanted) -> None:
         self.labels = labels  # [n]
         self.max = torch.full(labels.shape, -torch.inf, dtype=dtype, device=labels.device)
         self.sum = torch.zeros_like(self.max)
         self.target = torch.zeros_like(self.max)
-        self.mean = torch.zeros_like(self.max) if entropy else None
+        self.mean = torch.zeros_like(self.max) if wanted.entropy else None
+        self.squares = torch.zeros_like(self.max) if wanted.log_sum_sq_probs else None
+        self.total = torch.zeros_like(self.max) if wanted.mean_logits or wanted.mean_log_probs else None
+        self.wanted = wanted
+        self.best = torch.zeros_like(labels) if wanted.is_top1 else None
+        self.entries = 0
 
     def add(self, logits: Tensor, block: slice) -> None:
-        top = torch.maximum(self.max, logits.amax(-1))
+        largest = logits.amax(-1)
+        if self.best is not None:
+            self.best = torch.where(largest > self.max, logits.argmax(-1) + block.start, self.best)
+        top = torch.maximum(self.max, largest)
         shrink = torch.exp(self.max - top)
         weights = (logits - top[:, None]).exp_()
         self.sum = self.sum * shrink + weights.sum(-1)
+        if self.squares is not None:
+            self.squares = self.squares * shrink.square() + torch.linalg.vecdot(weights, weights)
         if self.mean is not None:
             self.mean = self.mean * shrink + (weights * logits).sum(-1)
+        if self.total is not None:
+            self.total = self.total + logits.sum(-1)
+        self.entries += logits.shape[-1]
         self.max = top
         here, column = locate(self.labels, block)
         self.target += torch.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
@@ -83,8 +108,17 @@ class Statistics:
     def lse(self) -> Tensor:
         return self.max + torch.log(self.sum)
 
-    def entropy(self) -> Tensor | None:
-        return None if self.mean is None else self.lse() - self.mean / self.sum
+    def results(self) -> tuple[Tensor | None, ...]:
+        """The fields of `Wanted` in order, [n] each; None for what is not wanted."""
+        lse = self.lse()
+        mean_logits = None if self.total is None else self.total / self.entries
+        return (
+            None if self.mean is None else lse - self.mean / self.sum,
+            mean_logits - lse if mean_logits is not None and self.wanted.mean_log_probs else None,
+            None if self.best is None else self.best == self.labels,
+            mean_logits if self.wanted.mean_logits else None,
+            None if self.squares is None else torch.log(self.squares) - 2.0 * torch.log(self.sum),
+        )
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
@@ -93,23 +127,45 @@ def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     return here, torch.where(here, labels - block.start, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Upstream:
+    """Gradients of n tokens' values; None for a value that is not wanted or not used."""
+
+    log_probs: Tensor | None
+    entropy: Tensor | None = None
+    mean_log_probs: Tensor | None = None
+
+    def at(self, rows: Tensor | slice) -> Upstream:
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return Upstream(*(None if value is None else value[rows] for value in values))
+
+
 def logits_gradient(
     logits: Tensor,
     lse: Tensor,
     labels: Tensor,
     block: slice,
-    grad_log_probs: Tensor,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
+    upstream: Upstream,
+    entropy: Tensor | None = None,
+    vocabulary: int = 1,
 ) -> Tensor:
     """d loss / d logits [n, v] of one vocabulary block.
 
-    log p_y = z_y - lse gives (onehot - p) * g; H = -sum p log p gives -p * (log p + H) * g_H.
+    log p_y = z_y - lse gives (onehot - p) g; H = -sum p log p gives -p (log p + H) g_H; mean log p = mean z - lse gives
+    (1 / V - p) g_mean.
     """
     grad = (logits - lse[:, None]).exp_()  # p, in the one buffer of [n, v] that this needs
-    scale = -grad_log_probs[:, None]
-    if entropy is not None and grad_entropy is not None:
-        scale = scale - (logits - lse[:, None] + entropy[:, None]) * grad_entropy[:, None]
+    scale = torch.zeros_like(lse)[:, None]
+    if upstream.log_probs is not None:
+        scale = scale - upstream.log_probs[:, None]
+    if upstream.mean_log_probs is not None:
+        scale = scale - upstream.mean_log_probs[:, None]
+    if entropy is not None and upstream.entropy is not None:
+        scale = scale - (logits - lse[:, None] + entropy[:, None]) * upstream.entropy[:, None]
     grad.mul_(scale)
+    if upstream.mean_log_probs is not None:
+        grad.add_(upstream.mean_log_probs[:, None] / vocabulary)
+    if upstream.log_probs is None:
+        return grad
     here, column = locate(labels, block)
-    return grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs, 0.0)[:, None])
+    return grad.scatter_add_(-1, column[:, None], torch.where(here, upstream.log_probs, 0.0)[:, None])

@@ -19,18 +19,24 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.errors import StreamBPError
-from streambp.head.blocks import Projection
-from streambp.head.log_probs import BlockwiseLogProbs, check_labels, make_inputs
+from streambp.head.blocks import Projection, Wanted
+from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
 
 
 @dataclasses.dataclass
 class HeadRecord:
-    """What happened to one forward's deferred tensors."""
+    """What is wanted of one forward's deferred tensors, and what happened to them.
+
+    wanted: per-token values are; None: the loss is enough.
+    temperature: logits are divided by it. in_float32: their products are computed in float32.
+    """
 
     pending: Pending
-    want_log_probs: bool = False
-    log_probs: Tensor | None = None  # [N], with grad
+    wanted: Wanted | None = None
+    temperature: float = 1.0
+    in_float32: bool = False
+    values: TokenLogProbs | None = None  # [N] each
     num_items: Tensor | int | None = None  # what the model's loss will divide a sum by
     built_for: str | None = None  # the operation that needed a real tensor
 
@@ -57,9 +63,10 @@ class Recipe:
 
     def projection(self) -> Projection:
         """The same in the terms of `Projection`: softcap(scale * product), softcap(z) = cap * tanh(z / cap)."""
+        temperature = self.record.temperature
         if not self.tanh:
-            return Projection(logit_scale=self.before)
-        return Projection(logit_scale=self.before * self.after, softcap=self.after)
+            return Projection(logit_scale=self.before, temperature=temperature)
+        return Projection(logit_scale=self.before * self.after, softcap=self.after, temperature=temperature)
 
 
 class Deferred(Tensor):
@@ -233,20 +240,20 @@ def _cross_entropy(
         return NotImplemented
     check_labels(target, recipe.weight.shape[0], ignore_index)
     inputs = make_inputs(x.source, target, recipe.projection(), recipe.norm, ignore_index)
+    inputs.in_float32 = recipe.record.in_float32
     values = (recipe.weight, recipe.bias, *inputs.norm_values())
     record = recipe.record
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)
-    if reduction != "none" and not record.want_log_probs and can_run_in_one_pass(x.source, record.pending):
+    if reduction != "none" and record.wanted is None and can_run_in_one_pass(x.source, record.pending):
         divisor = labelled if reduction == "mean" else (record.num_items or 1)
         one = torch.ones((), dtype=torch.promote_types(x.source.dtype, torch.float32), device=x.device)
         total = OnePassNLL.apply(inputs, record.pending, one / divisor, x.source, *values)
     else:
-        log_probs, _ = BlockwiseLogProbs.apply(inputs, False, x.source, *values)
-        record.log_probs = log_probs
+        record.values = TokenLogProbs(*BlockwiseLogProbs.apply(inputs, record.wanted or Wanted(), x.source, *values))
         if reduction == "none":
-            return -log_probs
-        total = -log_probs.sum()
+            return -record.values.log_probs
+        total = -record.values.log_probs.sum()
     return total if reduction == "sum" else total / labelled
 
 

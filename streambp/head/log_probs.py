@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import (
     Projection,
     Statistics,
+    Upstream,
+    Wanted,
     logits_gradient,
     project,
     token_blocks,
@@ -29,18 +31,44 @@ from streambp.head.blocks import (
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import GradientSum, Parameters
 
+METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogProbs:
-    """log_probs and entropy, shaped like the labels, in promote_types(hidden dtype, float32); 0 where ignored."""
+    """What `token_log_probs` returns, everything shaped like the labels and 0 (False) where they are ignored.
+
+    log_probs, entropy, mean_log_probs (the mean of log p over the vocabulary): in promote_types(hidden dtype, float32),
+    with gradients. The others have none:
+    is_top1: the label has the largest logit; mean_logits: the mean of the logits over the vocabulary;
+    log_sum_sq_probs: log of the sum of the squared probabilities.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None = None
+    mean_log_probs: Tensor | None = None
+    is_top1: Tensor | None = None
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+
+    def view(self, shape: torch.Size) -> TokenLogProbs:
+        return self._each(lambda values: values.view(shape))
+
+    def without_last(self) -> TokenLogProbs:
+        """Of [B, T], the first T - 1 positions of each row."""
+        return self._each(lambda values: values[:, :-1])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return TokenLogProbs(*(None if value is None else change(value) for value in values))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
 class HeadInputs:
-    """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm."""
+    """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm.
+
+    in_float32: the products are computed in float32 or wider, autocast or not.
+    """
 
     labels: Tensor
     projection: Projection
@@ -48,6 +76,7 @@ class HeadInputs:
     norm_parameters: Parameters | None
     ignore_index: int
     autocast: Autocast
+    in_float32: bool = False
 
     def rows(self) -> Tensor | None:
         """Positions with a label, in order; None if all have one, or if that cannot be known (meta tensors)."""
@@ -61,6 +90,8 @@ class HeadInputs:
         with self.autocast.restored():
             if self.norm is not None:
                 hidden = self.norm.forward(hidden)  # its hooks belong to the model's own call
+            if self.in_float32:
+                return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
             kind, enabled, dtype = self.autocast.states[0]
             return hidden.to(dtype) if enabled and kind == hidden.device.type else hidden
 
@@ -87,6 +118,8 @@ def token_log_probs(
     softcap: float | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
+    mean_log_probs: bool = False,
+    metrics: Sequence[str] = (),
     ignore_index: int = -100,
 ) -> TokenLogProbs:
     """log softmax(logits)[label] of every token, with logits = softcap(logit_scale * (norm(hidden) @ W^T + bias)) /
@@ -97,19 +130,24 @@ def token_log_probs(
         weight: [V, h]; bias: [V].
         labels: [...] integers, already shifted; `ignore_index` marks positions without one.
         entropy: also return the entropy of each position's distribution, differentiable.
+        mean_log_probs: also return the mean of log p over the vocabulary, differentiable (for label smoothing).
+        metrics: further fields of `TokenLogProbs`, out of "is_top1", "mean_logits" and "log_sum_sq_probs".
 
     Returns:
         TokenLogProbs of shape [...]; ignored positions are 0 and get no gradient.
 
     Raises:
-        StreamBPError: shapes do not fit, or a label lies outside the vocabulary.
+        StreamBPError: shapes do not fit, a label lies outside the vocabulary, or a metric is unknown.
     """
+    unknown = sorted(set(metrics) - set(METRICS))
+    if unknown:
+        raise StreamBPError(f"metrics names {unknown}; it may name {list(METRICS)}.")
     _check(hidden_states, weight, labels, ignore_index)
     inputs = make_inputs(hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    values = BlockwiseLogProbs.apply(inputs, entropy, flat, weight, bias, *inputs.norm_values())
-    log_probs, entropies = values
-    return TokenLogProbs(log_probs.view(labels.shape), None if entropies is None else entropies.view(labels.shape))
+    wanted = Wanted(entropy=entropy, mean_log_probs=mean_log_probs, **dict.fromkeys(metrics, True))
+    values = BlockwiseLogProbs.apply(inputs, wanted, flat, weight, bias, *inputs.norm_values())
+    return TokenLogProbs(*values).view(labels.shape)
 
 
 def make_inputs(
@@ -142,41 +180,45 @@ def check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
 
 
 class BlockwiseLogProbs(torch.autograd.Function):
-    """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> log_probs [N], entropy [N] or None."""
+    """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> the fields of TokenLogProbs, each [N]
+    or None."""
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: HeadInputs, entropy: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, inputs: HeadInputs, wanted: Wanted, hidden: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
+    ) -> tuple[Tensor | None, ...]:
         rows = inputs.rows()
         labels = inputs.labels if rows is None else inputs.labels[rows]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)
-        log_probs, entropies = torch.empty_like(lse), torch.empty_like(lse) if entropy else None
+        parts: list[tuple[Tensor | None, ...]] = []
         for block in token_blocks(labels.shape[0]):
-            statistics = Statistics(labels[block], wide, entropy)
+            statistics = Statistics(labels[block], wide, wanted)
             normed = inputs.normed(_select(hidden, rows, block))
             for columns in vocabulary_blocks(weight.shape[0], labels[block].shape[0]):
                 part = None if bias is None else bias[columns]
                 statistics.add(project(normed, weight[columns], part, inputs.projection), columns)
             lse[block] = statistics.lse()
-            log_probs[block] = statistics.target - lse[block]
-            if entropies is not None:
-                entropies[block] = statistics.entropy()  # type: ignore[assignment]
-        ctx.inputs, ctx.rows, ctx.entropies = inputs, rows, entropies
+            parts.append((statistics.target - lse[block], *statistics.results()))
+        values = [_join(column) for column in zip(*parts, strict=True)] or [
+            lse,
+            *Statistics(labels, wide, wanted).results(),
+        ]
+        ctx.inputs, ctx.rows, ctx.entropies = inputs, rows, values[1]
         ctx.save_for_backward(hidden, weight, bias, lse)
-        return _spread(log_probs, rows, hidden), None if entropies is None else _spread(entropies, rows, hidden)
+        spread = [None if value is None else _spread(value, rows, hidden) for value in values]
+        ctx.mark_non_differentiable(*(value for value in spread[3:] if value is not None))
+        ctx.set_materialize_grads(False)
+        return tuple(spread)
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
         inputs, rows = ctx.inputs, ctx.rows
         hidden, weight, bias, lse = ctx.saved_tensors
         labels = inputs.labels if rows is None else inputs.labels[rows]
-        if rows is not None:
-            grad_log_probs = grad_log_probs[rows]
-            grad_entropy = None if grad_entropy is None else grad_entropy[rows]
+        upstream = Upstream(*grads[:3]) if rows is None else Upstream(*grads[:3]).at(rows)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         with inputs.norm_shadowed() as shadows:
             for block in token_blocks(labels.shape[0]):
@@ -185,9 +227,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
                     part = None if bias is None else bias[columns]
                     logits = project(normed, weight[columns], part, inputs.projection)
                     grad = logits_gradient(
-                        logits, lse[block], labels[block], columns, grad_log_probs[block],
-                        None if ctx.entropies is None else ctx.entropies[block],
-                        None if grad_entropy is None else grad_entropy[block],
+                        logits, lse[block], labels[block], columns, upstream.at(block),
+                        None if ctx.entropies is None else ctx.entropies[block], weight.shape[0],
                     )  # fmt: skip
                     work.add_block(inputs.projection.backward(grad, logits), normed, columns)
                 work.finish_tokens(normed_input, normed, shadows, rows, block)
@@ -265,6 +306,10 @@ class HeadGradients:
 
 def _select(hidden: Tensor, rows: Tensor | None, block: slice) -> Tensor:
     return hidden[block] if rows is None else hidden[rows[block]]
+
+
+def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
 
 def _spread(values: Tensor, rows: Tensor | None, hidden: Tensor) -> Tensor:

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError
-from streambp.head.blocks import LOGITS_PER_BLOCK, TOKENS_PER_BLOCK, Statistics, logits_gradient, project, token_blocks
+from streambp.head.blocks import (
+    LOGITS_PER_BLOCK,
+    TOKENS_PER_BLOCK,
+    Statistics,
+    Upstream,
+    Wanted,
+    logits_gradient,
+    project,
+    token_blocks,
+)
 from streambp.head.log_probs import HeadGradients, HeadInputs
 
 
@@ -71,12 +80,12 @@ class OnePassNLL(torch.autograd.Function):
             for block in token_blocks(labels.shape[0], _tokens_per_block(weight.shape[0])):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
-                    statistics = Statistics(labels[block], wide, entropy=False)
+                    statistics = Statistics(labels[block], wide, Wanted())
                     logits = project(normed, weight, bias, inputs.projection)
                     statistics.add(logits, everything)
                     lse = statistics.lse()
                     total += (lse - statistics.target).sum()
-                    grad = logits_gradient(logits, lse, labels[block], everything, -scale.expand_as(lse), None, None)
+                    grad = logits_gradient(logits, lse, labels[block], everything, Upstream(-scale.expand_as(lse)))
                     work.add_block(inputs.projection.backward(grad, logits), normed, everything)
                     del grad, logits
                 work.finish_tokens(leaf, normed, shadows, rows, block)

@@ -95,3 +95,23 @@ def test_a_tied_weight_gets_both_gradients():
     wanted = torch.autograd.grad(loss(lambda w: reference(hidden, w, None, nn.Identity(), labels)[0]), weight)
     got = torch.autograd.grad(loss(lambda w: token_log_probs(hidden, w, labels).log_probs), weight)
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_metrics():
+    hidden, weight, bias, norm, labels = make()
+    logits = nn.functional.linear(norm(hidden), weight, bias) / 1.7
+    log_p = logits.log_softmax(-1)
+    labels = torch.where(torch.rand(labels.shape) < 0.5, logits.argmax(-1), labels)
+    valid = labels != -100
+    found = token_log_probs(
+        hidden.requires_grad_(), weight, labels, norm=norm, bias=bias, temperature=1.7, mean_log_probs=True,
+        metrics=("is_top1", "mean_logits", "log_sum_sq_probs"),
+    )  # fmt: skip
+    assert torch.equal(found.is_top1, (logits.argmax(-1) == labels) & valid)
+    torch.testing.assert_close(found.mean_logits, logits.mean(-1) * valid)
+    torch.testing.assert_close(found.log_sum_sq_probs, (2 * log_p).logsumexp(-1) * valid)
+    torch.testing.assert_close(found.mean_log_probs, log_p.mean(-1) * valid)
+    assert not any(x.requires_grad for x in (found.is_top1, found.mean_logits, found.log_sum_sq_probs))
+    assert found.entropy is None
+    with pytest.raises(streambp.StreamBPError, match="perplexity"):
+        token_log_probs(hidden, weight, labels, metrics=("perplexity",))

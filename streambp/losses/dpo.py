@@ -1,0 +1,185 @@
+"""Direct preference optimisation and its relatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from streambp.errors import StreamBPError
+from streambp.losses.masked import check_choice, check_shapes, masked_mean, masked_sum
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """What the objectives are made of, each [P] for P pairs.
+
+    chosen, rejected: sums of log p over a completion's tokens; ref_*: the reference model's; tokens_*: how many.
+    chosen_score, rejected_score: f'(ratio) of the log-ratios. nll: the chosen completions' -log p a token, a scalar.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_score: Tensor
+    rejected_score: Tensor
+    tokens_chosen: Tensor
+    tokens_rejected: Tensor
+    nll: Tensor
+    beta: float
+    smoothing: float
+    tau: float
+
+    @property
+    def chosen_ratio(self) -> Tensor:
+        return self.chosen - self.ref_chosen
+
+    @property
+    def rejected_ratio(self) -> Tensor:
+        return self.rejected - self.ref_rejected
+
+    @property
+    def margin(self) -> Tensor:
+        return self.beta * (self.chosen_score - self.rejected_score)
+
+    @property
+    def margin_a_token(self) -> Tensor:
+        return self.chosen_score / self.tokens_chosen - self.rejected_score / self.tokens_rejected
+
+
+def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
+    return -(1.0 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def _robust(p: Pairs) -> Tensor:
+    kept = (1.0 - p.smoothing) * F.logsigmoid(p.margin) - p.smoothing * F.logsigmoid(-p.margin)
+    return -kept / (1.0 - 2.0 * p.smoothing)
+
+
+def _exo_pair(p: Pairs) -> Tensor:
+    if not 0.0 < p.smoothing < 1.0:
+        raise StreamBPError(f"label_smoothing is {p.smoothing}; exo_pair needs a value between 0 and 1, such as 1e-3.")
+    win, lose = F.logsigmoid(p.margin), F.logsigmoid(-p.margin)
+    return win.exp() * (win - math.log1p(-p.smoothing)) + lose.exp() * (lose - math.log(p.smoothing))
+
+
+def _nca_pair(p: Pairs) -> Tensor:
+    chosen, rejected = p.beta * p.chosen_ratio, p.beta * p.rejected_ratio
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _sppo_hard(p: Pairs) -> Tensor:
+    return (p.chosen_ratio - 0.5 / p.beta).square() + (p.rejected_ratio + 0.5 / p.beta).square()
+
+
+def _aot(p: Pairs) -> Tensor:
+    delta = (p.chosen - p.rejected).sort().values - (p.ref_chosen - p.ref_rejected).sort().values
+    return _smoothed(p.beta * delta, p.smoothing)
+
+
+def _aot_unpaired(p: Pairs) -> Tensor:
+    return _smoothed(p.beta * (p.chosen_ratio.sort().values - p.rejected_ratio.sort().values), p.smoothing)
+
+
+def _discopop(p: Pairs) -> Tensor:
+    mix = torch.sigmoid(p.margin / p.tau)
+    return -(1.0 - mix) * F.logsigmoid(p.margin) + mix * torch.exp(-p.margin)
+
+
+DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
+    "sigmoid": lambda p: -F.logsigmoid(p.margin),
+    "hinge": lambda p: torch.relu(1.0 - p.margin),
+    "ipo": lambda p: (p.margin_a_token - 0.5 / p.beta).square(),
+    "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.margin_a_token),
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": lambda p: -F.logsigmoid(p.beta * p.chosen_ratio) - F.logsigmoid(-p.beta * p.rejected_ratio),
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": lambda p: 1.0 - torch.sigmoid(p.beta * p.chosen_ratio) + torch.sigmoid(p.beta * p.rejected_ratio),
+    "apo_down": lambda p: (
+        1.0 + torch.sigmoid(p.beta * p.chosen_ratio) - torch.sigmoid(p.beta * (p.chosen_ratio - p.rejected_ratio))
+    ),
+    "discopop": _discopop,
+    "sft": lambda p: p.nll.expand_as(p.chosen),
+}
+
+
+def _alpha_divergence(ratio: Tensor, alpha: float) -> Tensor:
+    power = alpha - 1.0
+    if abs(power) < 1e-6:
+        return ratio
+    return torch.expm1((power * ratio).clamp(max=80.0)) / power  # exp(80) is the largest that float32 can square
+
+
+F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": lambda ratio, alpha: ratio,
+    "forward_kl": lambda ratio, alpha: -torch.expm1(-ratio),
+    "js_divergence": lambda ratio, alpha: math.log(2.0) + F.logsigmoid(ratio),
+    "alpha_divergence": _alpha_divergence,
+}
+
+
+def dpo_loss(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    f_divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+    label_smoothing: float = 0.0,
+    tau: float = 0.05,
+) -> Tensor:
+    """A preference loss over pairs; r = log p(y) - log p_ref(y) is a completion's log-ratio, s = f'(e^r) its score.
+
+        sigmoid        -log sigma(beta (s_w - s_l))                              DPO (arXiv 2305.18290, eq. 7)
+        hinge          max(0, 1 - beta (s_w - s_l))                              SLiC (arXiv 2305.10425)
+        ipo            (s_w / |y_w| - s_l / |y_l| - 1 / (2 beta))^2              IPO (arXiv 2310.12036, eq. 17)
+        robust         sigmoid, unbiased under flipped labels at rate e          rDPO (arXiv 2403.00409)
+        exo_pair       KL(softmax(beta s) || (1 - e, e))                         EXO (arXiv 2402.00856, eq. 16)
+        nca_pair       -log sigma(beta r_w) - (log sigma(-beta r_w) + log sigma(-beta r_l)) / 2       NCA (arXiv 2402.05369)
+        bco_pair       -log sigma(beta r_w) - log sigma(-beta r_l)               BCO (arXiv 2404.04656)
+        sppo_hard      (r_w - 1 / (2 beta))^2 + (r_l + 1 / (2 beta))^2           SPPO (arXiv 2405.00675, eq. 4.7)
+        aot(_unpaired) sorted margins of the batch                               AOT (arXiv 2406.05882)
+        apo_zero/_down anchored preference optimisation                          APO (arXiv 2408.06266, eq. 7 and 8)
+        discopop       logistic and exponential loss, mixed by the margin        DiscoPOP (arXiv 2406.08414, eq. 5)
+        sigmoid_norm   sigmoid of scores a token; sft: -log p a token of the chosen completions
+
+    f_divergence (arXiv 2309.16240): reverse_kl s = r, forward_kl s = 1 - e^-r, js_divergence s = log 2 + log sigma(r),
+    alpha_divergence s = (e^((alpha - 1) r) - 1) / (alpha - 1).
+
+    Args:
+        log_probs, ref_log_probs: [2 P, T], the first P rows chosen, the rest rejected. The reference's must come from the
+            reference model's own hidden states, without gradient.
+        mask: [2 P, T], true on completion tokens.
+        label_smoothing: e of robust, exo_pair, aot; tau: of discopop.
+
+    Returns:
+        A scalar, the mean over pairs.
+    """
+    check_choice("loss_type", loss_type, DPO_LOSSES)
+    check_choice("f_divergence", f_divergence, F_DIVERGENCES)
+    check_shapes(log_probs, ref_log_probs=ref_log_probs, mask=mask)
+    if log_probs.shape[0] % 2:
+        raise StreamBPError(
+            f"log_probs has {log_probs.shape[0]} rows; they must be chosen rows and then as many rejected ones."
+        )
+    chosen, rejected = masked_sum(log_probs, mask, 1).chunk(2)
+    ref_chosen, ref_rejected = masked_sum(ref_log_probs, mask, 1).chunk(2)
+    tokens_chosen, tokens_rejected = mask.bool().sum(1).clamp(min=1).chunk(2)
+    score = F_DIVERGENCES[f_divergence]
+    pairs = Pairs(
+        chosen, rejected, ref_chosen, ref_rejected,
+        score(chosen - ref_chosen, alpha), score(rejected - ref_rejected, alpha), tokens_chosen, tokens_rejected,
+        -masked_mean(log_probs.chunk(2)[0], mask.chunk(2)[0]), beta, label_smoothing, tau,
+    )  # fmt: skip
+    return DPO_LOSSES[loss_type](pairs).mean()

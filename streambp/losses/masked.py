@@ -1,0 +1,35 @@
+"""Sums and means over the tokens that count, and the shape checks that every objective starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from streambp.errors import StreamBPError
+
+
+def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
+    """Raise unless every tensor that is given is shaped like log_probs [B, T]."""
+    if like.dim() != 2:
+        raise StreamBPError(f"log_probs has shape {tuple(like.shape)}; it must be [B, T].")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != like.shape:
+            raise StreamBPError(f"{name} has shape {tuple(tensor.shape)}; it must be {list(like.shape)}, as log_probs is.")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise StreamBPError(f"{name} is {value!r}; it must be one of {sorted(choices)}.")
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Over tokens where mask is true; what stands elsewhere, NaN too, does not count."""
+    kept = values.masked_fill(~mask.bool(), 0.0)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """The mean over those tokens; 0 where there are none."""
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)

@@ -1,0 +1,108 @@
+"""Proximal policy optimisation: clipped policy and value losses, and advantages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from streambp.errors import StreamBPError
+from streambp.losses.masked import check_shapes, masked_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOLoss:
+    """Scalars. loss = policy + value_coef * value - entropy_coef * entropy; the rest is for logs, without gradient."""
+
+    loss: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+    policy_clipped: Tensor
+    value_clipped: Tensor
+    approximate_kl: Tensor
+
+
+def ppo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    *,
+    clip_range: float = 0.2,
+    value_clip_range: float | None = 0.2,
+    value_coef: float = 0.1,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+) -> PPOLoss:
+    """PPO's objective (arXiv 1707.06347, eq. 7 and 9), means over the masked tokens.
+
+        policy   -min(rho A, clip(rho, 1 - e, 1 + e) A),   rho = exp(log p - log p_old)
+        value    max((v - R)^2, (clip(v, v_old - e_v, v_old + e_v) - R)^2) / 2
+        entropy  H(p)
+
+    Args:
+        log_probs, old_log_probs, advantages, values, old_values, returns, entropy: [B, T]. Gradients flow through
+            log_probs, values and entropy.
+        mask: [B, T], true on completion tokens.
+        value_clip_range: None leaves the value loss unclipped.
+    """
+    check_shapes(
+        log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, values=values, old_values=old_values,
+        returns=returns, entropy=entropy,
+    )  # fmt: skip
+    if entropy_coef and entropy is None:
+        raise StreamBPError("entropy_coef needs entropy [B, T]: call token_log_probs(..., entropy=True).")
+    log_ratio = log_probs - old_log_probs
+    ratio = torch.exp(log_ratio)
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    policy = masked_mean(torch.maximum(plain, clipped), mask)
+    error = (values - returns).square()
+    worse = error
+    if value_clip_range is not None:
+        near = torch.clamp(values, old_values - value_clip_range, old_values + value_clip_range)
+        worse = torch.maximum(error, (near - returns).square())
+    value = 0.5 * masked_mean(worse, mask)
+    spread = masked_mean(entropy, mask) if entropy is not None else log_probs.new_zeros(())
+    with torch.no_grad():
+        policy_clipped = masked_mean((clipped > plain).to(ratio.dtype), mask)
+        value_clipped = masked_mean((worse > error).to(ratio.dtype), mask)
+        approximate_kl = masked_mean(ratio - 1.0 - log_ratio, mask)
+    loss = policy + value_coef * value - entropy_coef * spread
+    return PPOLoss(loss, policy.detach(), value.detach(), spread.detach(), policy_clipped, value_clipped, approximate_kl)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the tokens of each row that count.
+
+        A_t = sum_k (gamma lam)^k d_(t + k),   d_t = r_t + gamma v_(t + 1) - v_t,   v after the last token is 0
+
+    Args:
+        rewards, values: [B, T]; mask: [B, T], true on completion tokens, which must be one run in each row.
+
+    Returns:
+        advantages and returns (advantages + values), [B, T], 0 outside of the mask.
+    """
+    check_shapes(rewards, values=values, mask=mask)
+    kept = mask.bool()
+    values, rewards = values.detach().masked_fill(~kept, 0.0), rewards.masked_fill(~kept, 0.0)
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    deltas = rewards + gamma * following - values
+    advantages = torch.zeros_like(values)
+    running = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        running = (deltas[:, t] + gamma * lam * running).masked_fill(~kept[:, t], 0.0)
+        advantages[:, t] = running
+    return advantages, (advantages + values).masked_fill(~kept, 0.0)
+
+
+def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """Values [B, T] at variance 1 and mean 0 (or their own mean) over the mask; 0 outside of it."""
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean).square(), mask)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return (whitened if shift_mean else whitened + mean).masked_fill(~mask.bool(), 0.0)

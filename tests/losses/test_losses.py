@@ -1,0 +1,218 @@
+"""Every objective through the blockwise head against full logits in float64: values and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.head import blocks, token_log_probs
+from streambp.losses import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, dpo_loss, gae, grpo_loss, ppo_loss, sft_loss, whiten
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 4, 9, 8, 29
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "LOGITS_PER_BLOCK", 60)
+    monkeypatch.setattr(blocks.token_blocks, "__defaults__", (7,))
+
+
+class Head:
+    """Hidden states, norm and weight, as a policy and as a reference model of its own."""
+
+    def __init__(self, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.hidden = random(ROWS, LENGTH, WIDTH).requires_grad_()
+        self.weight = (0.5 * random(VOCABULARY, WIDTH)).requires_grad_()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-6, dtype=torch.float64)
+        self.leaves = [self.hidden, self.weight, self.norm.weight]
+
+    def blockwise(self, labels):
+        return token_log_probs(self.hidden, self.weight, labels, norm=self.norm, entropy=True, mean_log_probs=True)
+
+    def full(self, labels):
+        """The same fields from logits."""
+        log_p = nn.functional.linear(self.norm(self.hidden), self.weight).log_softmax(-1)
+        kept = labels != -100
+        chosen = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return {"log_probs": chosen * kept, "entropy": entropy * kept, "mean_log_probs": log_p.mean(-1) * kept}
+
+
+def make_labels(kind):
+    """Prompts without labels; sparse, empty rows, and completions of one token on request."""
+    labels = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+    for row, prompt in enumerate((2, 4, 1, 3)):
+        labels[row, :prompt] = -100
+    if kind == "sparse":
+        labels[:, ::3] = -100
+    if kind == "empty rows":
+        labels[1] = labels[2] = -100
+    if kind == "one token":
+        labels[:, :-1] = -100
+    return labels
+
+
+LABELS = ("dense", "sparse", "empty rows", "one token")
+
+
+def other_policy(labels, seed, spread=0.3):
+    noise = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    with torch.no_grad():
+        return (Head().full(labels)["log_probs"] + spread * noise) * (labels != -100)
+
+
+def advantages():
+    return torch.tensor([1.3, -0.7, 0.4, -1.1], dtype=torch.float64)
+
+
+def sft(loss_type, smoothing):
+    return lambda v, labels: sft_loss(
+        v["log_probs"], labels != -100, loss_type=loss_type, label_smoothing=smoothing, mean_log_probs=v["mean_log_probs"]
+    )
+
+
+def dpo(loss_type, divergence="reverse_kl"):
+    return lambda v, labels: dpo_loss(
+        v["log_probs"], other_policy(labels, 5), labels != -100, loss_type=loss_type, f_divergence=divergence,
+        label_smoothing=0.1, beta=0.4,
+    )  # fmt: skip
+
+
+def grpo(loss_type, **options):
+    return lambda v, labels: grpo_loss(
+        v["log_probs"], advantages(), labels != -100, old_log_probs=other_policy(labels, 6),
+        ref_log_probs=other_policy(labels, 7), loss_type=loss_type, beta=0.05, max_completion_length=11, num_items=17,
+        entropy=v["entropy"], entropy_coef=0.02, **options,
+    )  # fmt: skip
+
+
+def ppo(v, labels):
+    generator = torch.Generator().manual_seed(8)
+    noise = [torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64) for _ in range(4)]
+    values = v["log_probs"] * 0.3 + v["entropy"]  # a value that depends on the model
+    return ppo_loss(
+        v["log_probs"], other_policy(labels, 6), noise[0], labels != -100, values, noise[1], noise[2],
+        entropy=v["entropy"], entropy_coef=0.1, value_coef=0.5,
+    ).loss  # fmt: skip
+
+
+OBJECTIVES = {
+    **{f"sft {t} {e}": sft(t, e) for t in ("nll", "dft") for e in (0.0, 0.1)},
+    **{f"dpo {t}": dpo(t) for t in DPO_LOSSES},
+    **{f"dpo {d}": dpo("sigmoid", d) for d in F_DIVERGENCES},
+    **{f"grpo {t}": grpo(t) for t in GRPO_LOSSES},
+    "grpo sequence": grpo("grpo", level="sequence"),
+    "grpo two-sided": grpo("dapo", delta=1.1),
+    "grpo asymmetric": grpo("bnpo", epsilon_low=0.1, epsilon_high=0.3),
+    "ppo": ppo,
+}
+
+
+def fields(values):
+    return {name: getattr(values, name) for name in ("log_probs", "entropy", "mean_log_probs")}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_values_and_gradients(name, kind):
+    head, labels, objective = Head(), make_labels(kind), OBJECTIVES[name]
+    expected = objective(head.full(labels), labels)
+    found = objective(fields(head.blockwise(labels)), labels)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    wanted = torch.autograd.grad(expected * 0.25, head.leaves)
+    half = torch.autograd.grad(found * 0.25, head.leaves)
+    for a, b in zip(half, wanted, strict=True):
+        assert (a - b).norm() <= 1e-9 * max(1e-12, b.norm())
+
+
+def test_gradients_accumulate_over_two_batches():
+    head, objective = Head(), OBJECTIVES["grpo dapo"]
+    kinds = [make_labels("dense"), make_labels("sparse")]
+    for labels in kinds:
+        objective(fields(head.blockwise(labels)), labels).backward()
+    found = [leaf.grad for leaf in head.leaves]
+    expected = torch.autograd.grad(sum(objective(head.full(labels), labels) for labels in kinds), head.leaves)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_float16_with_a_grad_scaler():
+    """Scaled by 2^14, small gradients survive; unscaled, they are those of the unscaled loss."""
+    head, labels = Head(), make_labels("dense")
+    scale = 2.0**14
+    leaves = [leaf.detach().half().requires_grad_() for leaf in head.leaves[:2]]
+    values = token_log_probs(*leaves, labels)
+    (sft_loss(values.log_probs, labels != -100) * scale).backward()
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    log_p = (wide[0] @ wide[1].T).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    sft_loss(log_p, labels != -100).backward()
+    for half, exact in zip(leaves, wide, strict=True):
+        assert half.grad.isfinite().all()
+        assert (half.grad.double() / scale - exact.grad).norm() <= 2e-3 * exact.grad.norm()
+
+
+def test_gae_by_hand():
+    """Two rows; the second ends early. gamma 0.9, lambda 0.5."""
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
+    values = torch.tensor([[0.2, 0.4, 0.6], [0.1, 9.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    found, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5)
+    a2 = 1.0 - 0.6
+    a1 = (0.9 * 0.6 - 0.4) + 0.45 * a2
+    a0 = (0.9 * 0.4 - 0.2) + 0.45 * a1
+    expected = torch.tensor([[a0, a1, a2], [0.4, 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(returns, (expected + values).masked_fill(~mask, 0.0))
+
+
+def test_ppo_clips_by_hand():
+    """Ratios 1.5 and 0.5 with advantages of both signs; values inside and outside of the clip range."""
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5]], dtype=torch.float64)
+    a = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
+    old = torch.zeros(1, 4, dtype=torch.float64)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    log_probs = ratio.log().requires_grad_()
+    values = torch.tensor([[0.1, 0.5, -0.5, 0.0]], dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
+    found = ppo_loss(log_probs, old, a, mask, values, old, target, clip_range=0.2, value_clip_range=0.2, value_coef=2.0)
+    # policy: -1.2 (clipped), 1.5, -0.5, 0.8 (clipped); value: 0.81, max(0.25, 0.64), max(2.25, 1.44), 0, halved
+    torch.testing.assert_close(found.policy, torch.tensor((-1.2 + 1.5 - 0.5 + 0.8) / 4, dtype=torch.float64))
+    torch.testing.assert_close(found.value, torch.tensor((0.81 + 0.64 + 2.25) / 8, dtype=torch.float64))
+    torch.testing.assert_close(found.loss, found.policy + 2.0 * found.value)
+    found.loss.backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 1.5, -0.5, 0.0]], dtype=torch.float64) / 4)
+    torch.testing.assert_close(values.grad, torch.tensor([[-0.9, 0.0, -1.5, 0.0]], dtype=torch.float64) / 4 * 2)
+    assert found.policy_clipped == 0.5
+    assert found.value_clipped == 0.25
+
+
+def test_whiten():
+    values = torch.randn(3, 7, dtype=torch.float64) * 4 + 2
+    mask = torch.rand(3, 7) < 0.7
+    found = whiten(values, mask)[mask]
+    torch.testing.assert_close(found.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(found.var(unbiased=False), torch.ones((), dtype=torch.float64), rtol=1e-6, atol=0)
+    kept = whiten(values, mask, shift_mean=False)[mask]
+    torch.testing.assert_close(kept.mean(), values[mask].mean())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: sft_loss(x, x > 0, loss_type="focal"), "loss_type is 'focal'"),
+        (lambda x: sft_loss(x, x > 0, label_smoothing=0.1), "mean_log_probs"),
+        (lambda x: sft_loss(x, x[:1] > 0), r"mask has shape \(1, 3\)"),
+        (lambda x: dpo_loss(x[:1], x[:1], x[:1] > 0), "as many rejected"),
+        (lambda x: dpo_loss(x, x, x > 0, loss_type="exo_pair"), "between 0 and 1"),
+        (lambda x: grpo_loss(x, x[:, 0], x > 0, loss_type="dapo"), "num_items"),
+        (lambda x: grpo_loss(x, x[:, 0], x > 0, beta=0.1), "ref_log_probs"),
+        (lambda x: gae(x, x[:1], x > 0), "values has shape"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(streambp.StreamBPError, match=message):
+        call(torch.zeros(2, 3))
