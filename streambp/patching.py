@@ -157,7 +157,7 @@ def _describe_head(found: Patch) -> str:
     heads = [wrapper for wrapper in found.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
         return "none (no language-model head)"
-    if not all(head.installed for head in heads):
+    if not any(head.module.__dict__.get(head.slot) is wrapper for head in heads for wrapper in found.wrappers):
         return "as another library computes it: it replaced the model's forward after streambp.patch"
     if not found.state.config.head:
         return "builds the logits (head=False)"

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import streambp
-from streambp.attention import prefix
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import gradients, relative_l2, worst_error
 
@@ -23,15 +22,6 @@ def compare(stock, config=CONFIG, mode="plain", bar=1e-10, **batch):
     expected, found = gradients(stock, **batch)[1], gradients(ours, **batch)[1]
     assert worst_error(found, expected) <= bar
     return found
-
-
-@pytest.fixture
-def attended_chunks(monkeypatch):
-    """Lengths of the query chunks that streamed attention saw."""
-    seen = []
-    real = prefix.ChunkMask.attend
-    monkeypatch.setattr(prefix.ChunkMask, "attend", lambda self, q, *a: seen.append(q.shape[2]) or real(self, q, *a))
-    return seen
 
 
 @pytest.mark.parametrize("patch_first", [True, False])

@@ -1,0 +1,1 @@
+"""Other libraries' ways in; each imports its library only when it is used."""

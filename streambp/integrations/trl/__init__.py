@@ -1,0 +1,23 @@
+"""TRL's trainers, streamed: `StreamSFTTrainer` for `SFTTrainer`, and so on, with `Stream*Config` for their configs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+MODULES = {
+    "StreamSFTConfig": "sft",
+    "StreamSFTTrainer": "sft",
+    "StreamDPOConfig": "dpo",
+    "StreamDPOTrainer": "dpo",
+    "StreamGRPOConfig": "grpo",
+    "StreamGRPOTrainer": "grpo",
+}
+__all__ = list(MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a trainer's module when it is asked for: TRL's trainers are slow to import."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)

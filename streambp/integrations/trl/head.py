@@ -1,0 +1,103 @@
+"""TRL's fused head, computed by ours.
+
+TRL 1.16 gives its models a second way to be called: `model(..., labels=..., fused_lm_head=True)` returns per-token
+values instead of logits, and every loss and metric of its trainers is made of these. Its own head keeps dhidden in
+float32 for all tokens and the final norm outside of its blocks (16 KB a token each at h = 4096); ours does not, and takes
+the model's logits as the model's own forward computes them, whatever its scale or softcap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from trl.trainer.utils import FusedCausalLMOutput
+
+from streambp.config import StreamConfig
+from streambp.errors import UnsupportedModelError
+from streambp.head.blocks import Wanted
+from streambp.patching import Patch, patch
+from streambp.wrappers import CausalLMForward, InstanceForward
+
+OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
+
+
+class FusedHead(InstanceForward):
+    """A causal language model's forward that answers `fused_lm_head=True` with a `FusedCausalLMOutput`.
+
+    Args:
+        causal: the model's streamed forward; other calls go there.
+        temperature: the logits are divided by it.
+        in_float32: compute the head's products in float32.
+        outputs: which per-token fields to fill in.
+    """
+
+    def __init__(self, causal: CausalLMForward, temperature: float, in_float32: bool, outputs: tuple[str, ...]) -> None:
+        super().__init__(causal.module, causal.state)
+        self.causal = causal
+        self.temperature = temperature
+        self.in_float32 = in_float32
+        self.wanted = Wanted(**{name: name in outputs for name in OPTIONAL_OUTPUTS})
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return self.original(*args, **kwargs)
+        if args:
+            kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
+        shift_labels = kwargs.get("shift_labels")
+        if kwargs.get("labels") is None:
+            kwargs["labels"] = shift_labels
+        output, values = self.causal.score(kwargs, self.wanted, self.temperature, self.in_float32)
+        return FusedCausalLMOutput(
+            loss=output.loss,
+            log_probs=values.log_probs,
+            entropy=values.entropy,
+            log_sum_sq_probs=values.log_sum_sq_probs,
+            mean_logits=values.mean_logits,
+            is_top1=values.is_top1,
+            label_mask=(kwargs["labels"][:, 1:] if shift_labels is None else shift_labels) != -100,
+            aux_loss=output.get("aux_loss"),
+        )
+
+
+@contextlib.contextmanager
+def streamed_heads(trainer_module: ModuleType, config: StreamConfig) -> Iterator[None]:
+    """Within, TRL's trainers of this module stream the models that they would give their own fused head."""
+    theirs = trainer_module.add_fused_lm_head
+    trainer_module.add_fused_lm_head = adder(config)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer_module.add_fused_lm_head = theirs  # type: ignore[attr-defined]
+
+
+def adder(config: StreamConfig) -> Callable[..., None]:
+    """A function called like TRL's `add_fused_lm_head`, for models that are to stream with `config`."""
+
+    def add_fused_lm_head(
+        model: nn.Module,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        found: Patch | None = model.__dict__.get("_streambp")
+        if found is None:  # a model that its user patched keeps its own settings
+            patch(model, config)
+            found = model.__dict__["_streambp"]
+        causal = next((w for w in found.wrappers if isinstance(w, CausalLMForward) and w.module is model), None)
+        if causal is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no language-model head of its own, so TRL's losses have nothing to score. "
+                "Pass a causal language model."
+            )
+        head = FusedHead(causal, temperature, cast_lm_head_to_fp32, outputs)
+        head.install()
+        found.wrappers.append(head)
+
+    return add_fused_lm_head

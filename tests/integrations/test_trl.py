@@ -1,0 +1,271 @@
+"""Stream*Trainer against TRL's own: same seeds and data, SGD, ten steps, float64 with float32 casts lifted on both."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import streambp
+from tests.families import VOCABULARY, build
+from tests.oracle import lift_float32_casts, relative_l2, worst_error
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+import peft
+from datasets import Dataset
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from streambp.integrations.trl import (
+    StreamDPOConfig,
+    StreamDPOTrainer,
+    StreamGRPOConfig,
+    StreamGRPOTrainer,
+    StreamSFTConfig,
+    StreamSFTTrainer,
+)
+
+
+class FullLogits:
+    """In place of TRL's kernel, which computes in float32 whatever it is given: the same values from full logits."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, labels, temperature, chunk, softcap, scale, outputs):
+        logits = torch.nn.functional.linear(hidden, weight, bias) * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        log_p = (logits / temperature).log_softmax(-1)
+        fields = {
+            "entropy": -(log_p.exp() * log_p).sum(-1),
+            "log_sum_sq_probs": (2 * log_p).logsumexp(-1).detach(),
+            "mean_logits": (logits / temperature).mean(-1).detach(),
+            "is_top1": logits.argmax(-1) == labels,
+        }
+        chosen = log_p.gather(-1, labels[:, None])[:, 0]
+        return chosen, *(fields[name] if name in outputs else None for name in fields)
+
+
+@pytest.fixture(autouse=True)
+def exact_stock_head(request, monkeypatch):
+    if "trls_kernel" not in request.keywords:
+        lift_float32_casts(monkeypatch)
+        monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", FullLogits)
+
+
+STREAMED = {"stream_chunk_size": "5"}
+
+
+def tokenizer():
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    backend = Tokenizer(WordLevel(words, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def words(generator, low, high):
+    count = int(torch.randint(low, high, (), generator=generator))
+    return " ".join(f"w{i}" for i in torch.randint(3, VOCABULARY, (count,), generator=generator))
+
+
+def texts():
+    generator = torch.Generator().manual_seed(0)
+    return Dataset.from_list([{"text": words(generator, 5, 30)} for _ in range(24)])
+
+
+def pairs():
+    generator = torch.Generator().manual_seed(0)
+    return Dataset.from_list(
+        [
+            {
+                "prompt": words(generator, 3, 8),
+                "chosen": " " + words(generator, 4, 12),
+                "rejected": " " + words(generator, 1, 12),
+            }
+            for _ in range(24)
+        ]
+    )
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return Dataset.from_list([{"prompt": words(generator, 2, 9)} for _ in range(16)])
+
+
+def train(trainer_class, config_class, dataset, folder, model=None, trainer=None, **settings):
+    """Ten SGD steps from the same weights; the log, and all parameters afterwards."""
+    model = build("qwen3", torch.float64) if model is None else model
+    arguments = config_class(
+        output_dir=str(folder),
+        **{
+            "max_steps": 10, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.1,
+            "optim": "sgd", "report_to": [], "use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "bf16": False,
+            "save_strategy": "no", "lr_scheduler_type": "constant", "seed": 3, **settings,
+        },
+    )  # fmt: skip
+    made = trainer_class(
+        model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer(), **(trainer or {})
+    )
+    made.train()
+    log = [entry for entry in made.state.log_history if "loss" in entry]
+    return log, {name: p.detach().clone() for name, p in made.model.named_parameters()}, made
+
+
+IGNORED = {"epoch", "learning_rate", "step_time"}
+
+
+def compare(expected, found, tolerance=1e-9):
+    """Metrics of every step and the weights after the last."""
+    (expected_log, expected_weights, _), (log, weights, _) = expected, found
+    assert len(log) == len(expected_log) == 10
+    for ours, theirs in zip(log, expected_log, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - IGNORED:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-6, abs=1e-7), key
+    assert worst_error(weights, expected_weights) <= tolerance
+
+
+SFT = {
+    "plain": {"max_length": 32},
+    "packed": {"max_length": 32, "packing": True},
+    "padding-free": {"max_length": None, "padding_free": True},
+    "dft": {"max_length": 32, "loss_type": "dft"},
+}
+
+
+@pytest.mark.parametrize("kind", SFT)
+def test_sft(kind, tmp_path, attended_chunks):
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, **SFT[kind])
+    assert not attended_chunks
+    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED, **SFT[kind])
+    assert attended_chunks
+    compare(expected, found)
+    assert "blockwise" in str(streambp.describe(found[2].model))
+
+
+@pytest.mark.trls_kernel
+def test_sft_in_float32(tmp_path):
+    """With TRL's own kernel: no further from it than twice the distance between two of its attention kernels."""
+    weights = []
+    for attention in ("sdpa", "eager"):
+        model = build("qwen3")
+        model.set_attn_implementation(attention)
+        weights.append(train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model, **SFT["plain"])[1])
+    settings = {**STREAMED, **SFT["plain"]}
+    ours = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=build("qwen3"), **settings)[1]
+    assert relative_l2(ours, weights[0]) <= 2 * relative_l2(weights[1], weights[0])
+
+
+def test_patch_and_trls_own_trainer(tmp_path, attended_chunks):
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path)
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5))
+    found = train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model)
+    assert attended_chunks
+    compare(expected, found)
+
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A model on disk: TRL loads the reference model from where the policy came from."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    build("qwen3", torch.float64).save_pretrained(folder)
+    return {"model": folder, "model_init_kwargs": {"dtype": "auto"}}
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "peft"])
+def test_dpo(lora, loss_type, tmp_path, attended_chunks, checkpoint):
+    def run(trainer_class, config_class, **settings):
+        trainer = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+        torch.manual_seed(0)
+        model = {} if lora else checkpoint
+        return train(
+            trainer_class, config_class, pairs(), tmp_path, trainer=trainer, loss_type=[loss_type], **model, **settings
+        )
+
+    expected = run(DPOTrainer, DPOConfig)
+    found = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED)
+    assert attended_chunks
+    compare(expected, found)
+    assert expected[0][-1]["loss"] != expected[0][0]["loss"]
+
+
+def reward(completions, **_):
+    """Depends on what was generated: how many words have an even number."""
+    return [float(sum(int(word[1:]) % 2 == 0 for word in text.split() if word.startswith("w"))) for text in completions]
+
+
+GRPO = {
+    "num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 7, "temperature": 0.9, "beta": 0.05,
+    "num_iterations": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_grpo(loss_type, tmp_path, attended_chunks, checkpoint):
+    trainer = {"reward_funcs": reward}
+    settings = {**GRPO, **checkpoint, "loss_type": loss_type}
+    expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, trainer=trainer, **settings)
+    found = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, trainer=trainer, **settings, **STREAMED)
+    assert attended_chunks
+    compare(expected, found)
+    assert any(entry["reward_std"] > 0 for entry in expected[0])
+
+
+def test_a_patched_model_keeps_its_settings(tmp_path):
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=7))
+    _, _, trainer = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, max_steps=1, **STREAMED)
+    assert streambp.describe(trainer.model).chunk_size == "7"
+
+
+def test_evaluation_generation_and_resume(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
+    evaluation = {"trainer": {"eval_dataset": texts()}}
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path / "stock", **settings, **evaluation)
+    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path / "ours", **settings, **evaluation, **STREAMED)
+    losses = [[e["eval_loss"] for e in run[2].state.log_history if "eval_loss" in e] for run in (expected, found)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    prompt = torch.tensor([[5, 6, 7]])
+    assert torch.equal(
+        *(run[2].model.eval().generate(prompt, max_new_tokens=4, do_sample=False) for run in (expected, found))
+    )
+    trainer = found[2]
+    trainer.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-5"))
+    assert worst_error(dict(trainer.model.named_parameters()), found[1]) <= 1e-9
+
+
+def test_settings_from_the_command_line():
+    from trl import TrlParser
+
+    config = TrlParser((StreamSFTConfig,)).parse_args_and_config(
+        ["--stream_chunk_size", "512", "--stream_saves", "kv", "attn_out", "--output_dir", "x", "--bf16", "False"]
+    )[0]
+    assert config.stream_config() == streambp.StreamConfig(chunk_size=512, saves=("kv", "attn_out"))
+    with pytest.raises(streambp.StreamBPError, match="chunk_size"):
+        StreamSFTConfig(output_dir="x", stream_chunk_size="big", bf16=False).stream_config()
+
+
+def test_importing_streambp_does_not_import_trl():
+    import subprocess
+    import sys
+
+    code = "import streambp, streambp.integrations.trl, sys; assert 'trl' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_copies_of_a_trainers_model_score_with_their_own_weights(tmp_path):
+    _, _, trainer = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, max_steps=1, **STREAMED)
+    other = copy.deepcopy(trainer.model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2.0)
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    ours, theirs = (m(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for m in (trainer.model, other))
+    expected = other(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(theirs, expected)
+    assert not torch.allclose(ours, theirs)
