@@ -12,12 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations created while this mode was on and that are still alive; and their peak."""
+    """Bytes of the storages that operations created while this mode was on and that are still alive;
+    their peak, and the largest of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.largest = 0
         self._seen: set[int] = set()
 
     def reset_peak(self) -> None:
@@ -38,6 +40,7 @@ class LiveBytes(TorchDispatchMode):
         self._seen.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
+        self.largest = max(self.largest, size)
 
         def gone() -> None:
             self._seen.discard(key)

@@ -6,7 +6,8 @@ A policy-gradient loss; rho = exp(log p - log p_old), A the advantage.
               clip (arXiv 1707.06347, eq. 7), two-sided with delta (arXiv 2505.07291)
     cispo     l_t = -sg(min(rho, e_high)) A log p                             MiniMax-M1 (arXiv 2506.13585)
     sapo      l_t = -4 / tau sigma(tau (rho - 1)) A, tau by the sign of A     SAPO (arXiv 2511.20347)
-    + beta (e^(ref - log p) - (ref - log p) - 1)                              an estimate of KL(p || p_ref)
+    + beta (e^(ref - log p) - (ref - log p) - 1)                              an estimate of KL(p || p_ref); times rho
+                                                                              where weighted (arXiv 2512.02556)
     level "sequence": rho of the mean log-ratio of a completion               GSPO (arXiv 2507.18071)
 
 and summed up as
@@ -39,6 +40,7 @@ def grpo_loss(
     ref_log_probs: Tensor | None = None,
     loss_type: str = "grpo",
     beta: float = 0.0,
+    weighted_kl: bool = False,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
@@ -54,7 +56,7 @@ def grpo_loss(
     Args:
         log_probs: [B, T]; advantages: [B] or [B, T]; mask: [B, T], true on completion tokens.
         old_log_probs: [B, T], of the policy that sampled; None: the present one (rho = 1, with its gradient).
-        ref_log_probs: [B, T]; needed if beta is not 0.
+        ref_log_probs: [B, T]; needed if beta is not 0. weighted_kl: its KL term is weighted with rho, as by TRL's default.
         entropy: [B, T]; its mean times entropy_coef is subtracted.
 
     Returns:
@@ -72,7 +74,8 @@ def grpo_loss(
     else:
         per_token = _clipped(ratio, advantages, epsilon_low, epsilon_high, delta)
     if beta != 0.0:
-        per_token = per_token + beta * _divergence(log_probs, ref_log_probs)
+        divergence = _divergence(log_probs, ref_log_probs)
+        per_token = per_token + beta * (divergence * ratio if weighted_kl else divergence)
     loss = _reduce(per_token.expand_as(log_probs), mask, loss_type, max_completion_length, num_items)
     if entropy_coef == 0.0:
         return loss

@@ -1,0 +1,88 @@
+"""Memory of the objectives with their head, counted on meta: h = 4096, a vocabulary of 151,936, bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streambp.head import token_log_probs
+from streambp.losses import dpo_loss, grpo_loss, ppo_loss, sft_loss
+from tests.counting import LiveBytes
+from tests.layer.test_bytes import KB, empty, slope
+
+WIDTH, VOCABULARY = 4096, 151936
+
+
+def like(log_probs):
+    return torch.empty_like(log_probs)
+
+
+def sft(v, mask):
+    return sft_loss(v.log_probs, mask, label_smoothing=0.1, mean_log_probs=v.mean_log_probs)
+
+
+def dpo(v, mask):
+    return dpo_loss(v.log_probs, like(v.log_probs), mask)
+
+
+def grpo(v, mask):
+    advantages = torch.empty(v.log_probs.shape[0], device="meta")
+    return grpo_loss(
+        v.log_probs, advantages, mask, old_log_probs=like(v.log_probs), ref_log_probs=like(v.log_probs), beta=0.1,
+        entropy=v.entropy, entropy_coef=0.01,
+    )  # fmt: skip
+
+
+def ppo(v, mask):
+    values = (like(v.log_probs) for _ in range(5))
+    return ppo_loss(v.log_probs, next(values), next(values), mask, *values, entropy=v.entropy, entropy_coef=0.1).loss
+
+
+OBJECTIVES = {"sft": sft, "dpo": dpo, "grpo": grpo, "ppo": ppo}
+
+
+def step(objective, length, rows=2):
+    """Peak bytes of a head's forward and backward beyond its input and weight."""
+    hidden = empty(rows, length, WIDTH).requires_grad_()
+    weight = empty(VOCABULARY, WIDTH).requires_grad_()
+    labels = torch.empty(rows, length, dtype=torch.long, device="meta")
+    mask = torch.empty(rows, length, dtype=torch.bool, device="meta")
+    with LiveBytes() as count:
+        values = token_log_probs(hidden, weight, labels, entropy=True, mean_log_probs=True)
+        objective(values, mask).backward()
+    return count
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_slope_a_token(name):
+    found = slope(lambda length: step(OBJECTIVES[name], length // 2).peak)
+    print(f"{name}: head and objective beyond their input: {found / KB:.3f} KB a token")
+    assert found <= 8.5 * KB
+
+
+@pytest.mark.full
+def test_trls_head_needs_more():
+    kernel = pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
+
+    def measure(length):
+        hidden, weight = empty(length, WIDTH).requires_grad_(), empty(VOCABULARY, WIDTH).requires_grad_()
+        labels = torch.empty(length, dtype=torch.long, device="meta")
+        with LiveBytes() as count:
+            function = kernel._ChunkedLogProbFunction
+            values = function.apply(hidden, weight, None, labels, 1.0, 32768, None, 1.0, ("log_probs",))
+            values[0].sum().backward()
+        return count.peak
+
+    found = slope(measure)
+    print(f"TRL's head beyond its input: {found / KB:.3f} KB a token")
+    assert found > 8.5 * KB
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_long_pairs_build_nothing_like_logits(name):
+    """[2, 131072] tokens: logits would take 74 GiB in bf16; the largest tensor is dW in float32."""
+    count = step(OBJECTIVES[name], 131072)
+    logits = 2 * 131072 * VOCABULARY * 2
+    assert count.largest == VOCABULARY * WIDTH * 4
+    assert count.peak < logits / 10
