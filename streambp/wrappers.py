@@ -198,6 +198,19 @@ class DeferredNorm(InstanceForward):
         return Deferred(hidden_states, Recipe(self.record, norm=self.module))
 
 
+@dataclasses.dataclass
+class Scored:
+    """A model's output, and what its labels scored: tokens [B, T - 1] of labels[:, 1:] (with shift_labels [B, T]).
+
+    hidden_states [B, T - 1, h] is what the head computed them from, before `norm` if there is one.
+    """
+
+    output: Any
+    tokens: TokenLogProbs
+    hidden_states: Tensor
+    norm: nn.Module | None
+
+
 class CausalLMForward(InstanceForward):
     """A causal language model whose loss is computed without logits when labels are given (DESIGN.md section 8)."""
 
@@ -217,14 +230,12 @@ class CausalLMForward(InstanceForward):
                 raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
             return self.original(**kwargs)
         if want_log_probs:
-            result, values = self.score(kwargs, Wanted())
-            result["log_probs"] = values.log_probs
-            return result
+            scored = self.score(kwargs, Wanted())
+            scored.output["log_probs"] = scored.tokens.log_probs
+            return scored.output
         return self._with_record(kwargs, HeadRecord(self.state.pending))
 
-    def score(
-        self, kwargs: dict[str, Any], wanted: Wanted, temperature: float = 1.0, in_float32: bool = False
-    ) -> tuple[Any, TokenLogProbs]:
+    def score(self, kwargs: dict[str, Any], wanted: Wanted, temperature: float = 1.0, in_float32: bool = False) -> Scored:
         """The model's output without logits, and per-token values of its labels.
 
         Args:
@@ -232,9 +243,6 @@ class CausalLMForward(InstanceForward):
             wanted: which values, beside log-probabilities.
             temperature: the logits are divided by it, for the loss as well.
             in_float32: compute the head's products in float32.
-
-        Returns:
-            The values are [B, T - 1], of labels[:, 1:]; with shift_labels [B, T].
 
         Raises:
             StreamBPError: the model's loss takes its logits elsewhere than to cross_entropy.
@@ -248,9 +256,13 @@ class CausalLMForward(InstanceForward):
                 "model without labels)."
             )
         shift_labels = kwargs.get("shift_labels")
+        shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
+        tokens = record.values.view(shape)
+        assert record.hidden_states is not None
+        hidden_states = record.hidden_states.view(*shape, -1)
         if shift_labels is not None:
-            return output, record.values.view(shift_labels.shape)
-        return output, record.values.view(kwargs["labels"].shape).without_last()
+            return Scored(output, tokens, hidden_states, record.norm)
+        return Scored(output, tokens.without_last(), hidden_states[:, :-1], record.norm)
 
     def _with_record(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
         kwargs["use_cache"] = False

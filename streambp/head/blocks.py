@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from streambp.head.triton_fold import AVAILABLE, fold_rows
+
 LOGITS_PER_BLOCK = 2**25  # 128 MiB of float32 logits
 TOKENS_PER_BLOCK = 1024
 
@@ -51,11 +53,10 @@ class Wanted:
     log_sum_sq_probs: bool = False
 
 
-def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
-    """Logits [n, v] of hidden [n, h] for weight [v, h] and bias [v]; weight and bias take the hidden states' dtype."""
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Raw products [n, v] of hidden [n, h] with weight [v, h] and bias [v], which take the hidden states' dtype."""
     weight = weight.to(hidden.dtype)
-    product = torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
-    return projection.logits(product)
+    return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
 
 
 def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:
@@ -67,58 +68,97 @@ def vocabulary_blocks(size: int, tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
-class Statistics:
-    """Running softmax statistics of n tokens over vocabulary blocks.
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """Softmax statistics of n tokens over one or more vocabulary blocks, [n] each in the accumulation dtype.
 
-    max, sum: lse = max + log(sum); target: the label's logit; mean: sum of exp(z - max) * z, for the entropy; squares:
-    sum of exp(2 * (z - max)); total: sum of z; best: the first entry with the largest logit.
+    max, sum: lse = max + log(sum); target: the label's logit, 0 if it lies elsewhere; mean: sum of exp(z - max) * z;
+    squares: sum of exp(z - max)^2; total: sum of z; best: the first entry with the largest logit, an integer.
     """
 
-    def __init__(self, labels: Tensor, dtype: torch.dtype, wanted: Wanted) -> None:
+    max: Tensor
+    sum: Tensor
+    target: Tensor
+    mean: Tensor
+    squares: Tensor
+    total: Tensor
+    best: Tensor
+
+    def merge(self, other: Fold) -> Fold:
+        """Of both sets of entries; the other's come later in the vocabulary."""
+        top = torch.maximum(self.max, other.max)
+        mine, theirs = torch.exp(self.max - top), torch.exp(other.max - top)
+        return Fold(
+            top,
+            self.sum * mine + other.sum * theirs,
+            self.target + other.target,
+            self.mean * mine + other.mean * theirs,
+            self.squares * mine.square() + other.squares * theirs.square(),
+            self.total + other.total,
+            torch.where(other.max > self.max, other.best, self.best),
+        )
+
+
+def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) -> Fold:
+    """The statistics of one block of raw products [n, v]: a Triton kernel on CUDA, torch elsewhere, the same numbers."""
+    if product.is_cuda and AVAILABLE:
+        values = fold_rows(product, labels, block.start, projection.logit_scale, projection.softcap, projection.temperature)
+        return Fold(*values)
+    return fold_in_torch(projection.logits(product), labels, block)
+
+
+def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
+    """What the kernel is tested against."""
+    top, best = logits.max(-1)
+    weights = (logits - top[:, None]).exp_()
+    here, column = locate(labels, block)
+    target = torch.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+    squares = torch.linalg.vecdot(weights, weights)
+    total, summed = logits.sum(-1), weights.sum(-1)
+    return Fold(top, summed, target, weights.mul_(logits).sum(-1), squares, total, best + block.start)
+
+
+class Statistics:
+    """Folds vocabulary blocks into the statistics of n tokens."""
+
+    def __init__(self, labels: Tensor, wanted: Wanted) -> None:
         self.labels = labels  # [n]
-        self.max = torch.full(labels.shape, -torch.inf, dtype=dtype, device=labels.device)
-        self.sum = torch.zeros_like(self.max)
-        self.target = torch.zeros_like(self.max)
-        self.mean = torch.zeros_like(self.max) if wanted.entropy else None
-        self.squares = torch.zeros_like(self.max) if wanted.log_sum_sq_probs else None
-        self.total = torch.zeros_like(self.max) if wanted.mean_logits or wanted.mean_log_probs else None
         self.wanted = wanted
-        self.best = torch.zeros_like(labels) if wanted.is_top1 else None
+        self.folded: Fold | None = None
         self.entries = 0
 
-    def add(self, logits: Tensor, block: slice) -> None:
-        largest = logits.amax(-1)
-        if self.best is not None:
-            self.best = torch.where(largest > self.max, logits.argmax(-1) + block.start, self.best)
-        top = torch.maximum(self.max, largest)
-        shrink = torch.exp(self.max - top)
-        weights = (logits - top[:, None]).exp_()
-        self.sum = self.sum * shrink + weights.sum(-1)
-        if self.squares is not None:
-            self.squares = self.squares * shrink.square() + torch.linalg.vecdot(weights, weights)
-        if self.mean is not None:
-            self.mean = self.mean * shrink + (weights * logits).sum(-1)
-        if self.total is not None:
-            self.total = self.total + logits.sum(-1)
-        self.entries += logits.shape[-1]
-        self.max = top
-        here, column = locate(self.labels, block)
-        self.target += torch.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+    def add(self, product: Tensor, projection: Projection, block: slice) -> None:
+        """Take in raw products [n, v] of the entries in `block`, which follows the blocks before it."""
+        found = fold(product, projection, self.labels, block)
+        self.folded = found if self.folded is None else self.folded.merge(found)
+        self.entries += product.shape[-1]
+
+    @property
+    def so_far(self) -> Fold:
+        assert self.folded is not None
+        return self.folded
 
     def lse(self) -> Tensor:
-        return self.max + torch.log(self.sum)
+        return self.so_far.max + torch.log(self.so_far.sum)
 
     def results(self) -> tuple[Tensor | None, ...]:
-        """The fields of `Wanted` in order, [n] each; None for what is not wanted."""
-        lse = self.lse()
-        mean_logits = None if self.total is None else self.total / self.entries
+        """log_probs, then the fields of `Wanted` in order, [n] each; None for what is not wanted."""
+        folded, lse, wanted = self.so_far, self.lse(), self.wanted
+        mean_logits = folded.total / self.entries
         return (
-            None if self.mean is None else lse - self.mean / self.sum,
-            mean_logits - lse if mean_logits is not None and self.wanted.mean_log_probs else None,
-            None if self.best is None else self.best == self.labels,
-            mean_logits if self.wanted.mean_logits else None,
-            None if self.squares is None else torch.log(self.squares) - 2.0 * torch.log(self.sum),
+            folded.target - lse,
+            lse - folded.mean / folded.sum if wanted.entropy else None,
+            mean_logits - lse if wanted.mean_log_probs else None,
+            folded.best == self.labels if wanted.is_top1 else None,
+            mean_logits if wanted.mean_logits else None,
+            torch.log(folded.squares) - 2.0 * torch.log(folded.sum) if wanted.log_sum_sq_probs else None,
         )
+
+
+def nothing(wanted: Wanted, empty: Tensor) -> tuple[Tensor | None, ...]:
+    """What `Statistics.results` is for no tokens at all."""
+    flags = [getattr(wanted, field.name) for field in dataclasses.fields(wanted)]
+    return empty, *(empty if flag else None for flag in flags)
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,8 @@ class HeadRecord:
     temperature: float = 1.0
     in_float32: bool = False
     values: TokenLogProbs | None = None  # [N] each
+    hidden_states: Tensor | None = None  # [N, h], what they were computed from
+    norm: nn.Module | None = None  # and the norm that comes before the head
     num_items: Tensor | int | None = None  # what the model's loss will divide a sum by
     built_for: str | None = None  # the operation that needed a real tensor
 
@@ -250,6 +252,7 @@ def _cross_entropy(
         one = torch.ones((), dtype=torch.promote_types(x.source.dtype, torch.float32), device=x.device)
         total = OnePassNLL.apply(inputs, record.pending, one / divisor, x.source, *values)
     else:
+        record.hidden_states, record.norm = x.source, recipe.norm
         record.values = TokenLogProbs(*BlockwiseLogProbs.apply(inputs, record.wanted or Wanted(), x.source, *values))
         if reduction == "none":
             return -record.values.log_probs

@@ -24,6 +24,7 @@ from streambp.head.blocks import (
     Upstream,
     Wanted,
     logits_gradient,
+    nothing,
     project,
     token_blocks,
     vocabulary_blocks,
@@ -193,17 +194,16 @@ class BlockwiseLogProbs(torch.autograd.Function):
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)
         parts: list[tuple[Tensor | None, ...]] = []
         for block in token_blocks(labels.shape[0]):
-            statistics = Statistics(labels[block], wide, wanted)
+            statistics = Statistics(labels[block], wanted)
             normed = inputs.normed(_select(hidden, rows, block))
             for columns in vocabulary_blocks(weight.shape[0], labels[block].shape[0]):
                 part = None if bias is None else bias[columns]
-                statistics.add(project(normed, weight[columns], part, inputs.projection), columns)
+                statistics.add(project(normed, weight[columns], part), inputs.projection, columns)
             lse[block] = statistics.lse()
-            parts.append((statistics.target - lse[block], *statistics.results()))
-        values = [_join(column) for column in zip(*parts, strict=True)] or [
-            lse,
-            *Statistics(labels, wide, wanted).results(),
-        ]
+            parts.append(statistics.results())
+        if not parts:  # no position has a label
+            parts = [nothing(wanted, lse)]
+        values = [_join(column) for column in zip(*parts, strict=True)]
         ctx.inputs, ctx.rows, ctx.entropies = inputs, rows, values[1]
         ctx.save_for_backward(hidden, weight, bias, lse)
         spread = [None if value is None else _spread(value, rows, hidden) for value in values]
@@ -225,7 +225,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
                 normed_input, normed = work.recompute(rows, block)
                 for columns in vocabulary_blocks(weight.shape[0], labels[block].shape[0]):
                     part = None if bias is None else bias[columns]
-                    logits = project(normed, weight[columns], part, inputs.projection)
+                    logits = inputs.projection.logits(project(normed, weight[columns], part))
                     grad = logits_gradient(
                         logits, lse[block], labels[block], columns, upstream.at(block),
                         None if ctx.entropies is None else ctx.entropies[block], weight.shape[0],

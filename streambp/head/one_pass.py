@@ -22,9 +22,8 @@ from streambp.errors import BackwardError
 from streambp.head.blocks import (
     LOGITS_PER_BLOCK,
     TOKENS_PER_BLOCK,
-    Statistics,
     Upstream,
-    Wanted,
+    fold_in_torch,
     logits_gradient,
     project,
     token_blocks,
@@ -80,11 +79,10 @@ class OnePassNLL(torch.autograd.Function):
             for block in token_blocks(labels.shape[0], _tokens_per_block(weight.shape[0])):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
-                    statistics = Statistics(labels[block], wide, Wanted())
-                    logits = project(normed, weight, bias, inputs.projection)
-                    statistics.add(logits, everything)
-                    lse = statistics.lse()
-                    total += (lse - statistics.target).sum()
+                    logits = inputs.projection.logits(project(normed, weight, bias))
+                    folded = fold_in_torch(logits, labels[block], everything)  # the logits are there already
+                    lse = folded.max + torch.log(folded.sum)
+                    total += (lse - folded.target).sum()
                     grad = logits_gradient(logits, lse, labels[block], everything, Upstream(-scale.expand_as(lse)))
                     work.add_block(inputs.projection.backward(grad, logits), normed, everything)
                     del grad, logits

@@ -12,6 +12,8 @@ MODULES = {
     "StreamDPOTrainer": "dpo",
     "StreamGRPOConfig": "grpo",
     "StreamGRPOTrainer": "grpo",
+    "StreamPPOConfig": "ppo",
+    "StreamPPOTrainer": "ppo",
 }
 __all__ = list(MODULES)
 

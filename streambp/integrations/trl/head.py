@@ -22,7 +22,7 @@ from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
 from streambp.head.blocks import Wanted
 from streambp.patching import Patch, patch
-from streambp.wrappers import CausalLMForward, InstanceForward
+from streambp.wrappers import CausalLMForward, InstanceForward, Scored
 
 OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
 
@@ -50,10 +50,13 @@ class FusedHead(InstanceForward):
             return self.original(*args, **kwargs)
         if args:
             kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
-        shift_labels = kwargs.get("shift_labels")
         if kwargs.get("labels") is None:
-            kwargs["labels"] = shift_labels
-        output, values = self.causal.score(kwargs, self.wanted, self.temperature, self.in_float32)
+            kwargs["labels"] = kwargs.get("shift_labels")
+        return self.output(self.causal.score(kwargs, self.wanted, self.temperature, self.in_float32), kwargs)
+
+    def output(self, scored: Scored, kwargs: dict[str, Any]) -> FusedCausalLMOutput:
+        """What TRL's trainers expect."""
+        output, values, shift_labels = scored.output, scored.tokens, kwargs.get("shift_labels")
         return FusedCausalLMOutput(
             loss=output.loss,
             log_probs=values.log_probs,
@@ -67,17 +70,19 @@ class FusedHead(InstanceForward):
 
 
 @contextlib.contextmanager
-def streamed_heads(trainer_module: ModuleType, config: StreamConfig) -> Iterator[None]:
+def streamed_heads(
+    trainer_module: ModuleType, config: StreamConfig, head_class: type[FusedHead] = FusedHead
+) -> Iterator[None]:
     """Within, TRL's trainers of this module stream the models that they would give their own fused head."""
     theirs = trainer_module.add_fused_lm_head
-    trainer_module.add_fused_lm_head = adder(config)  # type: ignore[attr-defined]
+    trainer_module.add_fused_lm_head = adder(config, head_class)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         trainer_module.add_fused_lm_head = theirs  # type: ignore[attr-defined]
 
 
-def adder(config: StreamConfig) -> Callable[..., None]:
+def adder(config: StreamConfig, head_class: type[FusedHead] = FusedHead) -> Callable[..., None]:
     """A function called like TRL's `add_fused_lm_head`, for models that are to stream with `config`."""
 
     def add_fused_lm_head(
@@ -96,7 +101,7 @@ def adder(config: StreamConfig) -> Callable[..., None]:
                 f"{type(model).__name__} has no language-model head of its own, so TRL's losses have nothing to score. "
                 "Pass a causal language model."
             )
-        head = FusedHead(causal, temperature, cast_lm_head_to_fp32, outputs)
+        head = head_class(causal, temperature, cast_lm_head_to_fp32, outputs)
         head.install()
         found.wrappers.append(head)
 

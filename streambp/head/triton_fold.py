@@ -1,0 +1,86 @@
+"""One pass over a block of raw logits, in Triton: all softmax statistics of a row while it is read once.
+
+torch would read the block once for each statistic and write a float32 copy of it. Numbers are those of
+`blocks.fold_in_torch`, which this kernel is tested against (in Triton's interpreter where there is no GPU).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch comes without it
+    triton = None
+
+AVAILABLE = triton is not None
+BLOCK = 4096
+FIELDS = 6
+
+if AVAILABLE:
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        product, labels, out, best_out, stride, columns, first, scale, softcap, temperature,
+        capped: tl.constexpr, width: tl.constexpr, fields: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        label = tl.load(labels + row) - first
+        top = -float("inf")
+        summed = 0.0
+        mean = 0.0
+        squares = 0.0
+        total = 0.0
+        target = 0.0
+        best = tl.zeros((), dtype=tl.int64)
+        for start in range(0, columns, width):
+            column = start + tl.arange(0, width)
+            inside = column < columns
+            z = tl.load(product + row * stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+            if capped:
+                z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)  # tanh
+            z = z / temperature
+            total += tl.sum(tl.where(inside, z, 0.0), axis=0)
+            target += tl.sum(tl.where(inside & (column == label), z, 0.0), axis=0)
+            z = tl.where(inside, z, -float("inf"))
+            largest = tl.max(z, axis=0)
+            best = tl.where(largest > top, start + tl.argmax(z, axis=0).to(tl.int64), best)
+            higher = tl.maximum(top, largest)
+            shrink = tl.exp(top - higher)
+            weights = tl.exp(z - higher)
+            summed = summed * shrink + tl.sum(weights, axis=0)
+            squares = squares * shrink * shrink + tl.sum(weights * weights, axis=0)
+            mean = mean * shrink + tl.sum(tl.where(inside, weights * z, 0.0), axis=0)
+            top = higher
+        tl.store(out + row * fields, top)
+        tl.store(out + row * fields + 1, summed)
+        tl.store(out + row * fields + 2, target)
+        tl.store(out + row * fields + 3, mean)
+        tl.store(out + row * fields + 4, squares)
+        tl.store(out + row * fields + 5, total)
+        tl.store(best_out + row, best + first)
+
+
+def fold_rows(
+    product: Tensor, labels: Tensor, first: int, scale: float, softcap: float | None, temperature: float
+) -> tuple[Any, ...]:
+    """max, sum, target, mean, squares, total in float32 and best, [n] each, of raw products [n, v].
+
+    Args:
+        product: [n, v] in float32 or half precision, rows contiguous.
+        labels: [n]; first: the vocabulary entry of the first column.
+    """
+    rows, columns = product.shape
+    product = product if product.stride(1) == 1 else product.contiguous()
+    out = torch.empty(rows, FIELDS, dtype=torch.float32, device=product.device)
+    best = torch.empty(rows, dtype=torch.int64, device=product.device)
+    if rows:
+        _kernel[(rows,)](
+            product, labels.contiguous(), out, best, product.stride(0), columns, first, scale, softcap or 1.0, temperature,
+            capped=softcap is not None, width=min(BLOCK, triton.next_power_of_2(columns)), fields=FIELDS, num_warps=8,
+        )  # fmt: skip
+    return *out.unbind(1), best

@@ -1,0 +1,211 @@
+"""`StreamPPOTrainer`: proximal policy optimisation, which TRL no longer has, on its trainer of today.
+
+TRL's GRPOTrainer generates (with transformers or vLLM), calls the rewards, shuffles and splits the rollouts into
+minibatches and repeats them for several epochs (`num_iterations`). What is PPO's own is here: values, rewards per token
+with a KL penalty, generalised advantages, and the clipped losses of policy and value.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl.trainer.grpo_trainer
+from accelerate.utils import is_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from trl import GRPOConfig, GRPOTrainer
+
+from streambp.errors import StreamBPError
+from streambp.integrations.trl.head import streamed_heads
+from streambp.integrations.trl.settings import StreamArguments
+from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead, ValueHead
+from streambp.losses.masked import masked_mean
+from streambp.losses.ppo import gae, ppo_loss, whiten
+from streambp.patching import patch
+
+VALUE_FILE = "value.safetensors"
+
+
+@dataclasses.dataclass
+class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL is not typed
+    """TRL's `GRPOConfig`, of which `num_iterations` (epochs), `epsilon` (clip range) and `entropy_coef` mean the same here,
+    with PPO's own fields. `beta`, `loss_type` and what else shapes GRPO's loss are not used.
+
+    Args:
+        kl_coef: penalty a token on log p_old - log p_ref; 0 leaves the reference model out.
+        kl_target: KL (nats a completion) that kl_coef is steered to (arXiv 1909.08593, section 2.2); None: it stays fixed.
+        kl_horizon: completions over which it is steered.
+        gamma, lam: of generalised advantage estimation.
+        value_coef, value_clip_range: weight and clip range of the value loss.
+        whiten_advantages, whiten_rewards: to variance 1 over the rollouts of one process.
+    """
+
+    num_generations: int | None = dataclasses.field(default=2, metadata={"help": "Completions per prompt."})
+    num_iterations: int = dataclasses.field(default=4, metadata={"help": "Epochs over each batch of rollouts."})
+    kl_coef: float = dataclasses.field(default=0.05, metadata={"help": "KL penalty a token."})
+    kl_target: float | None = dataclasses.field(default=None, metadata={"help": "KL a completion to steer kl_coef to."})
+    kl_horizon: int = dataclasses.field(default=10000, metadata={"help": "Completions over which kl_coef is steered."})
+    gamma: float = dataclasses.field(default=1.0, metadata={"help": "Discount."})
+    lam: float = dataclasses.field(default=0.95, metadata={"help": "GAE's lambda."})
+    value_coef: float = dataclasses.field(default=0.1, metadata={"help": "Weight of the value loss."})
+    value_clip_range: float | None = dataclasses.field(default=0.2, metadata={"help": "Clip range of the values."})
+    whiten_advantages: bool = dataclasses.field(default=True, metadata={"help": "Advantages to mean 0, variance 1."})
+    whiten_rewards: bool = dataclasses.field(default=False, metadata={"help": "Rewards to variance 1."})
+
+    def __post_init__(self) -> None:
+        self.beta = self.kl_coef  # TRL loads a reference model and scores rollouts with it if this is not 0
+        super().__post_init__()
+
+
+class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
+    """PPO on a streamed policy; arguments as TRL's `GRPOTrainer`, with `args` a `StreamPPOConfig`.
+
+    Args:
+        value_model: a model that gives one logit a token (`AutoModelForTokenClassification` with `num_labels=1`). None: a
+            value head on the policy's own backbone, whose gradients reach the backbone in the policy's backward.
+    """
+
+    def __init__(self, *args: Any, value_model: nn.Module | None = None, **kwargs: Any) -> None:
+        settings = kwargs.get("args") or next((a for a in args if isinstance(a, StreamPPOConfig)), None)
+        if not isinstance(settings, StreamPPOConfig):
+            raise StreamBPError(f"args is {type(settings).__name__}; StreamPPOTrainer needs a StreamPPOConfig.")
+        model = kwargs.get("model", args[0] if args else None)
+        in_memory = isinstance(model, nn.Module) and not is_peft_model(model) and kwargs.get("peft_config") is None
+        settings.beta = 0.0 if in_memory else settings.kl_coef  # TRL loads the reference from where a model came from
+        with streamed_heads(trl.trainer.grpo_trainer, settings.stream_config(), PolicyAndValueHead):
+            super().__init__(*args, **kwargs)
+        self.kl_coef = self.beta = settings.beta = settings.kl_coef
+        if in_memory and settings.kl_coef != 0.0:
+            self.ref_model = self._copy_as_reference()
+        policy = self._policy()
+        if value_model is not None:
+            policy.add_module(VALUE_MODEL, patch(value_model, settings.stream_config()))
+        else:
+            weight = policy.get_output_embeddings().weight
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            policy.add_module(VALUE_HEAD, ValueHead(weight.shape[1], weight.device, dtype))
+
+    def _copy_as_reference(self) -> Any:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise StreamBPError(
+                "Under DeepSpeed or FSDP the reference model is loaded by path or id; pass one as `model`, or kl_coef=0."
+            )
+        reference = copy.deepcopy(self.model).eval().requires_grad_(False)
+        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def _policy(self) -> Any:
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # [processes * B, functions]
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if "pixel_values" in output:
+            raise StreamBPError("StreamPPOTrainer trains on text only; these prompts have images. Use StreamGRPOTrainer.")
+        mask = self._mask(output)
+        with torch.no_grad():
+            old = self._score(self.model, output)
+        log_probs = output.setdefault("old_per_token_logps", old.log_probs)
+        rewards = self._token_rewards(output, log_probs, mask)
+        advantages, returns = gae(rewards, old.values, mask, gamma=self.args.gamma, lam=self.args.lam)
+        self._log_rollout(old.values, returns, mask)
+        if self.args.whiten_advantages:
+            advantages = whiten(advantages, mask)
+        output.update(advantages=advantages, old_values=old.values, returns=returns)
+        return output
+
+    def _token_rewards(self, output: dict[str, Any], log_probs: Tensor, mask: Tensor) -> Tensor:
+        """[B, T]: the completion's reward at its last token, minus the KL penalty at every token."""
+        weights = self.reward_weights.to(self._rewards.device)
+        first = self.accelerator.process_index * mask.shape[0]
+        scores = (self._rewards * weights).nansum(1)[first : first + mask.shape[0]]
+        rewards = torch.zeros_like(log_probs)
+        last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+        rewards[torch.arange(mask.shape[0], device=mask.device), last] = scores.to(rewards.dtype)
+        if self.args.whiten_rewards:
+            rewards = whiten(rewards, mask, shift_mean=False)
+        if "ref_per_token_logps" in output:
+            away = (log_probs - output["ref_per_token_logps"]).masked_fill(~mask, 0.0)
+            rewards = rewards - self.kl_coef * away
+            self._steer(self.accelerator.gather(away.sum(1)))
+        return rewards.masked_fill(~mask, 0.0)
+
+    def _steer(self, divergences: Tensor) -> None:
+        """Log the KL a completion, and move kl_coef towards its target."""
+        mode = "train" if self.model.training else "eval"
+        mean = divergences.mean().item()
+        self._metrics[mode]["kl"].append(mean)
+        self._metrics[mode]["kl_coef"].append(self.kl_coef)
+        if self.args.kl_target is not None and mode == "train":
+            error = min(max(mean / self.args.kl_target - 1.0, -0.2), 0.2)
+            self.kl_coef *= 1.0 + error * divergences.numel() / self.args.kl_horizon
+
+    def _log_rollout(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
+        mode = "train" if self.model.training else "eval"
+        spread = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
+        error = returns - values
+        missed = masked_mean((error - masked_mean(error, mask)).square(), mask)
+        self._metrics[mode]["explained_variance"].append((1.0 - missed / spread.clamp(min=1e-8)).item())
+        self._metrics[mode]["value"].append(masked_mean(values, mask).item())
+
+    def _mask(self, inputs: dict[str, Any]) -> Tensor:
+        mask: Tensor = inputs["completion_mask"].bool()
+        return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+
+    def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """log_probs, entropy and values of the completion tokens, [B, T]."""
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        kept = inputs["completion_ids"].shape[1]
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, :-kept] = -100
+        with self.accelerator.autocast():
+            output = model(
+                input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, values=True
+            )
+        for name in ("log_probs", "entropy", "values"):
+            output[name] = output[name][:, -kept:]
+        return output
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        mode = "train" if self.model.training else "eval"
+        scored, mask = self._score(model, inputs), self._mask(inputs)
+        found = ppo_loss(
+            scored.log_probs, inputs["old_per_token_logps"], inputs["advantages"], mask, scored["values"],
+            inputs["old_values"], inputs["returns"], clip_range=self.epsilon_low,
+            value_clip_range=self.args.value_clip_range, value_coef=self.args.value_coef, entropy=scored.entropy,
+            entropy_coef=self.args.entropy_coef,
+        )  # fmt: skip
+        for field in dataclasses.fields(found)[1:]:
+            value = self.accelerator.gather(getattr(found, field.name).detach()).mean().item()
+            self._metrics[mode][f"ppo/{field.name}"].append(value)
+        return found.loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """The policy loads as any model: values go into a file of their own."""
+        folder = Path(output_dir or self.args.output_dir)
+        state = self.model.state_dict() if state_dict is None else state_dict
+        values = {name: tensor for name, tensor in state.items() if _is_value(name)}
+        super()._save(str(folder), {name: tensor for name, tensor in state.items() if name not in values})
+        short = {name[name.index("value_") :]: tensor.contiguous() for name, tensor in values.items()}
+        save_file(short, str(folder / VALUE_FILE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        state = load_file(str(Path(resume_from_checkpoint) / VALUE_FILE))
+        missing = self._policy().load_state_dict(state, strict=False)
+        if missing.unexpected_keys:
+            raise StreamBPError(
+                f"{VALUE_FILE} of {resume_from_checkpoint} holds {missing.unexpected_keys[:3]}, which this trainer does "
+                "not have; resume with the same value head or value_model that it was saved with."
+            )
+
+
+def _is_value(name: str) -> bool:
+    return any(part in (VALUE_HEAD, VALUE_MODEL) for part in name.split("."))

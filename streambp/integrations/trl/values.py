@@ -1,0 +1,67 @@
+"""A value head on the policy's backbone, or a value model beside it, in one call with the policy's log-probabilities.
+
+The head reads the same hidden states as the language-model head, before the final norm. Both send their gradients there,
+autograd adds them up, and the backbone is differentiated once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streambp.head.blocks import token_blocks
+from streambp.integrations.trl.head import FusedHead
+from streambp.wrappers import Scored
+
+VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
+
+
+class ValueHead(nn.Linear):
+    """hidden_states [..., h] -> one value each [..., 1]; starts near zero."""
+
+    def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(hidden_size, 1, device=device, dtype=dtype)
+        nn.init.normal_(self.weight, std=1.0 / (hidden_size + 1))
+        nn.init.zeros_(self.bias)
+
+
+def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Module) -> Tensor:
+    """head(norm(hidden_states)) [B, T] in promote_types(dtype, float32), a block of tokens at a time.
+
+    The norm of a block is recomputed in backward: kept for all tokens it would cost more than the hidden states.
+    """
+
+    def values(block: Tensor) -> Tensor:
+        block = block if norm is None else norm(block)
+        weight_dtype = next(head.parameters()).dtype
+        result: Tensor = head(block.to(weight_dtype)).squeeze(-1)
+        return result.to(torch.promote_types(result.dtype, torch.float32))
+
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    parts = [checkpoint(values, flat[block], use_reentrant=False) for block in token_blocks(flat.shape[0])]
+    return torch.cat(parts).view(hidden_states.shape[:-1])
+
+
+class PolicyAndValueHead(FusedHead):
+    """`FusedHead` that also returns `values`, aligned with log_probs: the value of the state before each label."""
+
+    def __call__(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
+        self.with_values = values
+        return super().__call__(*args, **kwargs)
+
+    def output(self, scored: Scored, kwargs: dict[str, Any]) -> Any:
+        result = super().output(scored, kwargs)
+        if self.with_values:
+            result["values"] = self._values(scored, kwargs)
+        return result
+
+    def _values(self, scored: Scored, kwargs: dict[str, Any]) -> Tensor:
+        value_model = getattr(self.module, VALUE_MODEL, None)
+        if value_model is None:
+            return blockwise_values(scored.hidden_states, scored.norm, getattr(self.module, VALUE_HEAD))
+        inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
+        values: Tensor = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
+        return values.to(torch.promote_types(values.dtype, torch.float32))[:, : scored.tokens.log_probs.shape[1]]
