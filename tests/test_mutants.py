@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 
 import pytest
 import torch
@@ -14,9 +15,16 @@ from streambp.chunks import ChunkPlan
 from streambp.head import blocks, deferred, log_probs, one_pass
 from streambp.layer import arguments, call, function, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
+from streambp.losses import masked
 from tests import test_contract, test_families, test_oracle, test_training
 from tests.families import build, make_batch
+from tests.head import test_log_probs
 from tests.oracle import gradients, lift_float32_casts
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from streambp.integrations.trl import values
+from tests.integrations import test_ppo
 
 
 def oracle(family="qwen3", mode="plain", saves=()):
@@ -81,6 +89,24 @@ def family(name):
 def router_loss():
     with default_float64():
         test_families.test_router_loss("mixtral", "plain")
+
+
+def several_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        test_log_probs.small_blocks.__wrapped__(patch)
+        test_log_probs.test_values_and_gradients({}, True)
+
+
+def objective():
+    """The mean of PPO's terms over tokens of which some do not count."""
+    kept = torch.tensor([[True, False, True]])
+    x = torch.tensor([[1.0, 5.0, 2.0]])
+    assert masked.masked_mean(x, kept) == 1.5
+
+
+def ppo_gradients():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        test_ppo.test_gradients_and_one_backward(False, folder, patch)
 
 
 @contextlib.contextmanager
@@ -170,6 +196,16 @@ MUTANTS = {
     "positions counted from 0 in every chunk": (
         arguments.ChunkCache, "get_seq_length", lambda self, *_: 0,
         test_families.test_llama4_counts_positions_from_the_start_of_the_sequence,
+    ),
+    "folds merged without their shrinking": (
+        blocks.Fold, "merge",
+        lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
+        several_blocks,
+    ),
+    "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
+    "values that do not reach the backbone": (
+        values, "blockwise_values",
+        lambda hidden, norm, head, real=values.blockwise_values: real(hidden.detach(), norm, head), ppo_gradients,
     ),
     "stream whatever comes": (
         function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,

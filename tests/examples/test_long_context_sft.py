@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_example(*arguments, **kwargs):
-    command = [sys.executable, str(ROOT / "examples" / "long_context_sft.py"), *map(str, arguments)]
+    return run_script("long_context_sft.py", *arguments, **kwargs)
+
+
+def run_script(name, *arguments, **kwargs):
+    command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, **kwargs)
 

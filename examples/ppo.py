@@ -1,0 +1,37 @@
+"""Proximal policy optimisation, streamed: a value head on the policy's backbone, one backward for both.
+
+python examples/ppo.py                                    # a small model from scratch, on a CPU, under a minute
+python examples/ppo.py --model Qwen/Qwen3-8B              # a pretrained one on a GPU
+"""
+
+from __future__ import annotations
+
+import random
+
+from datasets import Dataset
+from toy import model_and_tokenizer, parse_args, plot, question, share_repeated, trainer_settings
+
+from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer
+
+
+def main() -> None:
+    args = parse_args("Proximal policy optimisation, streamed.", steps=400, name="ppo")
+    model, tokenizer = model_and_tokenizer(args)
+    draw = random.Random(args.seed)
+    config = StreamPPOConfig(
+        **trainer_settings(args), per_device_train_batch_size=32, steps_per_generation=2, num_iterations=2,
+        max_completion_length=3, kl_coef=0.01, value_coef=0.5,
+    )  # fmt: skip
+    trainer = StreamPPOTrainer(
+        model=model,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": question(draw)[0]} for _ in range(256)]),
+        processing_class=tokenizer,
+        reward_funcs=share_repeated,
+    )
+    trainer.train()
+    plot(trainer.state.log_history, ["reward", "explained_variance", "ppo/value"], args.output / "ppo.png")
+
+
+if __name__ == "__main__":
+    main()
