@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
 from streambp.errors import ConfigError
 
 SAVES = ("attn_out", "kv")
 ATTENTION = ("auto", "cudnn", "flash", "math")
+OFFLOAD = ("none", "cpu")
+ON_HOST_FULL = ("keep", "recompute", "raise")
+UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +27,11 @@ class StreamConfig:
             CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
         eval_logits: in eval mode, build the logits as well when labels are given (for `compute_metrics`).
+        offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
+            ahead of its use.
+        host_memory: bytes of host memory for that, as a number or as "96GiB"; None: nine tenths of what is available.
+        on_host_full: what happens to a tensor that does not fit: "keep" it on the device, "recompute" it in backward (a
+            layer's input is kept), or "raise".
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -33,6 +42,9 @@ class StreamConfig:
     attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
     head: bool = True
     eval_logits: bool = False
+    offload: Literal["none", "cpu"] = "none"
+    host_memory: int | str | None = None
+    on_host_full: Literal["keep", "recompute", "raise"] = "keep"
 
     def __post_init__(self) -> None:
         size = self.chunk_size
@@ -44,8 +56,24 @@ class StreamConfig:
         unknown = sorted(set(self.saves) - set(SAVES))
         if unknown:
             raise ConfigError(f"saves names {unknown}; it may name {list(SAVES)}.")
-        if self.attention not in ATTENTION:
-            raise ConfigError(f"attention is {self.attention!r}; it must be one of {list(ATTENTION)}.")
+        for field, choices in (("attention", ATTENTION), ("offload", OFFLOAD), ("on_host_full", ON_HOST_FULL)):
+            if getattr(self, field) not in choices:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")
+        if self.host_memory is not None:
+            object.__setattr__(self, "host_memory", parse_bytes("host_memory", self.host_memory))
         for field in ("head", "eval_logits"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")
+
+
+def parse_bytes(field: str, value: int | str) -> int:
+    """Bytes from a number or from text such as "96GiB" or "1.5 TB".
+
+    Raises:
+        ConfigError: it is neither, or not positive.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value) if isinstance(value, str) else None
+    number = float(match[1]) * UNITS[match[2]] if match is not None and match[2] in UNITS else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or number < 1:
+        raise ConfigError(f'{field} is {value!r}; it must be a positive number of bytes, such as "96GiB".')
+    return int(number)

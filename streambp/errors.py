@@ -21,3 +21,7 @@ class UnsupportedMaskError(StreamBPError):
 
 class BackwardError(StreamBPError):
     """A backward pass was asked for that cannot give the right gradient."""
+
+
+class HostMemoryError(StreamBPError):
+    """The host memory that offloading may use does not suffice."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from streambp.chunks import AUTO_RULE
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
+from streambp.offload.manager import OffloadManager
 from streambp.stacks import find_stacks
 from streambp.wrappers import BackboneForward, CausalLMForward, InstanceForward, LayerForward, PatchState
 
@@ -43,13 +44,18 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         if hasattr(module, "_streambp"):
             unpatch(model)
             break
+    layers = [layer for stack in found.stacks for layer in stack.layers]
     state = PatchState(config)
+    if config.offload == "cpu":
+        host_memory = None if config.host_memory is None else int(config.host_memory)
+        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers))
     wrappers: list[InstanceForward] = []
     for stack in found.stacks:
         wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
         norm = _final_norm(stack.backbone)
-        wrappers.extend(LayerForward(layer, state) for layer in stack.layers[:-1])
-        wrappers.append(LayerForward(stack.layers[-1], state, norm))
+        for layer in stack.layers:
+            last = layer is stack.layers[-1]
+            wrappers.append(LayerForward(layer, state, layers.index(layer), norm if last else None))
     backbones = {id(stack.backbone) for stack in found.stacks}
     for module in model.modules():
         if _is_causal_lm(module) and id(module) not in backbones:
@@ -107,13 +113,18 @@ class Description:
     layers: tuple[LayerDescription, ...]
     chunk_size: str
     saves: tuple[str, ...]
+    offload: str
     attention: str
     head: str
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
         rows = [("layers", self._summary()), ("chunk_size", self.chunk_size)]
-        rows += [("saves", ", ".join(self.saves) or "nothing but each layer's input"), ("attention", self.attention)]
+        rows += [
+            ("saves", ", ".join(self.saves) or "nothing but each layer's input"),
+            ("offload", self.offload),
+            ("attention", self.attention),
+        ]
         rows += [("head", self.head), *(("note", note) for note in self.notes)]
         return "\n".join(f"{name:<11} {value}" for name, value in rows)
 
@@ -150,7 +161,21 @@ def describe(model: nn.Module) -> Description:
         if isinstance(w, LayerForward)
     )
     chunk = AUTO_RULE if config.chunk_size == "auto" else str(config.chunk_size)
-    return Description(layers, chunk, config.saves, config.attention, _describe_head(found), _notes(model, found))
+    return Description(
+        layers, chunk, config.saves, _describe_offload(found), config.attention, _describe_head(found), _notes(model, found)
+    )
+
+
+def _describe_offload(found: Patch) -> str:
+    manager = found.state.offloader
+    if manager is None:
+        return "nothing leaves the device"
+    limit = found.state.config.host_memory
+    budget = "nine tenths of the host memory available" if limit is None else f"{int(limit) / 2**30:.1f} GiB of host memory"
+    moved = ", ".join(("layer inputs", *found.state.config.saves))
+    stats = manager.stats()
+    left = f"; {stats['left']:.0f} tensors did not fit ({found.state.config.on_host_full})" if stats["left"] else ""
+    return f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){left}"
 
 
 def _describe_head(found: Patch) -> str:

@@ -27,6 +27,7 @@ from streambp.head.log_probs import TokenLogProbs
 from streambp.head.one_pass import Pending
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
+from streambp.offload.manager import OffloadManager
 from streambp.stacks import attends, counts_positions
 
 
@@ -45,6 +46,7 @@ class PatchState:
     head_built_for: str | None = None
     defer_norm: HeadRecord | None = None
     deferring: DeferredNorm | None = None
+    offloader: OffloadManager | None = None
 
 
 class InstanceForward:
@@ -91,9 +93,11 @@ class LayerForward(InstanceForward):
         final_norm: on a stack's last layer, the norm that comes after it and may be deferred to the head.
     """
 
-    def __init__(self, module: nn.Module, state: PatchState, final_norm: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module, state: PatchState, index: int = 0, final_norm: nn.Module | None = None) -> None:
         super().__init__(module, state)
-        self.site = LayerSite(module, state.config, attends(module), counts_positions(module))
+        self.site = LayerSite(
+            module, state.config, attends(module), counts_positions(module), offloader=state.offloader, index=index
+        )
         self.final_norm = final_norm
 
     @torch.compiler.disable

@@ -77,6 +77,19 @@ class Prefix:
         self.filled_until = 0
         self.backends: set[str] = set()
 
+    def part(self, index: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """K [B, H_kv, C, D] and V of a chunk, as views of the buffers."""
+        site = self.sites[index]
+        return site.k[:, :, chunk.start : chunk.stop], site.v[:, :, chunk.start : chunk.stop]
+
+    def restore(self, index: int, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+        """Put a chunk's K and V back into the buffers, which the first chunk makes."""
+        if index == len(self.sites):
+            sizes = [(t.shape[0], t.shape[1], self.length, t.shape[3]) for t in (k, v)]
+            self.sites.append(CallSite(k.new_empty(sizes[0]), v.new_empty(sizes[1])))
+        for buffer, part in zip(self.part(index, chunk), (k, v), strict=True):
+            buffer.copy_(part)
+
     def drop_buffers(self) -> None:
         self.sites, self.filled_until = [], 0
 
@@ -134,14 +147,9 @@ class ChunkMask:
 
     def _site(self, index: int, k: Tensor, v: Tensor) -> CallSite:
         prefix, chunk = self.prefix, self.chunk
-        if index == len(prefix.sites):
-            sizes = [(t.shape[0], t.shape[1], prefix.length, t.shape[3]) for t in (k, v)]
-            prefix.sites.append(CallSite(k.new_empty(sizes[0]), v.new_empty(sizes[1])))
-        site = prefix.sites[index]
         if chunk.stop > prefix.filled_until:
-            site.k[:, :, chunk.start : chunk.stop] = k.detach()
-            site.v[:, :, chunk.start : chunk.stop] = v.detach()
-        return site
+            prefix.restore(index, chunk, k.detach(), v.detach())
+        return prefix.sites[index]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.products import UnreadProducts, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
-from streambp.layer.store import InMemory, SavedTensors
+from streambp.layer.store import Access, InMemory, Offloader, SavedTensors
 
 PROBE_TOKENS = 2
 
@@ -36,6 +36,7 @@ class LayerSite:
         attends: it hands attention_mask to transformers' attention interface.
         counts_positions: it asks its cache how many tokens came before.
         whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
+        offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
     """
 
     layer: nn.Module
@@ -43,6 +44,8 @@ class LayerSite:
     attends: bool = True
     counts_positions: bool = False
     whole_because: str | None = None
+    offloader: Offloader | None = None
+    index: int = 0
     probed: bool = False
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
 
@@ -62,6 +65,8 @@ class LayerCall:
         self.saves = config.saves
         self.arguments = arguments
         self.hidden_states: Tensor = arguments.hidden_states
+        self.device = self.hidden_states.device
+        del arguments.hidden_states
         batch_size, length = self.hidden_states.shape[-3:-1]
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
@@ -103,7 +108,7 @@ class LayerCall:
 
     def snapshot(self) -> None:
         """Remember the random state that the next chunk starts from."""
-        self.random.append(RandomState.capture(self.hidden_states.device))
+        self.random.append(RandomState.capture(self.device))
 
     def unwrap(self, result: Any) -> Tensor:
         """The hidden states out of what a layer returned: a tensor, or a tuple with nothing else in it."""
@@ -154,15 +159,48 @@ class LayerCall:
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk."""
         self.store.put("x", chunk.index, hidden_chunk.detach())
-        if "attn_out" in self.saves:
-            for site, part in enumerate(attended):
+        for site, part in enumerate(attended):
+            if "attn_out" in self.saves:
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
+            if self.moves_kv:
+                k, v = self.prefix.part(site, chunk)
+                self.store.put(f"k.{site}", chunk.index, k)
+                self.store.put(f"v.{site}", chunk.index, v)
+
+    @property
+    def moves_kv(self) -> bool:
+        """Keys and values leave with the rest; otherwise, if saved, they stay in the prefix's buffers."""
+        return "kv" in self.saves and self.store.copies
+
+    def accesses(self) -> tuple[list[Access], int]:
+        """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
+        sites, chunks = range(self.prefix.calls or 0), range(len(self.plan))
+        order: list[Access] = []
+        if self.moves_kv:
+            order += [(f"{part}.{site}", chunk) for chunk in chunks for site in sites for part in "kv"]
+        elif "kv" not in self.saves and sites:
+            order += [("x", chunk) for chunk in chunks[:-1]]
+        attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
+        order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *attended)]
+        return order, 1 + len(attended)
+
+    def restore_kv(self) -> bool:
+        """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""
+        sites = range(self.prefix.calls or 0)
+        if not all(self.store.has(f"v.{site}", chunk.index) for chunk in self.plan for site in sites):
+            return False
+        for chunk in self.plan:
+            for site in sites:
+                parts = (self.store.take(f"{part}.{site}", chunk.index) for part in "kv")
+                self.prefix.restore(site, chunk, *parts)
+        self.prefix.filled_until = self.plan.length
+        return True
 
     def _saved_attention(self, chunk: Chunk) -> list[Attended] | None:
-        if "attn_out" not in self.saves:
-            return None
         names = [(f"attn_out.{site}", f"lse.{site}") for site in range(self.prefix.calls or 0)]
+        if not all(self.store.has(lse, chunk.index) and self.store.has(o, chunk.index) for o, lse in names):
+            return None
         return [Attended(self.store.take(o, chunk.index), self.store.take(lse, chunk.index)) for o, lse in names]
 
     def unread_products(self, linears: dict[str, nn.Linear], trainable: list[str], needs_input: bool) -> UnreadProducts:

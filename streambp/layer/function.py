@@ -50,6 +50,8 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     inputs = call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
+        if site.offloader is not None:
+            call.store = site.offloader.open(site.index, hidden_states.device)
         output, *extras = StreamedLayer.apply(call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
@@ -74,7 +76,9 @@ def _run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             for place, part in output.extras.items():
                 whole.put(place, part, chunk)
             del output, attended
-    if not keep or "kv" not in call.saves:
+    if keep:
+        call.store.seal(*call.accesses())
+    if not keep or "kv" not in call.saves or call.moves_kv:
         call.prefix.drop_buffers()
     result = whole.tensors.pop(None)
     call.extras = [place for place in whole.tensors if place is not None]
@@ -90,7 +94,10 @@ class StreamedLayer(torch.autograd.Function):
         ctx.call, ctx.parameters = call, parameters
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
-        return _run_forward(call, keep=True)
+        outputs = _run_forward(call, keep=True)
+        if call.store.copies:
+            call.hidden_states = torch.empty_like(hidden_states, device="meta")  # its shape; the rest has left
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -103,7 +110,7 @@ class StreamedLayer(torch.autograd.Function):
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = grad if reuse else mark(torch.empty_like(call.hidden_states))
+            inputs.hidden_states = grad if reuse else mark(torch.empty_like(call.hidden_states, device=call.device))
         call.hidden_states = None  # type: ignore[assignment]
         with call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             linears = plain_linears(call.layer)
@@ -132,7 +139,7 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
             "backward was called with create_graph=True; streamed layers have no second derivatives. "
             "Run this part unpatched (streambp.unpatch(model))."
         )
-    if call.hidden_states._version != ctx.version:
+    if not call.store.copies and call.hidden_states._version != ctx.version:
         raise BackwardError(
             "The input of a streamed layer was changed in place between forward and backward. "
             "Work on a copy (tensor.clone()) instead."
@@ -149,6 +156,8 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 def _refill(call: LayerCall) -> None:
     """Compute K and V of every chunk but the last again; the last chunk's are written by its own recomputation."""
     if call.prefix.filled_until or not call.prefix.calls:  # kept since forward, or a layer without attention
+        return
+    if call.moves_kv and call.restore_kv():
         return
     with torch.no_grad():
         for chunk in call.plan:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
@@ -14,6 +16,9 @@ from streambp.config import StreamConfig
 from streambp.head.log_probs import token_log_probs
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
+from streambp.offload.arena import Arena
+from streambp.offload.engines import SynchronousEngine
+from streambp.offload.manager import OffloadManager
 from tests.counting import LiveBytes
 
 LENGTHS = (512 * 1024, 1024 * 1024)
@@ -82,9 +87,12 @@ def run_layer(layer, length, forward, grad=True):
     return peaks
 
 
-def streamed(saves=()):
+def streamed(saves=(), offloader=None):
+    index = itertools.count()
+
     def forward(layer, x, position_embeddings):
-        site = LayerSite(layer, StreamConfig(chunk_size=131072, saves=saves))
+        config = StreamConfig(chunk_size=131072, saves=saves)
+        site = LayerSite(layer, config, offloader=offloader, index=next(index))
         return stream_layer(site, (x,), {"attention_mask": None, "position_embeddings": position_embeddings})
 
     return forward
@@ -152,3 +160,26 @@ def test_checkpointing_needs_several_times_as_much():
     found = slope(lambda length: run_layer(layer, length, checkpointed)["last layer"])
     print(f"torch checkpointing, backward beyond its input: {found / KB:.1f} KB a token")
     assert found > 4 * 29 * KB
+
+
+class HostOnMeta(SynchronousEngine):
+    """Host memory that the count of the device's bytes does not see."""
+
+    def host_buffer(self, size):
+        with _disable_current_modes():
+            return torch.empty(size, dtype=torch.uint8, device="meta")
+
+
+def test_offloaded_backward_grows_by_21_kb_a_token():
+    """x, attn_out and kv on the host: K and V come back whole, x and attn_out chunk by chunk."""
+    layer = qwen3_8b_layer()
+
+    def measure(length):
+        offloader = OffloadManager(2**50, "raise", 2, HostOnMeta(torch.device("meta")))
+        offloader._arena = Arena(2**50, offloader.engine.host_buffer)
+        return run_layer(layer, length, streamed(("attn_out", "kv"), offloader))
+
+    peaks = {length: measure(length) for length in LENGTHS}
+    for name in ("last layer", "first layer", "forward"):
+        print(f"offloaded, {name}: {slope(lambda length, name=name: peaks[length][name]) / KB:.2f} KB a token")
+    assert slope(lambda length: peaks[length]["first layer"]) <= 21 * KB

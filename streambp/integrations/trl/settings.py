@@ -14,6 +14,8 @@ class StreamArguments:
     Args:
         stream_chunk_size: tokens of each row that are recomputed and differentiated at a time, or "auto".
         stream_saves: what backward keeps instead of recomputing it ("attn_out", "kv").
+        stream_offload: "cpu" moves what is kept to host memory.
+        stream_host_memory: how much of it may be used, such as "96GiB".
     """
 
     stream_chunk_size: str = dataclasses.field(
@@ -22,9 +24,20 @@ class StreamArguments:
     stream_saves: list[str] = dataclasses.field(
         default_factory=list, metadata={"help": 'What backward keeps instead of recomputing it ("attn_out", "kv").'}
     )
+    stream_offload: str = dataclasses.field(
+        default="none", metadata={"help": '"cpu" moves what backward needs to host memory behind the compute.'}
+    )
+    stream_host_memory: str | None = dataclasses.field(
+        default=None, metadata={"help": 'Host memory that may be used, such as "96GiB".'}
+    )
 
     def stream_config(self) -> StreamConfig:
         """Raises ConfigError for a value that StreamConfig does not take."""
         size = self.stream_chunk_size
         chunk_size = int(size) if isinstance(size, str) and size.isdigit() else size
-        return StreamConfig(chunk_size=chunk_size, saves=tuple(self.stream_saves))  # type: ignore[arg-type]
+        return StreamConfig(
+            chunk_size=chunk_size,  # type: ignore[arg-type]
+            saves=tuple(self.stream_saves),
+            offload=self.stream_offload,  # type: ignore[arg-type]
+            host_memory=self.stream_host_memory,
+        )

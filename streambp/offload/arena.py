@@ -1,0 +1,114 @@
+"""Host memory: one stack for each micro-batch between its forward and its backward, allocated once and used again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.errors import StreamBPError
+
+ALIGNMENT = 64
+
+
+def padded(size: int) -> int:
+    """Bytes that a tensor of `size` bytes takes on a stack."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Stack:
+    """Ranges handed out one behind the other, all given back together.
+
+    last_read: the event after which its contents have been read and may be written over. [Note: offload order], wait 5
+    """
+
+    def __init__(self) -> None:
+        self.segments: list[Tensor] = []
+        self.used = 0
+        self.last_read: Any = None
+        self._segment = 0
+        self._top = 0
+
+    @property
+    def size(self) -> int:
+        return sum(segment.numel() for segment in self.segments)
+
+    def push(self, size: int) -> Tensor | None:
+        """`size` bytes [size]; None if the stack is full."""
+        wanted = padded(size)
+        while self._segment < len(self.segments):
+            segment = self.segments[self._segment]
+            if self._top + wanted <= segment.numel():
+                start, self._top = self._top, self._top + wanted
+                self.used += wanted
+                return segment[start : start + size]
+            self._segment, self._top = self._segment + 1, 0
+        return None
+
+    def reset(self) -> None:
+        self.used = self._segment = self._top = 0
+
+
+class Arena:
+    """Stacks within a budget. A stack that is given back is the next to be handed out."""
+
+    def __init__(self, limit: int, buffer: Callable[[int], Tensor]) -> None:
+        self.limit = limit
+        self._buffer = buffer
+        self._free: list[Stack] = []
+        self.allocated = 0
+
+    def take(self) -> Stack:
+        return self._free.pop() if self._free else Stack()
+
+    def give_back(self, stack: Stack) -> None:
+        stack.reset()
+        self._free.append(stack)
+
+    def grow(self, stack: Stack, size: int) -> bool:
+        """Add `size` bytes to a stack; False if that would exceed the budget even without the stacks that are free."""
+        while self.allocated + size > self.limit and self._free:
+            self.allocated -= self._free.pop(0).size
+        if self.allocated + size > self.limit:
+            return False
+        stack.segments.append(self._buffer(size))
+        self.allocated += size
+        return True
+
+
+def as_tensor(host: Tensor, like: Tensor) -> Tensor:
+    """Bytes [size] seen as a tensor of `like`'s shape and dtype."""
+    return host.view(like.dtype).view(like.shape) if like.numel() else torch.empty(like.shape, dtype=like.dtype)
+
+
+def host_limit(wanted: int | None, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of host memory that may be used: `wanted`, but no more than this machine and its control group have free.
+
+    Raises:
+        StreamBPError: less is available than wanted. The out-of-memory killer would give no exception.
+    """
+    available = _available(meminfo, cgroup)
+    if wanted is None:
+        return int(0.9 * available) if available != math.inf else 2**62
+    if wanted > available:
+        raise StreamBPError(
+            f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of host memory are available. "
+            "Lower host_memory, or free memory; leave it out to use nine tenths of what there is."
+        )
+    return wanted
+
+
+def _available(meminfo: Path, cgroup: Path) -> float:
+    limits: list[float] = []
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    most, current = cgroup / "memory.max", cgroup / "memory.current"
+    if most.exists() and current.exists() and most.read_text().strip() != "max":
+        limits.append(int(most.read_text()) - int(current.read_text()))
+    return min(limits, default=math.inf)
