@@ -20,7 +20,14 @@ setup(
         "deepspeed": ["deepspeed==0.19.*"],
         "peft": ["peft>=0.19"],
         "examples": ["tqdm>=4.66", "tokenizers", "peft>=0.19", "trl==1.16.*", "matplotlib>=3.9"],
-        "test": [*TEST, "peft>=0.19", "accelerate>=1.10", "trl==1.16.*", "triton>=3.4; platform_system == 'Linux'"],
+        "test": [
+            *TEST,
+            "peft>=0.19",
+            "accelerate>=1.10",
+            "trl==1.16.*",
+            "deepspeed==0.19.*",
+            "triton>=3.4; platform_system == 'Linux'",
+        ],
     },
     entry_points={"console_scripts": ["streambp = streambp.cli:main"]},
 )

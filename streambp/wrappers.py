@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from streambp.attention.interface import routed
 from streambp.config import StreamConfig
+from streambp.distributed.zero import is_partitioned, make_leaf, unmake_leaf
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Wanted
 from streambp.head.deferred import Deferred, HeadRecord, Recipe
@@ -99,6 +101,16 @@ class LayerForward(InstanceForward):
             module, state.config, attends(module), counts_positions(module), offloader=state.offloader, index=index
         )
         self.final_norm = final_norm
+        self.leaf: RemovableHandle | None = None
+
+    def install(self) -> None:
+        super().install()
+        self.leaf = make_leaf(self.module)
+
+    def remove(self) -> None:
+        super().remove()
+        if self.leaf is not None:
+            unmake_leaf(self.module, self.leaf)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -281,8 +293,11 @@ class CausalLMForward(InstanceForward):
     def _run(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
         config = self.module.config
         hidden_wanted = kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False)
-        head = DeferredHead(self.module.get_output_embeddings(), record)  # type: ignore[operator]
-        self.state.defer_norm = None if hidden_wanted else record
+        output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
+        gathered = is_partitioned(output_embeddings.weight)
+        # Under ZeRO-3 a module's weights are here only while it runs: the norm runs as ever, and the head with the loss.
+        head = HeadLater(self.module, output_embeddings, record) if gathered else DeferredHead(output_embeddings, record)
+        self.state.defer_norm = None if hidden_wanted or gathered else record
         head.install()
         try:
             return self.original(**kwargs)
@@ -316,3 +331,27 @@ class DeferredHead(InstanceForward):
             hidden_states = Deferred(hidden_states, Recipe(self.record))
         result: Tensor = self.original(hidden_states)
         return result
+
+
+class HeadLater(nn.Module):
+    """In the output projection's place for one forward: the projection is called when the loss is computed, not before."""
+
+    def __init__(self, model: nn.Module, head: nn.Module, record: HeadRecord) -> None:
+        super().__init__()
+        self._model, self._head = [model], [head]  # in lists, so as not to become submodules
+        self._name = next(name for name, child in model.named_children() if child is head)
+        self.record = record
+
+    def install(self) -> None:
+        self._model[0]._modules[self._name] = self
+
+    def remove(self) -> None:
+        self._model[0]._modules[self._name] = self._head[0]
+
+    @property
+    def weight(self) -> Any:
+        return self._head[0].weight
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        head = self._head[0]
+        return Deferred(hidden_states, Recipe(self.record, weight=head.weight, bias=head.bias, head=head))  # type: ignore[arg-type]

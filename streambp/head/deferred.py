@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from streambp.distributed.zero import full_shape
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Projection, Wanted
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
@@ -55,6 +56,7 @@ class Recipe:
     before: float = 1.0  # logits = after * tanh(before * product), or after * before * product without tanh
     tanh: bool = False
     after: float = 1.0
+    head: nn.Module | None = None  # must be running where weight and bias are read
 
     def scaled(self, factor: float) -> Recipe:
         if self.weight is None:
@@ -79,7 +81,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
-        width = source.shape[-1] if recipe.weight is None else recipe.weight.shape[0]
+        width = source.shape[-1] if recipe.weight is None else full_shape(recipe.weight)[0]
         shape = (*source.shape[:-1], width)
         self: Deferred = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=source.requires_grad
@@ -240,24 +242,51 @@ def _cross_entropy(
     unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
     if unusual or recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
-    check_labels(target, recipe.weight.shape[0], ignore_index)
+    check_labels(target, x.shape[-1], ignore_index)
     inputs = make_inputs(x.source, target, recipe.projection(), recipe.norm, ignore_index)
     inputs.in_float32 = recipe.record.in_float32
-    values = (recipe.weight, recipe.bias, *inputs.norm_values())
     record = recipe.record
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)
-    if reduction != "none" and record.wanted is None and can_run_in_one_pass(x.source, record.pending):
-        divisor = labelled if reduction == "mean" else (record.num_items or 1)
-        one = torch.ones((), dtype=torch.promote_types(x.source.dtype, torch.float32), device=x.device)
-        total = OnePassNLL.apply(inputs, record.pending, one / divisor, x.source, *values)
+    one_pass = reduction != "none" and record.wanted is None and can_run_in_one_pass(x.source, record.pending)
+    divisor = labelled if reduction == "mean" else (record.num_items or 1)
+
+    def compute(source: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
+        values = (weight, bias, *inputs.norm_values())
+        if not one_pass:
+            return BlockwiseLogProbs.apply(inputs, record.wanted or Wanted(), source, *values)
+        one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=x.device)
+        return (OnePassNLL.apply(inputs, record.pending, one / divisor, source, *values),)
+
+    if recipe.head is None:
+        found = compute(x.source, recipe.weight, recipe.bias)
+    else:
+        found = _within(recipe.head, x.source, compute)
+    if one_pass:
+        total: Any = found[0]
     else:
         record.hidden_states, record.norm = x.source, recipe.norm
-        record.values = TokenLogProbs(*BlockwiseLogProbs.apply(inputs, record.wanted or Wanted(), x.source, *values))
+        record.values = TokenLogProbs(*found)  # type: ignore[arg-type]
         if reduction == "none":
             return -record.values.log_probs
         total = -record.values.log_probs.sum()
     return total if reduction == "sum" else total / labelled
+
+
+Compute = Callable[[Tensor, Any, Any], tuple[Tensor | None, ...]]
+
+
+def _within(head: nn.Module, source: Tensor, compute: Compute) -> tuple[Tensor | None, ...]:
+    """`compute` with the weight and bias of `head`, as its forward: between the hooks that gather and release them."""
+    before = head.__dict__.get("forward")
+    head.forward = lambda source: compute(source, head.weight, head.bias)  # type: ignore[method-assign, assignment]
+    try:
+        result: tuple[Tensor | None, ...] = head(source)
+        return result
+    finally:
+        del head.__dict__["forward"]
+        if before is not None:
+            head.forward = before  # type: ignore[method-assign]
 
 
 RULES: dict[Any, Callable[..., Any]] = {

@@ -1,0 +1,1 @@
+"""What engines that split a model over processes need of a streamed one."""

@@ -1,0 +1,49 @@
+"""DeepSpeed ZeRO-3: parameters that are on this rank only while a module runs.
+
+[Note: ZeRO-3 leaves] DeepSpeed gathers a module's parameters in its forward and backward hooks. Inside a streamed layer
+these would run once a chunk, so the layer is marked as a leaf, which is gathered whole: once for its forward, once for
+its backward. A leaf's gradients are reduced by a full-backward hook, which fires too early unless hidden_states is a
+positional argument that requires a gradient; a hook in front of DeepSpeed's sees to that. Both do nothing without ZeRO-3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+LEAF = "_z3_leaf"
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 manages a parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """A parameter's shape, also while ZeRO-3 has it elsewhere."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def make_leaf(layer: nn.Module) -> RemovableHandle:
+    """Have ZeRO-3 treat a streamed layer as one unit, before or after deepspeed.initialize. [Note: ZeRO-3 leaves]"""
+    setattr(layer, LEAF, True)
+    return layer.register_forward_pre_hook(_differentiable_input, with_kwargs=True, prepend=True)
+
+
+def unmake_leaf(layer: nn.Module, handle: RemovableHandle) -> None:
+    handle.remove()
+    layer.__dict__.pop(LEAF, None)
+
+
+def _differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not any(is_partitioned(parameter) for parameter in layer.parameters()):
+        return None
+    kwargs = dict(kwargs)
+    hidden_states: Tensor = args[0] if args else kwargs.pop("hidden_states")
+    if torch.is_grad_enabled() and not hidden_states.requires_grad:
+        hidden_states = hidden_states.detach().requires_grad_()
+    return (hidden_states, *args[1:]), kwargs

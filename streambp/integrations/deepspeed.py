@@ -1,0 +1,97 @@
+"""streambp from a DeepSpeed config: a "streambp" section with `StreamConfig`'s fields.
+
+    {"zero_optimization": {"stage": 3}, "streambp": {"chunk_size": 8192, "saves": ["attn_out"], "offload": "cpu"}}
+
+`initialize` takes such a config where `deepspeed.initialize` would be called. With HF Trainer or accelerate, pass the same
+file as `deepspeed=` and add `StreamCallback()`: DeepSpeed ignores sections that it does not know.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from streambp.config import StreamConfig
+from streambp.errors import ConfigError
+from streambp.patching import patch
+
+SECTION = "streambp"
+FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
+
+
+def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, **kwargs: Any) -> Any:
+    """`deepspeed.initialize` for a model that streams as the config's "streambp" section says.
+
+    Args:
+        model: patched here, unless the config has no such section.
+        config: a dictionary, the path of a JSON file, or its base64 text, as DeepSpeed takes them. `config_params` and
+            `args.deepspeed_config` are looked at as well.
+
+    Returns:
+        What deepspeed.initialize returns.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type, or two settings contradict each other.
+    """
+    import deepspeed
+
+    if args:  # deepspeed.initialize(args, model, ...)
+        kwargs = {**dict(zip(("args", "model"), args, strict=False)), **kwargs}
+        model = kwargs.pop("model", model)
+    source = config or kwargs.get("config_params") or getattr(kwargs.get("args"), "deepspeed_config", None)
+    settings = read(source)
+    stream = stream_config(settings)
+    if stream is not None and model is not None:
+        patch(model, stream)
+    if source is config and config is not None:
+        config = {key: value for key, value in settings.items() if key != SECTION}
+    return deepspeed.initialize(model=model, config=config, **kwargs)
+
+
+def read(source: Any) -> dict[str, Any]:
+    """A DeepSpeed config as a dictionary."""
+    if source is None:
+        return {}
+    if isinstance(source, dict):
+        return dict(source)
+    path = Path(source)
+    text = path.read_text() if path.is_file() else base64.urlsafe_b64decode(str(source)).decode()
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ConfigError(f"The DeepSpeed config is a {type(found).__name__}; it must be a JSON object.")
+    return found
+
+
+def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
+    """The `StreamConfig` of a DeepSpeed config's "streambp" section; None if it has none."""
+    section = settings.get(SECTION)
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise ConfigError(f'"{SECTION}" is {section!r}; it must be an object with the fields {list(FIELDS)}.')
+    unknown = sorted(set(section) - set(FIELDS))
+    if unknown:
+        raise ConfigError(f'"{SECTION}" has the keys {unknown}; it may have {list(FIELDS)}.')
+    if settings.get("activation_checkpointing"):
+        raise ConfigError(
+            '"activation_checkpointing" and "streambp" are both set; streamed layers recompute themselves. Remove '
+            '"activation_checkpointing".'
+        )
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
+    return StreamConfig(**values)
+
+
+class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Patches a Trainer's model before training, as its DeepSpeed config's "streambp" section says."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Raises ConfigError for a section that `stream_config` does not take."""
+        stream = stream_config(read(args.deepspeed))
+        if stream is not None and model is not None:
+            patch(model, stream)
