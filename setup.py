@@ -3,6 +3,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.15", "mypy>=1.18", "tqdm>=4.66"]
+LIBRARIES = [
+    "peft>=0.19",
+    "accelerate>=1.10",
+    "trl==1.16.*",
+    "deepspeed==0.19.*",
+    "triton>=3.4; platform_system == 'Linux'",
+]
 
 setup(
     name="streambp",

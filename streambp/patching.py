@@ -9,10 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from streambp.chunks import AUTO_RULE
-from streambp.config import StreamConfig
-from streambp.errors import StreamBPError
+from streambp.config import SAVES, StreamConfig
+from streambp.errors import ConfigError, StreamBPError
+from streambp.layer.products import matching
 from streambp.offload.manager import OffloadManager
-from streambp.stacks import find_stacks
+from streambp.stacks import Found, find_stacks
 from streambp.wrappers import BackboneForward, CausalLMForward, InstanceForward, LayerForward, PatchState
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,6 +45,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         if hasattr(module, "_streambp"):
             unpatch(model)
             break
+    _check_products(found, config)
     layers = [layer for stack in found.stacks for layer in stack.layers]
     state = PatchState(config)
     if config.offload == "cpu":
@@ -64,6 +66,19 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         wrapper.install()
     model._streambp = Patch(state, wrappers, found.left_alone)  # type: ignore[assignment]
     return model
+
+
+def _check_products(found: Found, config: StreamConfig) -> None:
+    """Every glob among `saves` must name a Linear of some layer."""
+    layers = [layer for stack in found.stacks for layer in stack.layers]
+    names = {name: None for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear}
+    for glob in config.products:
+        if not matching(names, [glob]):
+            shown = ", ".join(name.removesuffix(".base_layer") for name in list(names)[:16])
+            raise ConfigError(
+                f"saves names {glob!r}, which is neither of {list(SAVES)} nor the name of a Linear in the model's layers. "
+                f"These are: {shown or 'none'}."
+            )
 
 
 @dataclasses.dataclass

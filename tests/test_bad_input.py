@@ -18,12 +18,17 @@ from tests.families import LENGTH, build, make_batch
     ("field", "value"),
     [
         ("chunk_size", 0), ("chunk_size", -3), ("chunk_size", "large"), ("chunk_size", True), ("chunk_size", 2.0),
-        ("saves", "kv"), ("saves", ("qk",)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
+        ("saves", "kv"), ("saves", (3,)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
     ],
 )  # fmt: skip
 def test_config_values(field, value):
     with pytest.raises(streambp.StreamBPError, match=field):
         streambp.StreamConfig(**{field: value})
+
+
+def test_saves_that_name_nothing():
+    with pytest.raises(streambp.StreamBPError, match=r"'mlp\.gate'.*mlp\.gate_proj"):
+        streambp.patch(build("qwen3"), streambp.StreamConfig(saves=("kv", "mlp.gate")))
 
 
 def test_config_is_frozen():

@@ -14,8 +14,8 @@ ORDER = (
     "layer.function", "head.triton_fold", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.manager", "stacks", "wrappers", "patching", "integrations.deepspeed",
-    "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo", "integrations.trl.grpo",
-    "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
+    "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo",
+    "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip
 PACKAGES = ("", "attention", "layer", "head", "losses", "offload", "distributed", "integrations", "integrations.trl")
 

@@ -163,8 +163,8 @@ MUTANTS = {
         lambda linears, run: products.UnreadProducts(frozenset(linears), frozenset(linears)), oracle,
     ),
     "unread Linear without its weight's gradient": (
-        products.UnreadLinear, "backward",
-        staticmethod(lambda ctx, grad: (grad @ ctx.saved_tensors[1], torch.zeros_like(ctx.saved_tensors[1]), None)),
+        products.KnownLinear, "backward",
+        staticmethod(lambda ctx, grad: (grad @ ctx.saved_tensors[1], torch.zeros_like(ctx.saved_tensors[1]), None, None)),
         oracle,
     ),
     "cross-entropy without the label's term": (

@@ -21,7 +21,7 @@ from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
-from streambp.layer.products import UnreadProducts, trace_unread
+from streambp.layer.products import UnreadProducts, captured, known, matching, plain_linears, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.store import Access, InMemory, Offloader, SavedTensors
 
@@ -78,6 +78,10 @@ class LayerCall:
         self.prefix = Prefix(self._layout(), length, config.attention)
         self.store: SavedTensors = InMemory()
         self.random: list[RandomState] = []
+        self.linears: dict[str, nn.Linear] = {}
+        self.products: list[str] = []  # the Linears whose outputs are kept
+        self.product_names: list[str] = []
+        self.captured: list[tuple[str, Tensor, int]] = []
         self.extras: list[Place] = []  # extra outputs, in the order in which the Function returns them
 
     def _layout(self) -> Any:
@@ -159,6 +163,14 @@ class LayerCall:
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk."""
         self.store.put("x", chunk.index, hidden_chunk.detach())
+        for name, product, version in self.captured:
+            if product._version != version:
+                raise UnsupportedModelError(
+                    f"The output of {name.removeprefix('product.').split('#')[0]} is changed in place inside "
+                    f"{type(self.layer).__name__}, so it cannot be saved. Leave it out of StreamConfig's saves."
+                )
+            self.store.put(name, chunk.index, product)
+        self.captured.clear()
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
@@ -167,6 +179,40 @@ class LayerCall:
                 k, v = self.prefix.part(site, chunk)
                 self.store.put(f"k.{site}", chunk.index, k)
                 self.store.put(f"v.{site}", chunk.index, v)
+
+    def find_products(self) -> None:
+        """Which Linears `saves` names; within `streaming`, where no engine's hooks stand in the way."""
+        if self.site.config.products:
+            self.linears = plain_linears(self.layer)
+            self.products = matching(self.linears, self.site.config.products)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within, outputs of the Linears that `saves` names are collected for `keep`."""
+
+        def sink(name: str, product: Tensor) -> None:
+            number = sum(kept.startswith(f"product.{name}#") for kept, *_ in self.captured)
+            key = f"product.{name}#{number}"
+            self.captured.append((key, product, product._version))
+            if key not in self.product_names:
+                self.product_names.append(key)
+
+        with captured(self.linears, self.products, sink):
+            yield
+
+    @contextlib.contextmanager
+    def knowing(self, chunk: Chunk) -> Iterator[None]:
+        """Within, those Linears return what was kept of this chunk."""
+        calls: dict[str, int] = {}
+
+        def source(name: str) -> Tensor | None:
+            number = calls.get(name, 0)
+            calls[name] = number + 1
+            key = f"product.{name}#{number}"
+            return self.store.take(key, chunk.index) if self.store.has(key, chunk.index) else None
+
+        with known(self.linears, self.products, source):
+            yield
 
     @property
     def moves_kv(self) -> bool:
@@ -181,9 +227,10 @@ class LayerCall:
             order += [(f"{part}.{site}", chunk) for chunk in chunks for site in sites for part in "kv"]
         elif "kv" not in self.saves and sites:
             order += [("x", chunk) for chunk in chunks[:-1]]
+        products = [name for name in self.product_names if self.store.has(name, 0)]
         attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
-        order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *attended)]
-        return order, 1 + len(attended)
+        order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *products, *attended)]
+        return order, 1 + len(products) + len(attended)
 
     def restore_kv(self) -> bool:
         """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -64,11 +65,14 @@ def _run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     """hidden_states of the whole sequence, then the extra outputs in the order of `call.extras`."""
     whole = Whole(call.plan.length)
     with torch.no_grad(), call.streaming():
+        if keep:
+            call.find_products()
         for chunk in call.plan:
             if keep:
                 call.snapshot()
             hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-            output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD)
+            with call.capturing() if keep else contextlib.nullcontext():
+                output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD)
             assert output is not None
             if keep:
                 call.keep(chunk, hidden_chunk, attended)
@@ -117,7 +121,7 @@ class StreamedLayer(torch.autograd.Function):
             unread = call.unread_products(linears, parameters.names, needs_input)
             with left_out(linears, unread.refill):
                 _refill(call)
-            with left_out(linears, unread.recompute):
+            with left_out(linears, unread.recompute.difference(call.products)):
                 for chunk in call.plan.backward():
                     _chunk_backward(call, chunk, grads, shadows, inputs, sums)
         call.prefix.drop_buffers()
@@ -173,7 +177,7 @@ def _chunk_backward(
     """Recompute one chunk with a graph, differentiate it, add up."""
     hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(inputs.hidden_states is not None)
     leaves = call.arguments.leaves(chunk, inputs.wanted)
-    with torch.enable_grad(), call.random[chunk.index].replayed():
+    with torch.enable_grad(), call.random[chunk.index].replayed(), call.knowing(chunk):
         output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves)
     assert output is not None
     outputs, upstream = grads.of(output, chunk)

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -117,6 +119,11 @@ def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[tuple[Ten
     return UnreadProducts(frozenset(called) - in_prefix, frozenset(called) - frozenset(read))
 
 
+def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The names, in order, that a glob matches; an adapter's base layer goes by the name of the module it stands in."""
+    return [name for name in names if any(fnmatch.fnmatch(name.removesuffix(".base_layer"), glob) for glob in patterns)]
+
+
 @contextlib.contextmanager
 def left_out(linears: dict[str, nn.Linear], names: Labels) -> Iterator[None]:
     """Within, these Linears return NaN and know their backward."""
@@ -130,36 +137,88 @@ def left_out(linears: dict[str, nn.Linear], names: Labels) -> Iterator[None]:
             module.__dict__.pop("forward", None)
 
 
+@contextlib.contextmanager
+def captured(linears: dict[str, nn.Linear], names: list[str], sink: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within, the output of each of these Linears is also given to `sink`, with its name."""
+    chosen = {name: linears[name] for name in names if name in linears}
+
+    def capture(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            out = type(module).forward(module, x)
+            sink(name, out)
+            return out
+
+        return forward
+
+    for name, module in chosen.items():
+        module.forward = capture(name, module)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for module in chosen.values():
+            module.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def known(linears: dict[str, nn.Linear], names: list[str], source: Callable[[str], Tensor | None]) -> Iterator[None]:
+    """Within, these Linears return what `source` has for their name, and know their backward; None: they compute."""
+    chosen = {name: linears[name] for name in names if name in linears}
+    for name, module in chosen.items():
+        module.forward = _known_forward(module, functools.partial(source, name))  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for module in chosen.values():
+            module.__dict__.pop("forward", None)
+
+
 def _unread_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         weight: Any = module.weight
-        bias: Any = module.bias
-        device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        out: Tensor = UnreadLinear.apply(x, weight, bias)
+        out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias), None)
         return out
 
     return forward
 
 
-class UnreadLinear(torch.autograd.Function):
-    """x [..., in] @ W^T + b whose value nobody reads: NaN [..., out] forward, a Linear's gradients backward."""
+def _known_forward(module: nn.Linear, source: Callable[[], Tensor | None]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        value = source()
+        if value is None:
+            return type(module).forward(module, x)
+        weight: Any = module.weight
+        out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias), value)
+        return out
+
+    return forward
+
+
+def _autocast(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
+    """What F.linear works with."""
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class KnownLinear(torch.autograd.Function):
+    """x [..., in] @ W^T + b that need not be computed: `value` [..., out], or NaN where nobody reads it; a Linear's
+    gradients backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor | None) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
+        return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan) if value is None else value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
         return (
             None if weight is None else grad @ weight,
             None if x is None else flat.mT @ x.flatten(0, -2),
             flat.sum(0) if ctx.needs_input_grad[2] else None,
+            None,
         )

@@ -1,0 +1,76 @@
+"""`saves` with globs of Linear names: their outputs are kept, their products not computed again, the gradients the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import streambp
+from tests.counting import LinearFlops
+from tests.families import build, make_batch
+
+GLOBS = (("mlp.gate_proj",), ("mlp.*",), ("*",), ("self_attn.[qkv]_proj", "attn_out"), ("mlp.up_proj", "kv", "attn_out"))
+
+
+def step(model, saves, scale=1.0, **settings):
+    ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=5, saves=saves, **settings))
+    torch.manual_seed(3)
+    loss = ours(**make_batch("left-padded"), use_cache=False).loss
+    with LinearFlops() as flops:
+        loss.backward()
+    return {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}, flops.total
+
+
+def check(model, saves, **settings):
+    others = tuple(name for name in saves if name in ("kv", "attn_out"))
+    (expected, computed), (found, left) = step(model, others), step(model, saves, **settings)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+    assert left < computed
+    return left / computed
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("saves", GLOBS, ids=lambda s: "+".join(s))
+def test_gradients_are_bitwise_the_same(saves, offload):
+    check(build("qwen3"), saves, offload=offload)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "qwen2"])
+def test_families(family):
+    check(build(family), ("mlp.*",))
+
+
+def test_dropout():
+    check(build("phi3", resid_pdrop=0.3, attention_dropout=0.2), ("mlp.*", "self_attn.o_proj"))
+
+
+def test_autocast():
+    model = build("qwen3")
+    with torch.autocast("cpu", torch.bfloat16):
+        check(model, ("mlp.*",))
+
+
+def test_lora():
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    lora = peft.LoraConfig(r=4, target_modules=["gate_proj", "q_proj"], init_lora_weights=False)
+    check(peft.get_peft_model(build("qwen3"), lora), ("mlp.gate_proj", "mlp.up_proj"))
+
+
+def test_everything_saved_leaves_only_the_gradients_products():
+    """Backward then computes two products for each Linear (of its input and its weight), instead of three."""
+    share = check(build("qwen3", intermediate_size=256), ("*", "attn_out", "kv"))
+    print(f"Linear FLOPs of backward with every product saved: {share:.3f} of those with kv and attn_out saved")
+    assert share <= 0.75
+
+
+def test_an_output_changed_in_place_is_refused():
+    model = build("qwen3")
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn = torch.nn.SiLU(inplace=True)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5, saves=("mlp.gate_proj",)))
+    with pytest.raises(streambp.StreamBPError, match=r"mlp\.gate_proj is changed in place"):
+        model(**make_batch("plain"), use_cache=False)
