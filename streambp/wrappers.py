@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from streambp.attention.interface import routed
 from streambp.config import StreamConfig
+from streambp.distributed.sequence_parallel import refuse_split_sequences
 from streambp.distributed.zero import is_partitioned, make_leaf, unmake_leaf
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Wanted
@@ -185,6 +186,7 @@ class BackboneForward(InstanceForward):
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if tokens is not None and tokens.shape[1] == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
+        refuse_split_sequences(self._config._attn_implementation_internal)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith("trl."):
             raise StreamBPError(

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import BertConfig, BertModel, LlamaConfig, T5Config, T5Model
+from transformers import AttentionInterface, BertConfig, BertModel, LlamaConfig, T5Config, T5Model
 
 import streambp
 from tests import zoo
@@ -159,3 +159,23 @@ def test_log_probs_without_labels():
 def test_config_of_another_type():
     with pytest.raises(streambp.StreamBPError, match="LlamaConfig"):
         streambp.patch(build("llama"), LlamaConfig())
+
+
+def test_ulysses_sequence_parallelism(monkeypatch):
+    def uattn_wrapper(*args, **kwargs):
+        raise AssertionError("never called")
+
+    uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", uattn_wrapper)
+    with pytest.raises(streambp.StreamBPError, match="Ulysses"):
+        streamed()(**make_batch("plain"), use_cache=False)
+
+
+def test_torch_context_parallelism(monkeypatch):
+    def ring(*args, **kwargs):
+        raise AssertionError("never called")
+
+    ring.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", ring)
+    with pytest.raises(streambp.StreamBPError, match="context parallelism"):
+        streamed()(**make_batch("plain"), use_cache=False)

@@ -1,0 +1,67 @@
+"""The distributed examples on two CPU ranks, and what happens to a job when one rank raises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def torchrun(script, *arguments, timeout=240):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=timeout
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero3"])
+def test_loss_falls(name):
+    if name == "deepspeed_zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    result = torchrun(EXAMPLES / name / "train.py")
+    assert result.returncode == 0, result.stderr[-3000:]
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", result.stdout)]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.05
+
+
+BREAKS = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import streambp
+from tests.families import build, make_batch
+dist.init_process_group("gloo")
+model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
+mlp = model.model.layers[1].mlp
+real, calls = type(mlp).forward, []
+def forward(x):
+    calls.append(1)
+    if dist.get_rank() == 1 and len(calls) == 14:
+        raise ValueError("injected in the middle of a step")
+    return real(mlp, x)
+mlp.forward = forward
+wrapped = DistributedDataParallel(model)
+for seed in range(3):
+    wrapped(**make_batch("plain", seed=seed), use_cache=False).loss.backward()
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_raises_ends_the_job_with_its_error(tmp_path):
+    script = tmp_path / "breaks.py"
+    script.write_text(BREAKS)
+    start = time.monotonic()
+    result = torchrun(script, timeout=120)
+    assert result.returncode != 0
+    assert "injected in the middle of a step" in result.stderr
+    assert time.monotonic() - start < 100  # a hang, not a speed
