@@ -100,7 +100,8 @@ class StreamedLayer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs = _run_forward(call, keep=True)
         if call.store.copies:
-            call.hidden_states = torch.empty_like(hidden_states, device="meta")  # its shape; the rest has left
+            # Its shape without a byte of storage; the rest has left.
+            call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
         return outputs
 
     @staticmethod
@@ -114,7 +115,9 @@ class StreamedLayer(torch.autograd.Function):
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = grad if reuse else mark(torch.empty_like(call.hidden_states, device=call.device))
+            inputs.hidden_states = grad if reuse else mark(
+                torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format)
+            )
         call.hidden_states = None  # type: ignore[assignment]
         with call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             linears = plain_linears(call.layer)

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -82,11 +84,15 @@ class Shapes:
     operations thousands of times, and most of a count's time is torch finding out their outputs' shapes.
 
     Only operations are remembered whose outputs are fresh tensors, or their first argument changed in place.
+
+    Args:
+        mode: of fake tensors; None: the tensors are on meta.
     """
 
     IN_PLACE = "in place"
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self.mode = mode
         self._known: dict[Any, Any] = {}
         self._never: set[Any] = set()  # operations that return views
 
@@ -98,18 +104,30 @@ class Shapes:
         if known is Shapes.IN_PLACE:
             return args[0]
         if known is not None:
-            made = [None if one is None else torch.empty_strided(*one[:2], dtype=one[2], device="meta") for one in known[1]]
+            made = [None if one is None else self._make(*one) for one in known[1]]
             return tuple(made) if known[0] else made[0]
         result = func(*args, **kwargs)
         if key is not None:
             self._remember(key, func, args, result)
         return result
 
+    def _make(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        if self.mode is None:
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        with no_dispatch():
+            storage = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self.mode, storage, torch.device("cpu"))
+
+    def _known_kind(self, tensor: Any) -> bool:
+        if self.mode is None:
+            return tensor.device.type == "meta" and type(tensor) in (Tensor, torch.nn.Parameter)
+        return isinstance(tensor, FakeTensor) and tensor.constant is None
+
     def _key(self, func: Any, args: Any, kwargs: Any) -> Any:
         parts: list[Any] = [func]
         for value in (*args, *kwargs.items()):
             if isinstance(value, Tensor):
-                if type(value) not in (Tensor, torch.nn.Parameter) or value.device.type != "meta":
+                if not self._known_kind(value):
                     return None
                 parts.append((value.shape, value.stride(), value.dtype))
             elif isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
@@ -135,7 +153,7 @@ class Shapes:
             return
         several = isinstance(result, tuple)
         outputs = result if several else (result,)
-        if all(x is None or (isinstance(x, Tensor) and x.device.type == "meta") for x in outputs):
+        if all(x is None or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
             metadata = [None if x is None else (x.shape, x.stride(), x.dtype) for x in outputs]
             self._known[key] = (several, metadata)
 
@@ -184,7 +202,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    return tensor.device.type != "meta" and type(tensor).__name__ != "FakeTensor"
+    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
 def _scalar(tensor: Tensor) -> bool | int | float:

@@ -103,7 +103,8 @@ class Setting:
             copy of the weights, 0 leaves it out.
         gradient_bytes: of a gradient's element; None: as the parameter.
         sequence_parallel: ranks that share one sequence.
-        accumulate: the step adds to gradients that exist.
+        optimizer_on_host: its state waits in host memory (ZeRO-Offload and the like).
+        accumulate: the step adds to gradients that exist; False: it starts from None.
     """
 
     gpus: int = 1
@@ -112,16 +113,18 @@ class Setting:
     gradient_bytes: int | None = None
     sequence_parallel: int = 1
     expert_parallel: int = 1
-    accumulate: bool = True
+    optimizer_on_host: bool = False
+    accumulate: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Bytes on each rank that a step finds and leaves: weights, all gradients, optimizer state."""
+    """Bytes of each rank that a step finds and leaves: weights, all gradients, optimizer state on the device, on the host."""
 
     weights: float
     gradients: float
     optimizer: float
+    host: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +153,7 @@ def static(profile: Profile, setting: Setting) -> Static:
         optimizer += setting.optimizer * group.trainable / expert / (replicas if setting.zero >= 1 else 1)
     if setting.zero >= 3:
         weights = min(weights + profile.unsharded, sum(group.bytes for group in profile.groups))
-    return Static(weights, gradients, optimizer)
+    return Static(weights, gradients, *((0.0, optimizer) if setting.optimizer_on_host else (optimizer, 0.0)))
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
@@ -169,7 +172,7 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     worst = max(parts, key=lambda name: sum(parts[name]))
     gradients, activations = parts[worst]
     base = kept.weights + kept.optimizer
-    host = method.host_constant + method.host_per_token * tokens
+    host = kept.host + method.host_constant + method.host_per_token * tokens
     totals = {name: base + sum(found) for name, found in parts.items()}
     return Peak(totals[worst], worst, kept.weights, kept.optimizer, gradients, activations, host, totals)
 

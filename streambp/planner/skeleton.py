@@ -13,11 +13,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from streambp.errors import StreamBPError
 from streambp.patching import unpatch
@@ -52,9 +53,16 @@ class Skeleton:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within, new tensors have no data."""
-        with self.mode or torch.device("meta"):
-            yield
+        """Within, new tensors have no data.
+
+        transformers takes fake tensors for a trace and would build the masks that a real step goes without.
+        """
+        if self.mode is None:
+            with torch.device("meta"):
+                yield
+        else:
+            with self.mode, mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False):
+                yield
 
     @property
     def causal_lm(self) -> PreTrainedModel:

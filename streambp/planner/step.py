@@ -157,11 +157,17 @@ class FusedHead(torch.autograd.Function):
     TILE = (2048, 32768)
 
     @staticmethod
+    def _tiles(hidden: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in hidden.split(FusedHead.TILE[0]):
+            for columns in weight.split(FusedHead.TILE[1]):
+                yield rows, columns
+
+    @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        tile = hidden.new_empty(min(FusedHead.TILE[0], hidden.shape[0]), min(FusedHead.TILE[1], weight.shape[0]))
+        for rows, columns in FusedHead._tiles(hidden, weight):
+            rows @ columns.mT
         statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
         ctx.save_for_backward(hidden, weight, statistics[0])
-        del tile
         return statistics[1].sum()
 
     @staticmethod
@@ -169,8 +175,12 @@ class FusedHead(torch.autograd.Function):
         hidden, weight, _ = ctx.saved_tensors
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        tile = hidden.new_empty(min(FusedHead.TILE[0], hidden.shape[0]), min(FusedHead.TILE[1], weight.shape[0]))
-        del tile
+        for rows, columns in FusedHead._tiles(hidden, weight):
+            tile = rows @ columns.mT
+            tile @ columns
+            if d_weight is not None:
+                tile.mT @ rows
+            del tile
         return d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype)
 
 

@@ -80,7 +80,7 @@ def survey(
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
     reduced = reduce_layers(skeleton.model)
-    counter = _Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
+    counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods = tuple(_method(counter, recipe, at) for recipe in recipes)
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
     name = type(skeleton.causal_lm).__name__
@@ -109,15 +109,19 @@ def _gathered_at_once(skeleton: Skeleton) -> int:
 
 
 @dataclasses.dataclass
-class _Counter:
+class Counter:
+    """Counts single steps of a skeleton with reduced layers."""
+
     skeleton: Skeleton
     reduced: Reduced
     batch_size: int
     kernels: str | None
-    shapes: Shapes = dataclasses.field(default_factory=Shapes)
 
-    def count(self, recipe: Recipe, point: Point) -> tuple[list[Span], list[Span]]:
-        """A first step's spans and an accumulating step's."""
+    def __post_init__(self) -> None:
+        self.shapes = Shapes(self.skeleton.mode)
+
+    def count(self, recipe: Recipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
+        """The spans of a first step and, if asked for, of a second that adds to its gradients."""
         model, skeleton = self.skeleton.model, self.skeleton
         layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
         with skeleton.active():
@@ -131,12 +135,12 @@ class _Counter:
 
         with self._prepared(recipe, point[1]) as manager, skeleton.active():
             steps = []
-            for _ in range(2):
+            for _ in range(1 + accumulate):
                 sent = 0 if manager is None else manager.bytes[OUT]
                 host = lambda sent=sent: 0 if manager is None else manager.bytes[OUT] - sent  # noqa: E731
                 steps.append(run_step(model, layers, loss, StepCount(self.kernels, self.shapes), host))
         model.zero_grad(set_to_none=True)
-        return steps[0], steps[1]
+        return steps
 
     @contextlib.contextmanager
     def _prepared(self, recipe: Recipe, chunk_size: int) -> Any:
@@ -167,11 +171,11 @@ class _Counter:
         return manager
 
 
-def _method(counter: _Counter, recipe: Recipe, at: Point | None) -> Method:
+def _method(counter: Counter, recipe: Recipe, at: Point | None) -> Method:
     points = _points(at, recipe.config is not None)
     counted = [counter.count(recipe, point) for point in points]
-    first, totals = zip(*(unroll(spans, counter.reduced) for spans, _ in counted), strict=True)
-    later, _ = zip(*(unroll(spans, counter.reduced) for _, spans in counted), strict=True)
+    first, totals = zip(*(unroll(steps[0], counter.reduced) for steps in counted), strict=True)
+    later, _ = zip(*(unroll(steps[1], counter.reduced) for steps in counted), strict=True)
     later = tuple([dataclasses.replace(phase, gradients=0.0) for phase in phases] for phases in later)
     host = solve(points, [total.host for total in totals])
     saves = () if recipe.config is None else recipe.config.saves
