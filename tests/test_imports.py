@@ -15,7 +15,7 @@ ORDER = (
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.manager", "stacks", "wrappers", "patching", "planner.count", "planner.profile",
     "planner.skeleton", "planner.step", "planner.compose", "planner.tree", "planner.survey", "planner.estimate",
-    "planner.plan", "planner.report", "integrations.deepspeed",
+    "planner.plan", "planner.report", "planner.megatron", "integrations.deepspeed",
     "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo",
     "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip

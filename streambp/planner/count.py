@@ -148,11 +148,13 @@ class Shapes:
             if func in CHANGED_IN_PLACE and result is args[0]:
                 self._known[key] = Shapes.IN_PLACE
             return
-        if any(out.alias_info is not None for out in schema.returns):
-            self._never.add(func)
-            return
         several = isinstance(result, tuple)
         outputs = result if several else (result,)
+        given = {x.untyped_storage()._cdata for x in tensors(args)}
+        views = any(x.untyped_storage()._cdata in given for x in tensors(outputs))  # _unsafe_view's schema says it makes none
+        if views or any(out.alias_info is not None for out in schema.returns):
+            self._never.add(func)
+            return
         if all(x is None or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
             metadata = [None if x is None else (x.shape, x.stride(), x.dtype) for x in outputs]
             self._known[key] = (several, metadata)
