@@ -175,7 +175,7 @@ def describe(model: nn.Module) -> Description:
         for w in found.wrappers
         if isinstance(w, LayerForward)
     )
-    chunk = AUTO_RULE if config.chunk_size == "auto" else str(config.chunk_size)
+    chunk = str(found.state.chunk_rule or AUTO_RULE) if config.chunk_size == "auto" else str(config.chunk_size)
     return Description(
         layers, chunk, config.saves, _describe_offload(found), config.attention, _describe_head(found), _notes(model, found)
     )

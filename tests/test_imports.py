@@ -11,15 +11,18 @@ ORDER = (
     "attention.masks", "attention.kernels", "attention.prefix", "attention.interface", "layer.store",
     "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.call", "layer.gradients", "layer.probe", "layer.whole",
+    "layer.exhausted",
     "layer.function", "head.triton_fold", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
-    "offload.arena", "offload.manager", "stacks", "wrappers", "patching", "planner.count", "planner.profile",
-    "planner.skeleton", "planner.step", "planner.compose", "planner.tree", "planner.survey", "planner.estimate",
-    "planner.plan", "planner.report", "planner.megatron", "integrations.deepspeed",
+    "offload.arena", "offload.manager", "stacks", "wrappers", "patching", "integrations.deepspeed",
+    "planner.count", "planner.profile", "planner.skeleton", "planner.step", "planner.compose", "planner.tree",
+    "planner.survey", "planner.estimate", "planner.plan", "planner.auto", "planner.measure", "planner.report",
+    "planner.megatron",
     "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo",
     "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip
-PACKAGES = ("", "attention", "layer", "head", "losses", "offload", "distributed", "planner", "integrations", "integrations.trl")
+PACKAGES = ("", "attention", "layer", "head", "losses", "offload", "distributed", "integrations", "integrations.trl")
+PACKAGES += ("planner",)
 
 
 def module_names():

@@ -37,6 +37,7 @@ class LayerSite:
         counts_positions: it asks its cache how many tokens came before.
         whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
+        chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
     """
 
     layer: nn.Module
@@ -46,6 +47,7 @@ class LayerSite:
     whole_because: str | None = None
     offloader: Offloader | None = None
     index: int = 0
+    chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     probed: bool = False
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
 
@@ -70,7 +72,9 @@ class LayerCall:
         batch_size, length = self.hidden_states.shape[-3:-1]
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
-        self.plan = plan_chunks(length, batch_size, config.chunk_size)
+        rule = site.chunk_rule
+        size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
+        self.plan = plan_chunks(length, batch_size, size)
         self.configs = attention_configs(site.layer)
         self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)

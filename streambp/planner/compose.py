@@ -1,13 +1,14 @@
 """From the phases of a few layers at a few lengths to those of the whole model at any length.
 
 A phase's bytes are what was alive before it plus its own work. What a layer leaves behind, and its work, are the same for
-every layer of its kind; so the phases of all layers follow from those of the kept ones (DESIGN.md section 6: "affine in T and
-linear in layers").
+every layer of its kind; so the phases of all layers follow from those of the kept ones (DESIGN.md section 6: "affine in T
+and linear in layers").
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -51,7 +52,7 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
         elif span.layer == len(reduced.kept) - 1 and span.name == "backward":
             down = [index for index in reversed(range(depth)) if reduced.stand_in(index) in backward]
             order += [(f"backward {index}", backward[reduced.stand_in(index)]) for index in down]
-    before = {id(span): (last.gradients, last.host) for last, span in zip(spans, spans[1:], strict=False)}
+    before = {id(span): (last.gradients, last.host) for last, span in itertools.pairwise(spans)}
     live = gradients = host = 0.0
     counted = []
     for name, span in order:
@@ -73,7 +74,7 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     for column in zip(*phases, strict=True):
         line = solve(points, [phase.peak for phase in column])
         fitted.append(Phase(column[0].name, *line, gradients=column[0].gradients))
-    ends = {}
+    ends: dict[int, tuple[int, int]] = {}
     for index, kind in enumerate(reduced.kinds):
         ends[kind] = (ends.get(kind, (index, index))[0], index)
     shown = {index for pair in ends.values() for index in pair} | {0, len(reduced.kinds) - 1}

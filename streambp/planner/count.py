@@ -74,9 +74,9 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, gone).atexit = False
 
 
-CHANGED_IN_PLACE = frozenset(
-    getattr(aten, name).default for name in ("copy_", "zero_", "neg_")
-) | frozenset(getattr(getattr(aten, name), kind) for name in ("add_", "mul_", "div_", "sub_") for kind in ("Tensor", "Scalar"))
+CHANGED_IN_PLACE = frozenset(getattr(aten, name).default for name in ("copy_", "zero_", "neg_")) | frozenset(
+    getattr(getattr(aten, name), kind) for name in ("add_", "mul_", "div_", "sub_") for kind in ("Tensor", "Scalar")
+)
 
 
 class Shapes:
@@ -151,7 +151,9 @@ class Shapes:
         several = isinstance(result, tuple)
         outputs = result if several else (result,)
         given = {x.untyped_storage()._cdata for x in tensors(args)}
-        views = any(x.untyped_storage()._cdata in given for x in tensors(outputs))  # _unsafe_view's schema says it makes none
+        views = any(
+            x.untyped_storage()._cdata in given for x in tensors(outputs)
+        )  # _unsafe_view's schema says it makes none
         if views or any(out.alias_info is not None for out in schema.returns):
             self._never.add(func)
             return
@@ -208,8 +210,8 @@ def _has_data(tensor: Tensor) -> bool:
 
 
 def _scalar(tensor: Tensor) -> bool | int | float:
-    """What a value that does not exist is taken for: conditions hold. In the models' forwards these ask whether a mask keeps
-    every token, whether a batch is not packed, whether an index lies in its range."""
+    """What a value that does not exist is taken for: conditions hold. In the models' forwards these ask whether a mask
+    keeps every token, whether a batch is not packed, whether an index lies in its range."""
     if tensor.dtype == torch.bool:
         return True
     return 1.0 if tensor.is_floating_point() else 1

@@ -1,4 +1,4 @@
-"""`plan`: what fits. From a model, a length and memory to chunk size, saves and offload, what binds, and what would help."""
+"""`plan`: what fits. From a model, a length and memory to chunk size, saves and offload; what binds, what helps."""
 
 from __future__ import annotations
 
@@ -131,14 +131,16 @@ def plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memory
 
 
 def choose(profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting) -> Choice | None:
-    """The method with the fewest FLOPs that fits, with the largest chunk that does; at equal FLOPs the one that moves less."""
+    """The method with the fewest FLOPs that fits, with the largest chunk that does; of equals the one that moves least."""
     found = []
     for method in methods:
         for size in chunk_sizes(profile.batch_size):
             at = peak(profile, method, seq_len, size, setting)
             if fits(at, memory):
                 found.append(
-                    Choice(method.name, method.saves, method.offload, min(size, seq_len), seq_len, at, flops(method, seq_len))
+                    Choice(
+                        method.name, method.saves, method.offload, min(size, seq_len), seq_len, at, flops(method, seq_len)
+                    )
                 )
                 break
     return min(found, key=lambda c: (round(c.flops / found[0].flops, 2), c.peak.host, -c.chunk_size), default=None)

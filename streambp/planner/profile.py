@@ -1,13 +1,13 @@
 """What a model's steps cost, as data, and the arithmetic that turns it into bytes for a sequence length.
 
-A `Profile` holds numbers and names only, so `json.dumps(dataclasses.asdict(profile))` is all that is needed to compute every
-peak elsewhere (a web page, say). `peak` is that computation: for each phase of a step
+A `Profile` holds numbers and names only, so `json.dumps(dataclasses.asdict(profile))` is all that is needed to compute
+every peak elsewhere (a web page, say). `peak` is that computation: for each phase of a step
 
     static + constant + per_token * T + per_chunk_token * C + gradients * (share - 1)
 
 and the largest wins. T and C are positions per row of the batch on one rank, `gradients` what is in `.grad` when the phase
 begins, `share` the part of them that this rank keeps (DESIGN.md section 6). Lines are counted at lengths of tens of
-thousands of tokens; below that they are an upper bound, because the attention kernels' outputs stop growing at their block size.
+thousands of tokens; below that they are an upper bound: attention kernels' outputs stop growing at their block size.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Setting:
 
     Args:
         gpus: ranks, and replicas of each parameter among them (expert parallelism divides the experts' replicas).
-        zero: 0 for DDP or one GPU; ZeRO's stage otherwise. optimizer: bytes a trainable parameter; 12 is Adam with a float32
-            copy of the weights, 0 leaves it out.
+        zero: 0 for DDP or one GPU; ZeRO's stage otherwise. optimizer: bytes a trainable parameter; 12 is Adam with a
+            float32 copy of the weights, 0 leaves it out.
         gradient_bytes: of a gradient's element; None: as the parameter.
         sequence_parallel: ranks that share one sequence.
         optimizer_on_host: its state waits in host memory (ZeRO-Offload and the like).
@@ -119,7 +119,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Bytes of each rank that a step finds and leaves: weights, all gradients, optimizer state on the device, on the host."""
+    """Bytes of each rank that a step finds and leaves: weights, all gradients, optimizer state there and on the host."""
 
     weights: float
     gradients: float
@@ -142,7 +142,7 @@ class Peak:
 
 
 def static(profile: Profile, setting: Setting) -> Static:
-    """What stays: 2 + gradient + 12 / R bytes a parameter in bf16, R the replicas that share a parameter's optimizer state."""
+    """What stays: 2 + gradient + 12 / R bytes a parameter in bf16, R the replicas that share its optimizer state."""
     weights = gradients = optimizer = 0.0
     for group in profile.groups:
         expert = setting.expert_parallel if group.name == "expert" else 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from streambp.planner.estimate import Estimate
+from streambp.planner.measure import Compared
 from streambp.planner.plan import Plan
-from streambp.planner.profile import Node, Peak, Profile, Setting, to_json
+from streambp.planner.profile import Node, Peak, Profile, Setting
 
 GIB = 2**30
 BAR = 40
@@ -41,9 +40,8 @@ def headline(profile: Profile, setting: Setting) -> str:
 
 def _budget(plan: Plan) -> str:
     host = "no limit" if plan.memory.host is None else f"{plan.memory.host / GIB:.1f} GiB"
-    return (
-        f"Each GPU: {plan.memory.gpu / GIB:.1f} GiB, {plan.memory.usable / GIB:.1f} GiB of it usable; host memory for each: {host}"
-    )
+    gpu = f"{plan.memory.gpu / GIB:.1f} GiB, {plan.memory.usable / GIB:.1f} GiB of it usable"
+    return f"Each GPU: {gpu}; host memory for each: {host}"
 
 
 def _choice(plan: Plan) -> list[str]:
@@ -59,7 +57,9 @@ def _choice(plan: Plan) -> list[str]:
             f"  peak {peak.total / GIB:.1f} GiB in {peak.phase}, {peak.host / GIB:.1f} GiB of host memory, "
             f"{choice.flops / 1e15:.1f} PFLOP",
         ]
-    lines.append(f"What binds the longest sequence: {plan.binds if plan.binds == 'host memory' else f'GPU memory ({plan.binds})'}")
+    lines.append(
+        f"What binds the longest sequence: {plan.binds if plan.binds == 'host memory' else f'GPU memory ({plan.binds})'}"
+    )
     lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
 
@@ -96,7 +96,7 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
 def estimate_table(estimate: Estimate) -> str:
     """Methods side by side, then the streamed step's phases."""
     lines = [headline(estimate.profile, estimate.setting), f"{estimate.seq_len:,} tokens a row, GiB on each GPU:", ""]
-    rows = [("", "total", "weights", "optimizer", "gradients", "activations", "host", "PFLOP")]
+    rows: list[tuple[str, ...]] = [("", "total", "weights", "optimizer", "gradients", "activations", "host", "PFLOP")]
     for method in estimate.methods:
         peak = method.peak
         sizes = (peak.total, peak.weights, peak.optimizer, peak.gradients, peak.activations, peak.host)
@@ -115,10 +115,15 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Everything in a plan; `["profile"]` and `["setting"]` are what `profile.peak` computes from."""
-    data = dataclasses.asdict(dataclasses.replace(plan, profile=None))  # type: ignore[type-var]
-    return {**data, "profile": to_json(plan.profile)}
+def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) -> str:
+    """Predicted beside measured, phase by phase, and the peaks."""
+    lines = [f"One step of {seq_len:,} tokens in chunks of {chunk_size:,}; MiB beyond what was there before it", ""]
+    predicted, measured = max(row.predicted for row in rows), max(row.measured for row in rows)
+    cells = [("phase", "predicted", "measured", "difference")]
+    for row in (*rows, Compared("peak", predicted, measured)):
+        difference = f"{100 * (row.predicted / row.measured - 1):+.2f} %" if row.measured else "-"
+        cells.append((row.phase, f"{row.predicted / 2**20:.2f}", f"{row.measured / 2**20:.2f}", difference))
+    return "\n".join([*lines, *columns(cells)])
 
 
 def _count(number: int) -> str:

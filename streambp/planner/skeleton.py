@@ -12,7 +12,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from unittest import mock
 
 import torch
@@ -26,7 +26,7 @@ from streambp.stacks import find_stacks
 
 Device = Literal["cuda", "cpu"]
 INNER = 2
-Source = str | PreTrainedConfig | nn.Module
+Source: TypeAlias = str | PreTrainedConfig | nn.Module
 
 
 class Skeleton:
@@ -61,7 +61,7 @@ class Skeleton:
             with torch.device("meta"):
                 yield
         else:
-            with self.mode, mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False):
+            with self.mode, mock.patch.object(masking_utils, "is_tracing", return_value=False):
                 yield
 
     @property
@@ -71,8 +71,8 @@ class Skeleton:
             if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
                 return module
         raise StreamBPError(
-            f"{type(self.model).__name__} has no language-model head; the planner estimates steps of causal language models. "
-            "Pass a model with one, such as AutoModelForCausalLM gives."
+            f"{type(self.model).__name__} has no language-model head; the planner estimates steps of causal language "
+            "models. Pass a model with one, such as AutoModelForCausalLM gives."
         )
 
     def _build(self, config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
@@ -202,7 +202,9 @@ def reduce_layers(model: nn.Module) -> Reduced:
     """
     stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
     config, depth = stack.backbone.config, len(stack.layers)
-    fields = {name: value for name, value in vars(config).items() if isinstance(value, list | tuple) and len(value) == depth}
+    fields = {
+        name: value for name, value in vars(config).items() if isinstance(value, list | tuple) and len(value) == depth
+    }
     signatures = [_signature(layer, index, fields) for index, layer in enumerate(stack.layers)]
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
     inner = [index for index in range(1, depth - 1) if kinds[1:index].count(kinds[index]) < INNER]

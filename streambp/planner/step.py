@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from streambp.layer.call import attention_configs
-from streambp.planner.count import LiveBytes, StepCount, aten
+from streambp.planner.count import aten
 
 EMBEDDING, HEAD, EMBEDDING_BACKWARD = "embedding", "head", "embedding backward"
 FUSED = "streambp_fused"
@@ -39,10 +39,26 @@ class Span:
     attention_flops: int
 
 
+class Count(Protocol):
+    """What counts a step's bytes: alive now, and at most since `reset_peak`; entered around the step."""
+
+    @property
+    def live(self) -> int: ...
+
+    @property
+    def peak(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: Any) -> Any: ...
+
+
 class Phases:
     """Cuts a count into spans; `enter` begins one and ends the last."""
 
-    def __init__(self, count: LiveBytes, parameters: list[nn.Parameter], host: Callable[[], int]) -> None:
+    def __init__(self, count: Count, parameters: list[nn.Parameter], host: Callable[[], int]) -> None:
         self.spans: list[Span] = []
         self._count, self._parameters, self._host = count, parameters, host
         self._current: tuple[str, int | None] | None = None
@@ -70,7 +86,7 @@ def run_step(
     model: nn.Module,
     layers: tuple[nn.Module, ...],
     loss: Callable[[], Tensor],
-    count: LiveBytes,
+    count: Count,
     host: Callable[[], int] = lambda: 0,
 ) -> list[Span]:
     """Forward and backward of one batch.
@@ -80,7 +96,9 @@ def run_step(
         loss: runs the forward. count: counts; entered here. host: bytes on the host at the moment.
     """
     phases = Phases(count, list(model.parameters()), host)
-    handles = [hook for place, layer in enumerate(layers) for hook in _watch(layer, place, place == len(layers) - 1, phases)]
+    handles = [
+        hook for place, layer in enumerate(layers) for hook in _watch(layer, place, place == len(layers) - 1, phases)
+    ]
     try:
         with count:
             phases.enter(EMBEDDING)

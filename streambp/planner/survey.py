@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from streambp.attention.kernels import K_BLOCK
 from streambp.config import StreamConfig
 from streambp.offload.arena import Arena
-from streambp.offload.engines import OUT, SynchronousEngine
+from streambp.offload.engines import SynchronousEngine
 from streambp.offload.manager import OffloadManager
-from streambp.patching import patch, unpatch
+from streambp.patching import Patch, patch, unpatch
 from streambp.planner.compose import Point, Totals, fit, solve, unroll
 from streambp.planner.count import Shapes, StepCount
-from streambp.planner.profile import Group, Method, Node, Profile
+from streambp.planner.profile import Group, Method, Node, Phase, Profile
 from streambp.planner.skeleton import Reduced, Skeleton, reduce_layers
 from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
 from streambp.planner.tree import module_tree
@@ -49,7 +50,9 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> Recipe:
 PLAIN = Recipe("plain")
 CHECKPOINTING = Recipe("checkpointing", checkpointing=True)
 CHECKPOINTING_HEAD = Recipe("checkpointing, fused head", checkpointing=True, fused_head=True)
-STREAMED = tuple(streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv")))
+STREAMED = tuple(
+    streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv"))
+)
 RECIPES = (PLAIN, CHECKPOINTING, CHECKPOINTING_HEAD, *STREAMED)
 
 
@@ -71,21 +74,24 @@ def survey(
     batch_size: int = 1,
     at: Point | None = None,
     kernels: str = "cudnn",
+    accumulating: bool = True,
+    tree: bool = True,
 ) -> Profile:
     """Count every recipe on the skeleton, whose layers are reduced for it.
 
     Args:
         at: a length and chunk size that the lines must fit best; None: lines for any length.
+        accumulating, tree: count the second regime and the modules as well.
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
     reduced = reduce_layers(skeleton.model)
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
-    methods = tuple(_method(counter, recipe, at) for recipe in recipes)
+    methods = tuple(_method(counter, recipe, at, accumulating) for recipe in recipes)
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
     name = type(skeleton.causal_lm).__name__
-    tree = module_tree(skeleton, reduced, batch_size)
-    return Profile(name, dtype, len(reduced.kinds), batch_size, groups, unsharded, methods, tree)
+    modules = module_tree(skeleton, reduced, batch_size) if tree else Node("", name, 1, 0, 0.0)
+    return Profile(name, dtype, len(reduced.kinds), batch_size, groups, unsharded, methods, modules)
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
@@ -96,7 +102,7 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
         trained = [p for p in mine if p.requires_grad]
         sizes = [sum(p.numel() for p in mine), sum(p.nbytes for p in mine)]
         if mine:
-            groups.append(Group(name, *sizes, sum(p.numel() for p in trained), sum(p.nbytes for p in trained)))
+            groups.append(Group(name, sizes[0], sizes[1], sum(p.numel() for p in trained), sum(p.nbytes for p in trained)))
     return tuple(groups)
 
 
@@ -136,8 +142,8 @@ class Counter:
         with self._prepared(recipe, point[1]) as manager, skeleton.active():
             steps = []
             for _ in range(1 + accumulate):
-                sent = 0 if manager is None else manager.bytes[OUT]
-                host = lambda sent=sent: 0 if manager is None else manager.bytes[OUT] - sent  # noqa: E731
+                sent = _sent(manager)
+                host = functools.partial(lambda sent: _sent(manager) - sent, sent)
                 steps.append(run_step(model, layers, loss, StepCount(self.kernels, self.shapes), host))
         model.zero_grad(set_to_none=True)
         return steps
@@ -163,30 +169,40 @@ class Counter:
         if recipe.config is None or recipe.config.offload == "none":
             return None
         device = torch.device("meta" if self.skeleton.mode is None else "cpu")
-        wrappers = [w for w in self.skeleton.model._streambp.wrappers if isinstance(w, LayerForward)]
-        manager = OffloadManager(None, "raise", len(wrappers), UncountedHost(device, self.skeleton))
-        manager._arena = Arena(2**62, manager.engine.host_buffer)
+        installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
+        wrappers = [w for w in installed.wrappers if isinstance(w, LayerForward)]
+        engine = UncountedHost(device, self.skeleton)
+        manager = OffloadManager(None, "raise", len(wrappers), engine=engine)
+        manager._arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
         for wrapper in wrappers:
             wrapper.site.offloader = manager
         return manager
 
 
-def _method(counter: Counter, recipe: Recipe, at: Point | None) -> Method:
+def _sent(manager: OffloadManager | None) -> int:
+    """Bytes that have gone to the host."""
+    return 0 if manager is None else int(manager.stats()["bytes_out"])
+
+
+def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bool) -> Method:
     points = _points(at, recipe.config is not None)
-    counted = [counter.count(recipe, point) for point in points]
-    first, totals = zip(*(unroll(steps[0], counter.reduced) for steps in counted), strict=True)
-    later, _ = zip(*(unroll(steps[1], counter.reduced) for steps in counted), strict=True)
-    later = tuple([dataclasses.replace(phase, gradients=0.0) for phase in phases] for phases in later)
+    counted = [counter.count(recipe, point, accumulating) for point in points]
+    regimes: list[tuple[Phase, ...]] = []
+    totals: tuple[Totals, ...] = ()
+    for number in range(1 + accumulating):
+        phases, totals = zip(*(unroll(steps[number], counter.reduced) for steps in counted), strict=True)
+        regimes.append(fit(points, phases, counter.reduced))
+    if not accumulating:
+        regimes.append(())
     host = solve(points, [total.host for total in totals])
-    saves = () if recipe.config is None else recipe.config.saves
-    offload = "none" if recipe.config is None else recipe.config.offload
+    config = recipe.config or StreamConfig()
     return Method(
         recipe.name,
-        saves,
-        offload,
+        config.saves,
+        config.offload,
         recipe.config is not None,
-        fit(points, first, counter.reduced),
-        fit(points, later, counter.reduced),
+        regimes[0],
+        tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1]),
         host[0],
         host[1],
         *_flops(points, totals),

@@ -7,14 +7,13 @@ import dataclasses
 import torch
 
 import streambp
-from streambp.offload.manager import OffloadManager
 from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
+from streambp.planner.measure import uncount_host
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.step import run_step
-from streambp.planner.survey import CHECKPOINTING, Counter, UncountedHost, streamed
+from streambp.planner.survey import CHECKPOINTING, Counter, streamed
 from streambp.stacks import find_stacks
-from streambp.wrappers import LayerForward
 from tests import zoo
 
 RECIPES = {
@@ -25,8 +24,8 @@ RECIPES = {
 }
 WINDOWED = {"sliding_window": 512}
 FAMILIES = {
-    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "phi3": {}, "olmo2": {}, "gemma3_text": WINDOWED, "glm4": {},
-    "granite": {}, "gpt_oss": WINDOWED, "qwen3_moe": {}, "deepseek_v3": {},
+    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "phi3": {}, "olmo2": {}, "gemma3_text": WINDOWED,
+    "glm4": {}, "granite": {}, "gpt_oss": WINDOWED, "qwen3_moe": {}, "deepseek_v3": {},
 }  # fmt: skip
 EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 LAYERS = 9
@@ -66,11 +65,7 @@ def measure(model, recipe, length, chunk_size):
         )
     else:
         streambp.patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
-        if recipe.config.offload == "cpu":
-            sites = [w.site for w in model._streambp.wrappers if isinstance(w, LayerForward)]
-            manager = OffloadManager(None, "raise", len(sites), UncountedHost(torch.device("cpu")))
-            for site in sites:
-                site.offloader = manager
+        uncount_host(model)
 
     def loss():
         return model(input_ids=ids, labels=ids, use_cache=False).loss
