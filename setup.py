@@ -19,7 +19,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["streambp", "streambp.*"]),
-    package_data={"streambp": ["py.typed"]},
+    package_data={"streambp": ["py.typed"], "streambp.planner": ["web/*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<2.14", "transformers>=5.17,<5.24"],
     extras_require={

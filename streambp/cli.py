@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -20,8 +21,9 @@ from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.planner.measure import compare_step
-from streambp.planner.plan import plan
-from streambp.planner.profile import Setting
+from streambp.planner.page import page
+from streambp.planner.plan import Plan, plan
+from streambp.planner.profile import Profile, Setting
 from streambp.planner.report import comparison_table, plan_table
 from streambp.verify import verify
 
@@ -121,6 +123,12 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--dtype", choices=DTYPES[1:], default="bfloat16", help="of the weights (default %(default)s)")
     command.add_argument("--kernels", choices=("cudnn", "flash"), default="cudnn", help="attention kernels on the GPU")
     command.add_argument("--json", action="store_true", help="print JSON, with every line that peaks are computed from")
+    command.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a page that plans anew for other lengths and memory; with --lora, for training every parameter too",
+    )
     command.set_defaults(run=_run_plan)
 
 
@@ -132,7 +140,8 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         optimizer_on_host=arguments.optimizer_on_host,
         accumulate=arguments.accumulate,
     )
-    found = plan(
+    counted = functools.partial(
+        plan,
         arguments.model,
         parse_length(arguments.seq_len),
         gpu_memory=arguments.gpu_memory,
@@ -140,13 +149,23 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         setting=setting,
         reserve=arguments.reserve,
         batch_size=arguments.batch_size,
-        lora=arguments.lora,
-        bits=arguments.bits,
         dtype=getattr(torch, arguments.dtype),
         kernels=arguments.kernels,
     )
+    found = counted(lora=arguments.lora, bits=arguments.bits)
+    if arguments.html is not None:
+        _write_page(arguments, found, {} if arguments.lora is None else {"all": counted().profile})
     print(_to_json(found) if arguments.json else plan_table(found))
     return FITS if found.choice is not None else DOES_NOT_FIT
+
+
+def _write_page(arguments: argparse.Namespace, found: Plan, others: dict[str, Profile]) -> None:
+    base = f", {arguments.bits}-bit base" if arguments.bits < 16 else ""
+    training = "all" if arguments.lora is None else f"LoRA, rank {arguments.lora}{base}"
+    try:
+        arguments.html.write_text(page(found, arguments.model, others, training), "utf-8")
+    except OSError as error:
+        raise StreamBPError(f"--html {arguments.html} cannot be written ({error.strerror}). Pass another file.") from error
 
 
 def _add_profile(commands: Any) -> None:

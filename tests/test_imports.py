@@ -17,7 +17,7 @@ ORDER = (
     "offload.arena", "offload.manager", "stacks", "wrappers", "patching", "integrations.deepspeed",
     "planner.count", "planner.profile", "planner.skeleton", "planner.step", "planner.compose", "planner.tree",
     "planner.survey", "planner.estimate", "planner.plan", "planner.auto", "planner.measure", "planner.report",
-    "planner.megatron",
+    "planner.page", "planner.megatron",
     "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo",
     "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip

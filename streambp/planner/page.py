@@ -1,0 +1,50 @@
+"""A plan as one HTML file that computes itself anew in the browser for other lengths, memory and settings.
+
+The file carries the counted profiles as JSON, `plan.js` (this package's `profile.py` and `plan.py` once more, to the bit) and
+a chart drawn by plain JavaScript. It refers to nothing outside of itself, and its policy forbids the browser to try.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from importlib import resources
+
+from streambp.planner.plan import CHUNK_TOKENS, LONGEST, Plan
+from streambp.planner.profile import Profile, to_json
+
+START = 65_536  # tokens, where nothing fits and no length was asked for
+PLACES = {"/*STYLE*/": "page.css", "/*PLAN*/": "plan.js", "/*PAGE*/": "page.js"}
+DATA = "/*DATA*/"
+
+
+def page(plan: Plan, name: str, others: Mapping[str, Profile] | None = None, training: str = "all") -> str:
+    """The whole file.
+
+    Args:
+        plan: what the controls show at first.
+        name: of the model, for the heading.
+        others: the same model trained in other ways, by what the page calls them. training: what it calls the plan's.
+    """
+    memory, setting = plan.memory, plan.setting
+    profiles = {training: plan.profile, **(others or {})}
+    data = {
+        "name": name,
+        "profiles": [{"training": label, "profile": to_json(profile)} for label, profile in profiles.items()],
+        "setting": dataclasses.asdict(setting),
+        "memory": {
+            "gpu": memory.gpu,
+            "host": None if memory.host is None else memory.host * setting.gpus,
+            "reserve": memory.reserve,
+        },
+        "seq_len": plan.seq_len or START,
+        "chunk_tokens": CHUNK_TOKENS,
+        "longest": LONGEST,
+    }
+    folder = resources.files("streambp.planner") / "web"
+    text = (folder / "page.html").read_text("utf-8")
+    for place, file in PLACES.items():
+        text = text.replace(place, (folder / file).read_text("utf-8"))
+    # "<" could end the script element or open a comment in it.
+    return text.replace(DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))

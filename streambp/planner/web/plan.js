@@ -1,0 +1,131 @@
+// What profile.py and plan.py compute, with their names, in their order of operations: the same numbers to the bit.
+"use strict";
+
+function statics(profile, setting) {
+  let weights = 0, gradients = 0, optimizer = 0, whole = 0;
+  for (const group of profile.groups) {
+    const expert = group.name === "expert" ? setting.expert_parallel : 1;
+    const replicas = setting.gpus / expert;
+    weights += group.bytes / expert / (setting.zero >= 3 ? replicas : 1);
+    const size = setting.gradient_bytes === null ? group.trainable_bytes : group.trainable * setting.gradient_bytes;
+    gradients += size / expert / (setting.zero >= 2 ? replicas : 1);
+    optimizer += setting.optimizer * group.trainable / expert / (setting.zero >= 1 ? replicas : 1);
+    whole += group.bytes;
+  }
+  if (setting.zero >= 3) weights = Math.min(weights + profile.unsharded, whole);
+  return setting.optimizer_on_host
+    ? { weights, gradients, optimizer: 0, host: optimizer }
+    : { weights, gradients, optimizer, host: 0 };
+}
+
+function peak(profile, method, seq_len, chunk_size, setting) {
+  const kept = statics(profile, setting);
+  const born = profile.groups.reduce((sum, group) => sum + group.trainable_bytes, 0);
+  const share = born ? kept.gradients / born : 0;
+  const tokens = seq_len / setting.sequence_parallel;
+  const chunk = method.chunked ? Math.min(chunk_size, tokens) : 0;
+  const present = setting.accumulate ? kept.gradients : 0;
+  const parts = new Map();
+  for (const phase of setting.accumulate ? method.accumulating : method.first) {
+    const value = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk;
+    const gradients = present + share * phase.gradients, activations = value - phase.gradients;
+    const known = parts.get(phase.name);
+    if (!known || gradients + activations > known.sum) {
+      parts.set(phase.name, { gradients, activations, sum: gradients + activations });
+    }
+  }
+  let worst = null;
+  for (const [name, part] of parts) if (worst === null || part.sum > parts.get(worst).sum) worst = name;
+  const base = kept.weights + kept.optimizer;
+  const phases = {};
+  for (const [name, part] of parts) phases[name] = base + part.sum;
+  return {
+    total: phases[worst], phase: worst, weights: kept.weights, optimizer: kept.optimizer,
+    gradients: parts.get(worst).gradients, activations: parts.get(worst).activations,
+    host: kept.host + method.host_constant + method.host_per_token * tokens, phases, parts,
+  };
+}
+
+function flops(method, seq_len) {
+  return method.linear_flops * seq_len + method.attention_flops * (seq_len * seq_len);
+}
+
+function usable(memory) {
+  return memory.gpu * (1 - memory.reserve);
+}
+
+function fits(at, memory) {
+  return at.total <= usable(memory) && (memory.host === null || at.host <= memory.host);
+}
+
+function chunk_sizes(batch_size) {
+  return [...new Set(data.chunk_tokens.map((tokens) => Math.max(1, Math.floor(tokens / batch_size))))];
+}
+
+function longest(profile, method, memory, setting) {
+  const size = chunk_sizes(profile.batch_size).at(-1);
+  let low = 0, high = data.longest;
+  while (low < high) {
+    const middle = Math.floor((low + high + 1) / 2);
+    if (fits(peak(profile, method, middle, size, setting), memory)) low = middle;
+    else high = middle - 1;
+  }
+  const beyond = peak(profile, method, low + 1, size, setting);
+  return { method: method.name, seq_len: low, binds: beyond.total > usable(memory) ? beyond.phase : "host memory" };
+}
+
+function choose(profile, methods, seq_len, memory, setting) {
+  const found = [];
+  for (const method of methods) {
+    for (const size of chunk_sizes(profile.batch_size)) {
+      const at = peak(profile, method, seq_len, size, setting);
+      if (fits(at, memory)) {
+        const { name, saves, offload } = method;
+        found.push({
+          method: name, saves, offload, chunk_size: Math.min(size, seq_len), seq_len, peak: at, flops: flops(method, seq_len),
+        });
+        break;
+      }
+    }
+  }
+  let best = null;
+  for (const one of found) {
+    one.order = [Number((one.flops / found[0].flops).toFixed(2)), one.peak.host, -one.chunk_size];
+    const differs = best ? [0, 1, 2].find((place) => one.order[place] !== best.order[place]) : 0;
+    if (!best || (differs !== undefined && one.order[differs] < best.order[differs])) best = one;
+  }
+  return best;
+}
+
+function levers(profile, now, memory, setting) {
+  const options = [];
+  if (setting.optimizer && !setting.optimizer_on_host) {
+    options.push(["optimizer state on the host", { ...setting, optimizer_on_host: true }, memory]);
+  }
+  if (memory.host !== null) options.push(["twice the host memory", setting, { ...memory, host: 2 * memory.host }]);
+  if (setting.gpus > 1 && setting.zero < 3) {
+    options.push([`ZeRO-3 over the ${setting.gpus} GPUs`, { ...setting, zero: 3 }, memory]);
+  }
+  const more = { ...setting, gpus: 2 * setting.gpus, zero: 3 };
+  options.push([`${more.gpus} GPUs with ZeRO-3`, more, memory]);
+  options.push(["GPUs with twice the memory", setting, { ...memory, gpu: 2 * memory.gpu }]);
+  return options
+    .map(([change, other, budget]) => {
+      const chunked = profile.methods.filter((method) => method.chunked);
+      const seq_len = Math.max(...chunked.map((method) => longest(profile, method, budget, other).seq_len));
+      return { change, seq_len, setting: other, memory: budget };
+    })
+    .filter((lever) => lever.seq_len > 1.05 * now);
+}
+
+function plan_profile(profile, seq_len, memory, setting) {
+  const chunked = profile.methods.filter((method) => method.chunked);
+  const table = profile.methods.map((method) => longest(profile, method, memory, setting));
+  const streamed = table.filter((row) => chunked.some((method) => method.name === row.method));
+  const best = streamed.reduce((one, other) => (other.seq_len > one.seq_len ? other : one));
+  const length = seq_len === "max" ? best.seq_len : seq_len;
+  const choice = length ? choose(profile, chunked, length, memory, setting) : null;
+  return {
+    seq_len: length, choice, best, binds: best.binds, levers: levers(profile, best.seq_len, memory, setting), longest: table,
+  };
+}
