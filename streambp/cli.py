@@ -127,12 +127,14 @@ def _add_plan(commands: Any) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="also write a page that plans anew for other lengths and memory; with --lora, for training every parameter too",
+        help="also write a page that plans anew for other lengths and memory; with --lora, for full training as well",
     )
     command.set_defaults(run=_run_plan)
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
+    if arguments.html is not None:
+        _check_writable(arguments.html)
     setting = Setting(
         gpus=positive("--gpus", arguments.gpus),
         zero=arguments.zero,
@@ -154,18 +156,24 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     )
     found = counted(lora=arguments.lora, bits=arguments.bits)
     if arguments.html is not None:
-        _write_page(arguments, found, {} if arguments.lora is None else {"all": counted().profile})
+        _write_page(arguments, found, {} if arguments.lora is None else {"every parameter": counted().profile})
     print(_to_json(found) if arguments.json else plan_table(found))
     return FITS if found.choice is not None else DOES_NOT_FIT
 
 
 def _write_page(arguments: argparse.Namespace, found: Plan, others: dict[str, Profile]) -> None:
     base = f", {arguments.bits}-bit base" if arguments.bits < 16 else ""
-    training = "all" if arguments.lora is None else f"LoRA, rank {arguments.lora}{base}"
+    training = "every parameter" if arguments.lora is None else f"LoRA, rank {arguments.lora}{base}"
+    arguments.html.write_text(page(found, arguments.model, others, training), "utf-8")
+
+
+def _check_writable(file: Path) -> None:
+    """Raise before minutes of counting rather than after."""
     try:
-        arguments.html.write_text(page(found, arguments.model, others, training), "utf-8")
+        with file.open("a"):
+            pass
     except OSError as error:
-        raise StreamBPError(f"--html {arguments.html} cannot be written ({error.strerror}). Pass another file.") from error
+        raise StreamBPError(f"--html {file} cannot be written ({error.strerror}). Pass another file.") from error
 
 
 def _add_profile(commands: Any) -> None:

@@ -1,7 +1,7 @@
 """A plan as one HTML file that computes itself anew in the browser for other lengths, memory and settings.
 
-The file carries the counted profiles as JSON, `plan.js` (this package's `profile.py` and `plan.py` once more, to the bit) and
-a chart drawn by plain JavaScript. It refers to nothing outside of itself, and its policy forbids the browser to try.
+The file carries the counted profiles as JSON, and `plan.js`: what `profile.py` and `plan.py` compute once more, to the bit.
+It refers to nothing outside of itself, and its policy forbids the browser to try.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLACES = {"/*STYLE*/": "page.css", "/*PLAN*/": "plan.js", "/*PAGE*/": "page.js"}
 DATA = "/*DATA*/"
 
 
-def page(plan: Plan, name: str, others: Mapping[str, Profile] | None = None, training: str = "all") -> str:
+def page(plan: Plan, name: str, others: Mapping[str, Profile] | None = None, training: str = "every parameter") -> str:
     """The whole file.
 
     Args:

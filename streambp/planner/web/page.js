@@ -20,6 +20,8 @@ function memory_text(bytes) {
   return `${gib.toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 })} GiB`;
 }
 
+const work_text = (operations) => (operations / 1e15).toLocaleString("en-US", { maximumSignificantDigits: 3 });
+
 function count_text(number) {
   for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
     if (number >= size) return `${(number / size).toFixed(2)}${letter}`;
@@ -176,7 +178,8 @@ function evaluate({ profile, seq_len, setting, memory }) {
     longest: longest(profile, method, memory, setting), chosen: plan.choice !== null && plan.choice.method === method.name,
     offered: allowed.includes(method),
   }));
-  const closest = rows.find((row) => row.method.name === plan.best.method);
+  const closest = rows.filter((row) => row.offered && row.method.chunked)
+    .reduce((one, other) => (other.longest.seq_len - one.longest.seq_len || one.at.total - other.at.total) > 0 ? other : one);
   return { profile, seq_len, setting, memory, size, plan, rows, closest };
 }
 
@@ -203,19 +206,20 @@ function show_verdict() {
   const short = at.total > limit ? `needs ${memory_text(at.total)} of the GPU` : `needs ${memory_text(at.host)} of host memory`;
   by_id("verdict-detail").textContent = choice
     ? `with ${choice.method} in chunks of ${whole(choice.chunk_size)} tokens.`
-    : `${closest.method.name}, which reaches farthest, ${short}.`;
+    : `${closest.method.name}, which comes closest, ${short}.`;
+  const work = choice ? choice.flops : closest.flops;
   const host_limit = memory.host === null ? "no limit" : `of ${memory_text(memory.host)}`;
   const cells = [
-    ["Peak of each GPU", gib("peak", at.total), `of ${memory_text(limit)} usable`],
-    ["Host memory for each", gib("host", at.host), host_limit],
+    ["Peak per GPU", gib("peak", at.total), `of ${memory_text(limit)} usable`],
+    ["Host memory per GPU", gib("host", at.host), host_limit],
     ["Longest that fits", figure("longest", best.seq_len, whole(best.seq_len)), "tokens"],
-    ["Arithmetic", figure("flops", choice ? choice.flops : closest.flops,
-      `${((choice ? choice.flops : closest.flops) / 1e15).toPrecision(3)} PFLOP`), "a step"],
+    ["Arithmetic", figure("flops", work, `${work_text(work)} PFLOP`), "a step"],
   ];
   by_id("figures").replaceChildren(...cells.map(([term, value, small]) =>
     element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, small)))));
   by_id("code-box").hidden = !choice;
-  by_id("code").textContent = choice ? config_text(choice) : "";
+  const pieces = choice ? config_text(choice).split(/(?<=\()/) : [];
+  by_id("code").replaceChildren(...pieces.flatMap((piece) => [piece, element("wbr")]));
   by_id("usable").textContent = `${memory_text(limit)} usable: ${Math.round(100 * memory.reserve)} % is left alone.`;
 }
 
@@ -224,7 +228,7 @@ function show_levers() {
   by_id("binds").replaceChildren(
     plan.best.seq_len ? "What binds the longest sequence: " : "Not even one token fits. What binds: ",
     element("strong", { "data-key": "binds", "data-value": plan.binds }, binds_text(plan.binds)),
-    plan.levers.length ? ". What would allow a longer one:" : ".");
+    plan.levers.length ? `. What would ${plan.best.seq_len ? "allow a longer one" : "help"}:` : ".");
   by_id("levers").replaceChildren(...plan.levers.map((lever) => {
     const apply = element("button", { type: "button", "aria-label": `Apply: ${lever.change}` }, "Apply");
     apply.addEventListener("click", () => {
@@ -254,16 +258,16 @@ function swatch(method) {
 function show_methods() {
   const { rows, seq_len, memory } = shown, limit = usable(memory);
   by_id("peak-head").textContent = `Peak at ${whole(seq_len)}`;
-  by_id("methods").tBodies[0].replaceChildren(...rows.map(({ method, at, flops: work, longest: reach, chosen }) => {
+  by_id("methods").tBodies[0].replaceChildren(...rows.map(({ method, at, flops: work, longest: reach, chosen, offered }) => {
     const label = element("th", { scope: "row" }, swatch(method), method.name);
     if (chosen) label.append(element("span", { class: "tag" }, "chosen"));
     const cell = (name, over, ...content) =>
       element("td", { "data-label": name, ...(over && { class: "over-limit" }) }, ...content);
     const key = method.name;
-    const row = element("tr", chosen ? { class: "chosen" } : {}, label,
+    const row = element("tr", { class: chosen ? "chosen" : offered ? "" : "other" }, label,
       cell("peak", at.total > limit, gib(`peak ${key}`, at.total)),
       cell("host", memory.host !== null && at.host > memory.host, gib(`host ${key}`, at.host)),
-      cell("PFLOP", false, figure(`flops ${key}`, work, (work / 1e15).toPrecision(3).replace(/e\+?/, "e"))),
+      cell("PFLOP", false, figure(`flops ${key}`, work, work_text(work))),
       cell("longest", false, figure(`longest ${key}`, reach.seq_len, whole(reach.seq_len))),
       cell("stopped by", false, binds_text(reach.binds)));
     row.addEventListener("pointerenter", () => light(method.name));
@@ -279,7 +283,7 @@ function light(name) {
 
 function show_phases() {
   const { rows, plan, profile, seq_len, setting, memory, closest } = shown, select = by_id("step");
-  const options = [["", `the ${plan.choice ? "chosen" : "farthest reaching"} method`], ...rows.map(({ method }) => [method.name, method.name])];
+  const options = [["", `the ${plan.choice ? "chosen" : "closest"} method`], ...rows.map(({ method }) => [method.name, method.name])];
   const wanted = options.some(([value]) => value === select.value) ? select.value : "";
   select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
   select.value = wanted;
@@ -500,6 +504,7 @@ function set_length(tokens) {
 function start() {
   fill_controls();
   read_hash();
+  if (parse_length(form.T.value)) form.T.value = whole(parse_length(form.T.value));
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", (event) => {
     if (event.target.id === "T-slider") set_length(2 ** event.target.valueAsNumber);

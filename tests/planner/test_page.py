@@ -1,0 +1,305 @@
+"""The page: Python's numbers in a real browser, and nothing outside of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import urllib.parse
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from streambp.cli import main
+from streambp.planner.page import page
+from streambp.planner.plan import Memory, plan_profile
+from streambp.planner.profile import Group, Method, Node, Phase, Profile, Setting, flops, peak
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.survey import CHECKPOINTING, streamed, survey
+
+GIB = 2**30
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+FLAGS += ["--disable-background-networking", "--disable-component-update"]
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found to open the page with")
+
+
+class Elements(html.parser.HTMLParser):
+    """Start tags with their attributes, `data-key` -> `value` of <data>, and the text of elements by their id."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.figures, self.texts, self._open = [], {}, {}, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.tags.append((tag, found))
+        if "data-key" in found:
+            self.figures[found["data-key"]] = found.get("value", found.get("data-value"))
+        if tag not in ("meta", "input", "wbr", "i"):
+            self._open.append(found.get("id"))
+
+    def handle_endtag(self, tag):
+        if self._open:
+            self._open.pop()
+
+    def handle_data(self, data):
+        for name in filter(None, self._open):
+            self.texts[name] = self.texts.get(name, "") + data
+
+
+def browse(path, folder, fragment=""):
+    """The document that a browser makes of a file, once its scripts have run."""
+    address = path.as_uri() + (f"#{fragment}" if fragment else "")
+    command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'browser'}", "--dump-dom", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+
+
+def random_profile(seed, batch_size=1, experts=True):
+    """Lines that no model has: every branch of the arithmetic matters, equal names and equal peaks among them."""
+    draw = random.Random(seed)
+
+    def phases(chunked, accumulating):
+        names = ["embedding", *(f"forward {i}" for i in (0, 7)), "head", "head", *(f"backward {i}" for i in (7, 0))]
+        born = sorted(draw.uniform(0, 16) * GIB for _ in names)
+        return tuple(
+            Phase(
+                name,
+                draw.uniform(0, 3) * GIB + (0 if accumulating else gradients),
+                draw.uniform(2e3, 4e5),
+                draw.uniform(1e3, 3e5) if chunked else 0.0,
+                0.0 if accumulating else gradients,
+            )
+            for name, gradients in zip(names, born, strict=True)
+        )
+
+    def method(recipe):
+        chunked, config = recipe.config is not None, recipe.config
+        saves, offload = (config.saves, config.offload) if config else ((), "none")
+        host = (draw.uniform(0, GIB), draw.uniform(0, 3e5)) if offload == "cpu" else (0.0, 0.0)
+        work = (draw.uniform(3e10, 4e10), draw.uniform(5e5, 2e6))
+        return Method(recipe.name, saves, offload, chunked, phases(chunked, False), phases(chunked, True), *host, *work)
+
+    recipes = [CHECKPOINTING, *(streamed(saves, to) for to in ("none", "cpu") for saves in ((), ("attn_out",)))]
+    groups = [Group("dense", 2_031_739_904, 4_063_479_809, 2_031_739_904, 4_063_479_808)]
+    groups += [Group("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)] if experts else []
+    tree = Node("", "</script><b>Model", 1, 9_142_851_015, 8.5)
+    return Profile(
+        "Model", "bfloat16", 8, batch_size, tuple(groups), 1_234_567_891, tuple(method(r) for r in recipes), tree
+    )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The shape of an 8B model, its config.json alone."""
+    folder = tmp_path_factory.mktemp("model")
+    shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    Qwen3Config(vocab_size=151936, num_key_value_heads=8, head_dim=128, **shape).save_pretrained(folder)
+    return folder / "config.json"
+
+
+@pytest.fixture(scope="module")
+def counted(config):
+    """A few of an 8B model's methods, counted."""
+    skeleton = Skeleton(str(config), torch.bfloat16, None, 16, "cuda")
+    return survey(skeleton, (CHECKPOINTING, streamed(("attn_out",), "cpu")), accumulating=False, tree=False)
+
+
+SETTINGS = [
+    Setting(),
+    Setting(optimizer_on_host=True),
+    Setting(accumulate=True, optimizer=4.0),
+    Setting(gpus=8, zero=1),
+    Setting(gpus=8, zero=2, gradient_bytes=4),
+    Setting(gpus=6, zero=3, optimizer=8.0, accumulate=True),
+    Setting(gpus=16, zero=3, expert_parallel=4, sequence_parallel=2),
+    Setting(gpus=3, zero=2, sequence_parallel=3, optimizer=0.0),
+    Setting(gpus=16, expert_parallel=8, zero=1, gradient_bytes=4, accumulate=True),
+]
+MEMORIES = [
+    Memory(80 * GIB),
+    Memory(141 * GIB, 320 * GIB),
+    Memory(180 * GIB, 30 * GIB, reserve=0.1),
+    Memory(400 * GIB, 77_777_777_777),
+]
+LENGTHS = (1, 1000, 4096, 65_537, 262_144, 1_000_003)
+
+COMPARED = ("seq_len", "choice", "binds", "levers", "longest")
+PROBE = """
+<script>
+"use strict";
+const probe = JSON.parse(document.getElementById("probe").textContent), results = { peaks: [], plans: [] };
+for (const { profile } of data.profiles) {
+  for (const setting of probe.settings) {
+    for (const method of profile.methods) {
+      for (const length of probe.lengths) for (const chunk of [1, 2048, 8192]) {
+        const { parts, ...at } = peak(profile, method, length, chunk, setting);
+        results.peaks.push({ ...at, flops: flops(method, length) });
+      }
+    }
+    for (const memory of probe.memories) for (const length of probe.plans) {
+      const { best, ...plan } = plan_profile(profile, length, memory, setting);
+      if (plan.choice) { delete plan.choice.peak.parts; delete plan.choice.order; }
+      plan.levers = plan.levers.map(({ change, seq_len }) => ({ change, seq_len }));
+      results.plans.push(plan);
+    }
+  }
+}
+document.body.replaceChildren(Object.assign(document.createElement("pre"), { id: "results" }));
+document.getElementById("results").textContent = JSON.stringify(results);
+</script>
+"""
+
+
+def expected(profiles, plans):
+    """The same as PROBE finds, by Python."""
+    results = {"peaks": [], "plans": []}
+    for profile in profiles:
+        for setting in SETTINGS:
+            for method in profile.methods:
+                for length in LENGTHS:
+                    for chunk in (1, 2048, 8192):
+                        at = peak(profile, method, length, chunk, setting)
+                        results["peaks"].append({**dataclasses.asdict(at), "flops": flops(method, length)})
+            for memory in MEMORIES:
+                for length in plans:
+                    plan = dataclasses.asdict(plan_profile(profile, length, memory, setting))
+                    results["plans"].append({name: plan[name] for name in COMPARED})
+    return numbers(json.dumps(results))
+
+
+def numbers(text):
+    """JavaScript prints whole numbers without a point, and large ones with fewer digits than an int has."""
+    return json.loads(text, parse_int=float)
+
+
+@needs_browser
+def test_every_number_is_pythons(tmp_path):
+    """Peaks and whole plans over a grid of settings, to the bit."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    profiles = [random_profile(seed), random_profile(seed + 1, batch_size=3, experts=False)]
+    plans = (40_000, "max")
+    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", {"other": profiles[1]})
+    settings = {"settings": SETTINGS, "memories": MEMORIES}
+    given = {name: [dataclasses.asdict(one) for one in values] for name, values in settings.items()}
+    given |= {"lengths": LENGTHS, "plans": plans}
+    data = f'<script type="application/json" id="probe">{json.dumps(given)}</script>'
+    file = tmp_path / "grid.html"
+    file.write_text(text.replace("</body>", data + PROBE + "</body>"), "utf-8")
+    found = numbers(Elements(browse(file, tmp_path)).texts["results"])
+    wanted = expected(profiles, plans)
+    assert len(found["peaks"]) == len(wanted["peaks"]) > 1000
+    assert found["peaks"] == wanted["peaks"]
+    assert found["plans"] == wanted["plans"]
+    assert {plan["binds"] == "host memory" for plan in found["plans"]} == {True, False}
+    assert {plan["choice"] is None for plan in found["plans"]} == {True, False}
+
+
+CONTROLS = [
+    ({"T": "131072", "gpu": "80", "on_host": "1"}, Memory(80 * GIB, 320 * GIB), Setting(optimizer_on_host=True)),
+    ({"T": "1M", "gpu": "141.5", "host": "", "gpus": "8", "zero": "3", "optimizer": "4"},
+     Memory(int(141.5 * GIB)), Setting(gpus=8, zero=3, optimizer=4.0)),
+    ({"T": "8192", "gpu": "24", "host": "100", "gpus": "3", "zero": "2"},
+     Memory(24 * GIB, 100 * GIB // 3), Setting(gpus=3, zero=2)),
+]  # fmt: skip
+
+
+@needs_browser
+@pytest.mark.parametrize("case", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, len(CONTROLS)))])
+def test_the_controls_reach_what_the_page_shows(case, counted, tmp_path):
+    """The address sets the controls; an 8B model's figures as they stand in the document."""
+    controls, memory, setting = CONTROLS[case]
+    file = tmp_path / "page.html"
+    file.write_text(page(plan_profile(counted, 65_536, Memory(80 * GIB, 320 * GIB), Setting()), "an 8B model"), "utf-8")
+    found = Elements(browse(file, tmp_path, urllib.parse.urlencode(controls)))
+    length = {"1M": 2**20}.get(controls["T"]) or int(controls["T"])
+    plan = plan_profile(counted, length, memory, setting)
+    assert found.figures["binds"] == plan.binds
+    for row in plan.longest:
+        method = counted.method(row.method)
+        at = peak(counted, method, length, 1024, setting)
+        figures = {"longest": row.seq_len, "peak": at.total, "host": at.host, "flops": flops(method, length)}
+        assert {name: float(found.figures[f"{name} {row.method}"]) for name in figures} == figures
+    fits = plan.choice is not None
+    assert found.texts["verdict-title"] == f"{length:,} tokens {'fit' if fits else 'do not fit'}"
+    at = plan.choice.peak if fits else peak(counted, counted.methods[-1], length, 1024, setting)
+    shown = {name: float(found.figures[name]) for name in ("peak", "host", "weights", "gradients", "activations")}
+    values = dataclasses.asdict(at)
+    assert shown == {"peak": at.total, **{name: values[name] for name in shown if name != "peak"}}
+    assert {name: float(found.figures[f"phase {name}"]) for name in at.phases} == dict(at.phases)
+    assert {lever.change: str(lever.seq_len) for lever in plan.levers} == {
+        key.removeprefix("lever "): value for key, value in found.figures.items() if key.startswith("lever ")
+    }
+    assert ("StreamConfig(chunk_size=" in found.texts.get("code", "")) == fits
+
+
+def test_the_page_stands_alone():
+    """No address, no import, no request; and the policy that a browser enforces allows inline code and nothing else."""
+    profile = random_profile(0)
+    text = page(plan_profile(profile, 4096, MEMORIES[0], Setting()), "name")
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bimport\b|\bfetch\b|XMLHttpRequest|WebSocket|\beval\b", text)
+    tags = Elements(text).tags
+    assert not [(tag, found) for tag, found in tags if {"src", "href", "srcset", "action", "data"} & set(found)]
+    assert {tag for tag, _ in tags}.isdisjoint({"link", "iframe", "object", "embed", "img", "base"})
+    policies = [found["content"] for tag, found in tags if found.get("http-equiv") == "Content-Security-Policy"]
+    assert policies == ["default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"]
+
+
+def test_the_page_is_valid_and_small():
+    """Elements close in order, ids are unique, labels and descriptions name elements that exist, names cannot break out."""
+    profile = random_profile(1)
+    text = page(plan_profile(profile, 4096, MEMORIES[0], Setting()), '</script><script>"&')
+    assert "/*" not in re.sub(r"(?s)/\*\*? .*?\*/", "", text)  # no place was left unfilled
+    stack, ids, references = [], [], []
+    void = {"meta", "input", "br", "wbr"}
+
+    class Strict(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            found = dict(attributes)
+            ids.extend([found["id"]] if "id" in found else [])
+            for name in ("for", "aria-labelledby", "aria-describedby"):
+                references.extend(found.get(name, "").split())
+            if tag not in void:
+                stack.append(tag)
+
+        def handle_endtag(self, tag):
+            assert stack.pop() == tag
+
+    Strict().feed(text)
+    assert not stack
+    assert len(ids) == len(set(ids))
+    assert set(references) <= set(ids)
+    assert len(text) < 100_000
+    block = re.search(r'(?s)<script type="application/json" id="data">(.*?)</script>', text)[1]
+    data = json.loads(block)
+    assert data["name"] == '</script><script>"&'
+    assert data["profiles"][0]["profile"] == json.loads(json.dumps(dataclasses.asdict(profile)))
+
+
+@pytest.mark.full
+def test_the_command_writes_it(config, tmp_path):
+    """With --lora both ways of training are there."""
+    file = tmp_path / "plan.html"
+    command = ["plan", str(config), "--gpu-memory", "80GiB", "--seq-len", "64k", "--lora", "16", "--html", str(file)]
+    assert main(command) == 0
+    block = re.search(r'(?s)id="data">(.*?)</script>', file.read_text("utf-8"))[1]
+    data = json.loads(block)
+    assert [one["training"] for one in data["profiles"]] == ["LoRA, rank 16", "every parameter"]
+    trained = [sum(group["trainable"] for group in one["profile"]["groups"]) for one in data["profiles"]]
+    assert trained[0] < trained[1] / 100
+    assert os.path.getsize(file) < 150_000
+
+
+def test_a_page_that_cannot_be_written_is_said_before_counting(config, tmp_path, capsys):
+    command = ["plan", str(config), "--gpu-memory", "80GiB", "--html"]
+    for file in (tmp_path / "nowhere" / "plan.html", tmp_path):
+        assert main([*command, str(file)]) == 2
+        assert f"--html {file} cannot be written" in capsys.readouterr().err
