@@ -368,6 +368,7 @@ function draw_frame(chart) {
   const line = (x1, y1, x2, y2, name) => svg.append(drawn("line", { x1, y1, x2, y2, class: name }));
   for (let octave = OCTAVES[0]; octave <= OCTAVES[1]; octave += 2) {
     line(x(2 ** octave), box.top, x(2 ** octave), box.bottom, "grid");
+    if (narrow && (octave - OCTAVES[0]) % 4) continue;
     const anchor = octave === OCTAVES[1] ? "end" : "middle";
     svg.append(drawn("text", { x: x(2 ** octave) + (anchor === "end" ? 4 : 0), y: box.bottom + 17, "text-anchor": anchor }, short_length(2 ** octave)));
   }
