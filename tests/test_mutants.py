@@ -16,10 +16,13 @@ from streambp.head import blocks, deferred, log_probs, one_pass
 from streambp.layer import arguments, call, function, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
+from streambp.planner import auto, count, profile, skeleton
 from tests import test_contract, test_families, test_oracle, test_training
 from tests.families import build, make_batch
 from tests.head import test_log_probs
 from tests.oracle import gradients, lift_float32_casts
+from tests.planner import test_against_steps, test_estimates, test_plans
+from tests.planner.test_plans import planning
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -38,6 +41,11 @@ def dense_mask():
     batch["attention_mask"][:, 12] = 0
     batch["labels"][:, 12:14] = -100
     test_contract.check_agree(stock, ours, **batch)
+
+
+def predicted():
+    difference, _ = test_against_steps.compare("llama", False, "offload", 256)
+    assert abs(difference) <= 0.01
 
 
 def dropout():
@@ -210,6 +218,29 @@ MUTANTS = {
     "stream whatever comes": (
         function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
     ),
+    # The planner's, in one block.
+    "workspaces left out": (count, "_workspace", lambda *_: 0, test_estimates.check_workspaces),
+    "every layer like the first": (
+        skeleton.Reduced, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0, predicted,
+    ),
+    "views taken for new tensors": (
+        count.Shapes, "_remember", lambda self, key, func, args, result: self._known.update({
+            key: (False, [(result.shape, result.stride(), result.dtype)])
+        }) if isinstance(result, torch.Tensor) and key[0] is torch.ops.aten._unsafe_view.default else None, predicted,
+    ),
+    "gradients that were there are left out": (
+        profile, "static",
+        lambda p, s, real=profile.static: dataclasses.replace(real(p, s), gradients=0.0), test_estimates.check_peak_by_hand,
+    ),
+    "experts divided like the rest": (
+        profile, "static",
+        lambda p, s, real=profile.static: real(p, dataclasses.replace(s, expert_parallel=1)),
+        test_estimates.check_static_by_hand,
+    ),
+    "host memory without limit": (
+        planning, "fits", lambda at, memory: at.total <= memory.usable, test_plans.check_longest,
+    ),
+    "chunks whatever is free": (auto.FittingChunk, "tokens", lambda *_: 8192, test_plans.check_chunks_fit),
     "final norm left out": (
         deferred, "make_inputs",
         lambda x, t, p, norm, ignore, real=deferred.make_inputs: real(x, t, p, None, ignore), oracle,

@@ -78,6 +78,8 @@ def _fitting(model: nn.Module, config: StreamConfig) -> FittingChunk | str:
     """How the plain rule is described where a step cannot be counted without data, and it stays."""
     if any(is_partitioned(parameter) for parameter in model.parameters()):
         return f"{AUTO_RULE} (parameters that ZeRO-3 has divided cannot be counted)"
+    if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        return f"{AUTO_RULE} (weights in half precision would let the device's memory decide)"
     recipe = Recipe("streambp", dataclasses.replace(config, host_memory=None))
     try:
         skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda")

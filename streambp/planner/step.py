@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from streambp.layer.call import attention_configs
 from streambp.planner.count import aten
 
-EMBEDDING, HEAD, EMBEDDING_BACKWARD = "embedding", "head", "embedding backward"
+EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
 FUSED = "streambp_fused"
 
 
@@ -103,6 +103,7 @@ def run_step(
         with count:
             phases.enter(EMBEDDING)
             value = loss()
+            phases.enter(HEAD_BACKWARD)
             phases.backward = True
             value.backward()
             del value

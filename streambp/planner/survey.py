@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streambp.attention.kernels import K_BLOCK
+from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import StreamConfig
 from streambp.offload.arena import Arena
 from streambp.offload.engines import SynchronousEngine
@@ -28,6 +28,7 @@ from streambp.stacks import find_stacks
 from streambp.wrappers import LayerForward
 
 CHUNKS = (2048, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
+TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their tiles are small, and there are many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,16 @@ class Counter:
     def __post_init__(self) -> None:
         self.shapes = Shapes(self.skeleton.mode)
 
+    def fused(self, recipe: Recipe) -> bool:
+        """Whether a fused kernel attends, as on a GPU in half precision without softcap."""
+        if recipe.config is None:
+            return True
+        count = StepCount(None)
+        with self._prepared(recipe, 8), self.skeleton.active(), count:
+            ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
+            self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
+        return count.attention_flops > 0
+
     def count(self, recipe: Recipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
         """The spans of a first step and, if asked for, of a second that adds to its gradients."""
         model, skeleton = self.skeleton.model, self.skeleton
@@ -185,7 +196,7 @@ def _sent(manager: OffloadManager | None) -> int:
 
 
 def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bool) -> Method:
-    points = _points(at, recipe.config is not None)
+    points = _points(at, recipe.config is not None, counter.fused(recipe))
     counted = [counter.count(recipe, point, accumulating) for point in points]
     regimes: list[tuple[Phase, ...]] = []
     totals: tuple[Totals, ...] = ()
@@ -215,13 +226,14 @@ def _flops(points: Sequence[Point], totals: Sequence[Totals]) -> tuple[float, fl
     return total.linear_flops / length, total.attention_flops / length**2
 
 
-def _points(at: Point | None, chunked: bool) -> tuple[Point, ...]:
+def _points(at: Point | None, chunked: bool, fused: bool) -> tuple[Point, ...]:
     """Where to count: lengths beyond the attention kernels' block, or up to `at` if that is shorter."""
-    small, large = CHUNKS
-    length = max(4 * large, large + K_BLOCK)
-    if at is not None:
+    small, large = CHUNKS if fused else TILED_CHUNKS
+    k_block = K_BLOCK if fused else MATH.tiling.k_block or 0
+    if at is not None and (fused or at[1] < large):
         small, large = max(1, at[1] // 2), at[1]
-        length = min(at[0], max(4 * large, large + K_BLOCK))
+    length = max(4 * large, large + k_block)
+    length = length if at is None else min(at[0], length)
     if not chunked:
         return (length, 0), (length + large, 0)
     return (length, large), (length, small), (length + large, large)
