@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import streambp
 from tests.families import WINDOW, build, make_batch
@@ -140,6 +141,18 @@ def test_two_forwards_before_one_backward(first):
     found = {n: p.grad for n, p in ours.named_parameters()}
     parts = [gradients(stock, **b)[1] for b in batches]
     assert worst_error(found, {n: parts[0][n] + parts[1][n] for n in found}) <= 1e-10
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_a_checkpoint(use_reentrant):
+    """It runs forward again while the first one's backward is pending, and must find the same tensors saved."""
+    stock, ours = model_pair()
+    batch = make_batch("plain")
+    _, expected = gradients(stock, scale=0.5, **batch)
+    factor = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    loss = checkpoint(lambda f: ours(**batch, use_cache=False).loss * f, factor, use_reentrant=use_reentrant)
+    loss.backward()
+    assert worst_error({name: p.grad for name, p in ours.named_parameters()}, expected) <= 1e-10
 
 
 def test_second_backward_raises():
