@@ -94,6 +94,14 @@ def test_labels_outside_the_vocabulary():
         streamed()(**batch, use_cache=False)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"output_log_probs": True}])
+def test_labels_of_another_length(kwargs):
+    """One label fewer a row would pair every label of the later rows with another position."""
+    batch = make_batch("plain")
+    with pytest.raises(streambp.StreamBPError, match="44 labels for 46 positions"):
+        streamed()(input_ids=batch["input_ids"], labels=batch["labels"][:, :-1], use_cache=False, **kwargs)
+
+
 def test_inner_fsdp_unit():
     model = streamed()
     mlp = model.model.layers[0].mlp

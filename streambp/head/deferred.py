@@ -242,6 +242,11 @@ def _cross_entropy(
     unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
     if unusual or recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
+    if target.shape[0] != x.shape[0]:
+        raise StreamBPError(
+            f"There are {target.shape[0]} labels for {x.shape[0]} positions. labels must be shaped like input_ids, [B, T], "
+            "and shift_labels like labels."
+        )
     check_labels(target, x.shape[-1], ignore_index)
     inputs = make_inputs(x.source, target, recipe.projection(), recipe.norm, ignore_index)
     inputs.in_float32 = recipe.record.in_float32
