@@ -77,6 +77,20 @@ def test_mask_of_the_wrong_size():
         streamed()(**make_batch("plain"), attention_mask=mask, use_cache=False)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_mask_that_wants_a_gradient(family):
+    """Of layers that stream and of layers that run whole."""
+    model = streambp.patch(zoo.build(family, torch.float32), streambp.StreamConfig(chunk_size=5))
+    for layer in (w for m in model.modules() if (w := m.__dict__.get("forward")) is not None and hasattr(w, "site")):
+        layer.site.whole_because = "a test wants it" if family == "lfm2" else None
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.full((1, 1, LENGTH, LENGTH), lowest).triu(1).requires_grad_()
+    with pytest.raises(streambp.StreamBPError, match="requires a gradient"):
+        model(**make_batch("plain"), attention_mask=mask, use_cache=False)
+    with torch.no_grad():
+        assert model(**make_batch("plain"), attention_mask=mask, use_cache=False).loss.isfinite()
+
+
 def test_two_dimensional_mask_of_the_wrong_size():
     with pytest.raises(streambp.StreamBPError, match=r"covers 28 keys.*23 tokens"):
         streamed()(**make_batch("plain"), attention_mask=torch.ones(2, LENGTH + 5), use_cache=False)

@@ -88,8 +88,8 @@ class Arguments:
             self.named[name] = _rebuild(value, functools.partial(self._detach, name))
 
     def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor
+        if not (tensor.requires_grad and torch.is_grad_enabled()) or name == "attention_mask":
+            return tensor  # a mask that wants a gradient is refused where it is read
         self.inputs.append(tensor)
         self.differentiable.append(Differentiable(tensor.detach(), TOKEN_DIMS.get(name)))
         self._check_length(name, tensor)
