@@ -107,6 +107,21 @@ def test_describe_names_layers_that_run_whole(name, kinds):
     assert all(bool(layer.reason) == (layer.path == "checkpoints") for layer in description.layers)
 
 
+@pytest.mark.parametrize("name", ["falcon_h1", "zamba2", "zaya", "jamba", "qwen3"])
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_few_tokens(name, length):
+    """Fewer than the first call usually tries: layers that attend and mix tokens elsewhere as well are found out."""
+    stock = zoo.build(name)
+    batch = make_batch("plain", length=length)
+    expected_loss, expected = gradients(stock, **batch)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=2))
+    loss, found = gradients(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12
+    assert worst_error(found, expected) <= 1e-10
+    batch = make_batch("plain")
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
+
+
 def test_convolution_inside_a_layer_is_found():
     """A layer that looks like any other but mixes neighbours runs whole, and exactly so."""
     stock = zoo.build("llama")
