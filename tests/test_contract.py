@@ -272,6 +272,17 @@ def test_patching_again_changes_the_settings():
     assert not any("forward" in m.__dict__ for m in ours.modules())
 
 
+def test_a_part_of_a_patched_model_is_not_patched_again():
+    _, ours = model_pair()
+    with pytest.raises(streambp.StreamBPError, match="part of a model that is patched already"):
+        streambp.patch(ours.model)
+    streambp.unpatch(ours)
+    streambp.patch(ours.model)
+    assert streambp.describe(ours).chunk_size != "5"
+    streambp.patch(ours, CONFIG)
+    assert streambp.describe(ours).chunk_size == "5"
+
+
 def test_state_dict_and_save_pretrained(tmp_path):
     stock, ours = model_pair()
     assert stock.state_dict().keys() == ours.state_dict().keys()

@@ -13,7 +13,7 @@ ORDER = (
     "layer.products", "layer.engines", "layer.reuse", "layer.call", "layer.gradients", "layer.probe", "layer.whole",
     "layer.function", "head.triton_fold", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
-    "offload.arena", "offload.manager", "stacks", "wrappers", "patching", "integrations.deepspeed",
+    "offload.arena", "offload.manager", "stacks", "instance_forward", "wrappers", "patching", "integrations.deepspeed",
     "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo",
     "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import streambp
+from streambp.patching import streamed_head
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import gradients, relative_l2, worst_error
 
@@ -193,6 +195,39 @@ def test_no_grad_streams(training, labels, attended_chunks, float64_oracle):
         assert found.logits is None
     else:
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-10, atol=1e-10)
+
+
+def test_accelerates_mixed_precision_around_the_model(tmp_path):
+    """It binds wrappers of its own to the model: copies run their own weights, it can be unwrapped, unpatched, patched."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    import transformers
+
+    model = streambp.patch(build("qwen3"), CONFIG)
+    batch = make_batch("plain")
+    rows = [{"input_ids": [5] * 8, "labels": [5] * 8}] * 4
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, bf16=True, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    assert model.forward is not streamed_head(model)
+    assert "blockwise" in streambp.describe(model).head
+    model.eval()
+    for unwrapped in (False, True):
+        if unwrapped:
+            trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        expected = model(**batch).loss
+        blank = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in blank.parameters():
+                parameter.zero_()
+        assert blank(**batch).loss.item() == pytest.approx(math.log(VOCABULARY))
+        again = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=3))
+        torch.testing.assert_close(again(**batch).loss, expected, rtol=1e-3, atol=0)
+        assert again(**batch).logits is None
+        bare = streambp.unpatch(copy.deepcopy(model))
+        torch.testing.assert_close(bare(**batch, use_cache=False).loss, expected, rtol=1e-3, atol=0)
+        assert bare(**batch, use_cache=False).logits is not None
 
 
 def test_eval_logits():
