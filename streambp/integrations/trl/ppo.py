@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import trl.trainer.grpo_trainer
 from accelerate.utils import is_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
@@ -194,11 +195,13 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         values = {name: tensor for name, tensor in state.items() if _is_value(name)}
         super()._save(str(folder), {name: tensor for name, tensor in state.items() if name not in values})
         short = {name[name.index("value_") :]: tensor.contiguous() for name, tensor in values.items()}
-        save_file(short, str(folder / VALUE_FILE))
+        save_file(short, str(folder / VALUE_FILE), metadata={"kl_coef": repr(self.kl_coef)})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        state = load_file(str(Path(resume_from_checkpoint) / VALUE_FILE))
+        with safe_open(str(Path(resume_from_checkpoint) / VALUE_FILE), "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            self.kl_coef = float((file.metadata() or {}).get("kl_coef", self.kl_coef))
         missing = self._policy().load_state_dict(state, strict=False)
         if missing.unexpected_keys:
             raise StreamBPError(
