@@ -35,6 +35,10 @@ def find_stacks(model: nn.Module) -> Found:
     Raises:
         UnsupportedModelError: there is none that can be streamed exactly.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
+        )
     stacks: list[Stack] = []
     reasons: list[str] = []
     for module in model.modules():

@@ -232,6 +232,7 @@ class CausalLMForward(InstanceForward):
             StreamBPError: the model's loss takes its logits elsewhere than to cross_entropy.
         """
         record = HeadRecord(self.state.pending, wanted, temperature, in_float32)
+        kwargs["return_dict"] = True  # per-token values are fields
         output = self._with_record(kwargs, record)
         if record.values is None:
             raise StreamBPError(

@@ -54,6 +54,11 @@ def test_unsupported_models(make):
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+def test_not_a_model():
+    with pytest.raises(streambp.StreamBPError, match="This is a str; pass a model"):
+        streambp.patch("Qwen/Qwen3-8B")
+
+
 def test_bidirectional_config():
     model = build("llama")
     model.config.is_causal = False

@@ -315,7 +315,7 @@ def test_output_hidden_states():
 def test_log_probs_of_the_labels():
     stock, ours = model_pair("gemma3")
     batch = make_batch("left-padded")
-    output = ours(**batch, use_cache=False, output_log_probs=True)
+    output = ours(**batch, use_cache=False, output_log_probs=True, return_dict=False)  # values need names
     logits = stock(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     target = batch["labels"][:, 1:]
     expected = logits[:, :-1].log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)

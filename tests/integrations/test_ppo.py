@@ -184,6 +184,15 @@ def test_reward_lands_on_the_last_token_and_kl_on_every_one(tmp_path):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss_type", "bnpo"), ("delta", 1.5), ("importance_sampling_level", "sequence"), ("beta", 0.3)]
+)
+def test_settings_of_grpos_loss_are_refused(name, value):
+    with pytest.raises(streambp.StreamBPError, match=f"{name} is set"):
+        StreamPPOConfig(output_dir="x", bf16=False, **{name: value})
+    assert StreamPPOConfig(output_dir="x", bf16=False, kl_coef=0.2, beta=0.2).kl_coef == 0.2
+
+
 def test_another_config_is_refused(tmp_path):
     with pytest.raises(streambp.StreamBPError, match="needs a StreamPPOConfig"):
         StreamPPOTrainer(model=build("qwen3"), reward_funcs=[repeats], args=nn.Identity(), train_dataset=prompts())

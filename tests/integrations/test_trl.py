@@ -259,6 +259,8 @@ def test_settings_from_the_command_line():
     assert config.stream_config() == streambp.StreamConfig(chunk_size=512, saves=("kv", "attn_out"))
     with pytest.raises(streambp.StreamBPError, match="chunk_size"):
         StreamSFTConfig(output_dir="x", stream_chunk_size="big", bf16=False).stream_config()
+    with pytest.raises(streambp.StreamBPError, match="saves is 'kv'"):
+        StreamSFTConfig(output_dir="x", stream_saves="kv", bf16=False).stream_config()
 
 
 def test_importing_streambp_does_not_import_trl():

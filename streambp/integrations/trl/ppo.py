@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
-from streambp.errors import StreamBPError
+from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead, ValueHead
@@ -29,12 +29,13 @@ from streambp.losses.ppo import gae, ppo_loss, whiten
 from streambp.patching import patch
 
 VALUE_FILE = "value.safetensors"
+GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")
 
 
 @dataclasses.dataclass
 class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL is not typed
     """TRL's `GRPOConfig`, of which `num_iterations` (epochs), `epsilon` (clip range) and `entropy_coef` mean the same here,
-    with PPO's own fields. `beta`, `loss_type` and what else shapes GRPO's loss are not used.
+    with PPO's own fields. What shapes GRPO's loss alone (`loss_type`, `delta`, ...) is refused; its `beta` is `kl_coef`.
 
     Args:
         kl_coef: penalty a token on log p_old - log p_ref; 0 leaves the reference model out.
@@ -58,7 +59,14 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
     whiten_rewards: bool = dataclasses.field(default=False, metadata={"help": "Rewards to variance 1."})
 
     def __post_init__(self) -> None:
-        self.beta = self.kl_coef  # TRL loads a reference model and scores rollouts with it if this is not 0
+        defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+        ignored = [name for name in GRPOS_OWN if getattr(self, name) != defaults[name]]
+        if ignored or self.beta not in (defaults["beta"], self.kl_coef):
+            raise ConfigError(
+                f"{', '.join(ignored) or 'beta'} is set, which shapes GRPO's loss and not PPO's. Leave it out; the clip "
+                "range is epsilon, the KL penalty kl_coef."
+            )
+        self.beta: float = self.kl_coef  # TRL loads a reference model and scores rollouts with it if this is not 0
         super().__post_init__()
 
 
