@@ -31,7 +31,7 @@ from streambp.head.one_pass import Pending
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
 from streambp.offload.manager import OffloadManager
-from streambp.stacks import attends, counts_positions
+from streambp.stacks import attends, cache_argument, counts_positions
 
 
 @dataclasses.dataclass
@@ -99,8 +99,9 @@ class LayerForward(InstanceForward):
     def __init__(self, module: nn.Module, state: PatchState, index: int = 0, final_norm: nn.Module | None = None) -> None:
         super().__init__(module, state)
         self.site = LayerSite(
-            module, state.config, attends(module), counts_positions(module), offloader=state.offloader, index=index
-        )
+            module, state.config, attends(module), counts_positions(module), cache_argument(module),
+            offloader=state.offloader, index=index,
+        )  # fmt: skip
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None
 
@@ -200,6 +201,8 @@ class BackboneForward(InstanceForward):
         return config
 
     def _configs(self) -> list[PreTrainedConfig]:
+        if any(cache_argument(layer) for layer in self.layers):
+            return []  # they attend by themselves, with the masks that their own setting builds
         found = [self._config, *(m.config for layer in self.layers for m in layer.modules() if hasattr(m, "config"))]
         return list({id(config): config for config in found}.values())
 
