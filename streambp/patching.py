@@ -19,6 +19,7 @@ from streambp.wrappers import BackboneForward, CausalLMForward, LayerForward, Pa
 
 Model = TypeVar("Model", bound=nn.Module)
 
+OWN_ATTENTION = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")
 
 
@@ -187,7 +188,7 @@ def describe(model: nn.Module) -> Description:
             names[id(w.module)],
             type(w.module).__name__,
             "streams" if w.site.whole_because is None else "checkpoints",
-            w.site.whole_because or "",
+            w.site.whole_because or (OWN_ATTENTION if w.site.cache else ""),
         )
         for w in found.state.wrappers
         if isinstance(w, LayerForward)

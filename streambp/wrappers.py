@@ -25,7 +25,7 @@ from streambp.instance_forward import InstanceForward
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
 from streambp.offload.manager import OffloadManager
-from streambp.stacks import attends, counts_positions
+from streambp.stacks import attends, cache_argument, counts_positions
 
 
 @dataclasses.dataclass
@@ -59,8 +59,9 @@ class LayerForward(InstanceForward):
         super().__init__(module)
         self.state = state
         self.site = LayerSite(
-            module, state.config, attends(module), counts_positions(module), offloader=state.offloader, index=index
-        )
+            module, state.config, attends(module), counts_positions(module), cache_argument(module),
+            offloader=state.offloader, index=index,
+        )  # fmt: skip
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None
 
@@ -163,6 +164,8 @@ class BackboneForward(InstanceForward):
         return config
 
     def _configs(self) -> list[PreTrainedConfig]:
+        if any(cache_argument(layer) for layer in self.layers):
+            return []  # they attend by themselves, with the masks that their own setting builds
         found = [self._config, *(m.config for layer in self.layers for m in layer.modules() if hasattr(m, "config"))]
         return list({id(config): config for config in found}.values())
 
