@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
+from streambp.distributed.zero import full_shape
 from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
@@ -96,7 +97,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         else:
             weight = policy.get_output_embeddings().weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
-            policy.add_module(VALUE_HEAD, ValueHead(weight.shape[1], weight.device, dtype))
+            policy.add_module(VALUE_HEAD, ValueHead(full_shape(weight)[1], weight.device, dtype))
 
     def _copy_as_reference(self) -> Any:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -122,11 +123,11 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
             old = self._score(self.model, output)
         log_probs = output.setdefault("old_per_token_logps", old.log_probs)
         rewards = self._token_rewards(output, log_probs, mask)
-        advantages, returns = gae(rewards, old.values, mask, gamma=self.args.gamma, lam=self.args.lam)
-        self._log_rollout(old.values, returns, mask)
+        advantages, returns = gae(rewards, old.state_values, mask, gamma=self.args.gamma, lam=self.args.lam)
+        self._log_rollout(old.state_values, returns, mask)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask)
-        output.update(advantages=advantages, old_values=old.values, returns=returns)
+        output.update(advantages=advantages, old_values=old.state_values, returns=returns)
         return output
 
     def _token_rewards(self, output: dict[str, Any], log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -168,7 +169,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """log_probs, entropy and values of the completion tokens, [B, T]."""
+        """log_probs, entropy and state_values of the completion tokens, [B, T]."""
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         kept = inputs["completion_ids"].shape[1]
@@ -178,7 +179,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
             output = model(
                 input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, values=True
             )
-        for name in ("log_probs", "entropy", "values"):
+        for name in ("log_probs", "entropy", "state_values"):
             output[name] = output[name][:, -kept:]
         return output
 
@@ -186,7 +187,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         mode = "train" if self.model.training else "eval"
         scored, mask = self._score(model, inputs), self._mask(inputs)
         found = ppo_loss(
-            scored.log_probs, inputs["old_per_token_logps"], inputs["advantages"], mask, scored["values"],
+            scored.log_probs, inputs["old_per_token_logps"], inputs["advantages"], mask, scored.state_values,
             inputs["old_values"], inputs["returns"], clip_range=self.epsilon_low,
             value_clip_range=self.args.value_clip_range, value_coef=self.args.value_coef, entropy=scored.entropy,
             entropy_coef=self.args.entropy_coef,
