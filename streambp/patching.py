@@ -187,8 +187,8 @@ def describe(model: nn.Module) -> Description:
         LayerDescription(
             names[id(w.module)],
             type(w.module).__name__,
-            "streams" if w.site.whole_because is None else "checkpoints",
-            w.site.whole_because or (OWN_ATTENTION if w.site.cache else ""),
+            "checkpoints" if w.site.because else "streams",
+            w.site.because or (OWN_ATTENTION if w.site.cache else ""),
         )
         for w in found.state.wrappers
         if isinstance(w, LayerForward)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 
 import pytest
 import torch
@@ -20,11 +19,6 @@ from tests import test_contract, test_families, test_oracle, test_training
 from tests.families import build, make_batch
 from tests.head import test_log_probs
 from tests.oracle import gradients, lift_float32_casts
-
-pytest.importorskip("trl", reason="TRL is not installed")
-
-from streambp.integrations.trl import values
-from tests.integrations import test_ppo
 
 
 def oracle(family="qwen3", mode="plain", saves=()):
@@ -102,11 +96,6 @@ def objective():
     kept = torch.tensor([[True, False, True]])
     x = torch.tensor([[1.0, 5.0, 2.0]])
     assert masked.masked_mean(x, kept) == 1.5
-
-
-def ppo_gradients():
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        test_ppo.test_gradients_and_one_backward(False, folder, patch)
 
 
 @contextlib.contextmanager
@@ -206,10 +195,6 @@ MUTANTS = {
         several_blocks,
     ),
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
-    "values that do not reach the backbone": (
-        values, "blockwise_values",
-        lambda hidden, norm, head, real=values.blockwise_values: real(hidden.detach(), norm, head), ppo_gradients,
-    ),
     "stream whatever comes": (
         function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
     ),

@@ -38,6 +38,7 @@ class LayerSite:
         counts_positions: it asks its cache how many tokens came before.
         cache: the argument that takes its cache, if it attends by itself over what that returns.
         whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
+        mask_because: the same, of the last call's attention mask alone.
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
     """
 
@@ -47,10 +48,16 @@ class LayerSite:
     counts_positions: bool = False
     cache: str | None = None
     whole_because: str | None = None
+    mask_because: str | None = None
     offloader: Offloader | None = None
     index: int = 0
     probed: bool = False
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
+
+    @property
+    def because(self) -> str | None:
+        """Why its last call ran whole; None if it streamed."""
+        return self.whole_because or self.mask_because
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -41,13 +41,11 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     counts_when_alone()
     arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
     mask = arguments.named.get("attention_mask")
-    if site.attends and not (mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)):
-        site.whole_because = "its attention_mask is not for attention alone"
-        return run_whole(site, args, kwargs)
+    site.mask_because = _no_mask_of_attention(mask) if site.attends else None
     if site.cache is not None:
-        site.whole_because = why_not(mask, arguments.length)
-        if site.whole_because is not None:
-            return run_whole(site, args, kwargs)
+        site.mask_because = why_not(mask, arguments.length)
+    if site.mask_because is not None:
+        return run_whole(site, args, kwargs)
     call = LayerCall(site, arguments)
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer, hidden_states.device)
@@ -191,6 +189,13 @@ def _chunk_backward(
     del outputs, upstream, output
     inputs.add(chunk, found[: len(targets)])
     sums.add(found[len(targets) :])
+
+
+def _no_mask_of_attention(mask: Any) -> str | None:
+    """Why a layer that attends through the interface cannot be cut with this mask; None if it can."""
+    if mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4):
+        return None
+    return "its attention_mask is not for attention alone"
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:
