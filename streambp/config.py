@@ -31,6 +31,9 @@ class StreamConfig:
         offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
             ahead of its use.
         host_memory: bytes of host memory for that, as a number or as "96GiB"; None: nine tenths of what is available.
+        gpu_memory: bytes of device memory for what waits there between forward and backward, as a number or as "8GiB": the
+            saved tensors of as many layers as fit stay on the device, the last ones, whose backward comes first. What a
+            chunk's own computation takes comes on top. None: with offload="cpu" all of them leave.
         on_host_full: what happens to a tensor that does not fit: "keep" it on the device, "recompute" it in backward (a
             layer's input is kept), or "raise".
 
@@ -45,6 +48,7 @@ class StreamConfig:
     eval_logits: bool = False
     offload: Literal["none", "cpu"] = "none"
     host_memory: int | str | None = None
+    gpu_memory: int | str | None = None
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
 
     @property
@@ -62,8 +66,9 @@ class StreamConfig:
         for field, choices in (("attention", ATTENTION), ("offload", OFFLOAD), ("on_host_full", ON_HOST_FULL)):
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")
-        if self.host_memory is not None:
-            object.__setattr__(self, "host_memory", parse_bytes("host_memory", self.host_memory))
+        for field in ("host_memory", "gpu_memory"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
         for field in ("head", "eval_logits"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")

@@ -49,8 +49,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     layers = [layer for stack in found.stacks for layer in stack.layers]
     state = PatchState(config)
     if config.offload == "cpu":
-        host_memory = None if config.host_memory is None else int(config.host_memory)
-        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers))
+        host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
+        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory)
     wrappers: list[InstanceForward] = []
     for stack in found.stacks:
         wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
@@ -190,7 +190,9 @@ def _describe_offload(found: Patch) -> str:
     moved = ", ".join(("layer inputs", *found.state.config.saves))
     stats = manager.stats()
     left = f"; {stats['left']:.0f} tensors did not fit ({found.state.config.on_host_full})" if stats["left"] else ""
-    return f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){left}"
+    gpu = found.state.config.gpu_memory
+    stays = "" if gpu is None else f"; the last layers' stay, at most {int(gpu) / 2**30:.2f} GiB on the device"
+    return f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){stays}{left}"
 
 
 def _describe_head(found: Patch) -> str:

@@ -31,11 +31,17 @@ Access = tuple[str, int]
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """One saved tensor. `source` holds it on the device, `host` a copy that is complete after `copied_out`."""
+    """One saved tensor. `source` holds it on the device, `host` a copy that is complete after `copied_out`.
+
+    version: of a source that others may change in place while it waits on the device.
+    budgeted: it stays on the device and counts against `gpu_memory`.
+    """
 
     host: Tensor | None = None
     source: Tensor | None = None
     copied_out: Any = None
+    version: int | None = None
+    budgeted: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,7 +76,9 @@ class LayerTensors:
 
     Raises:
         HostMemoryError: the host budget is used up and `on_host_full` is "raise".
-        BackwardError: a tensor is asked for a second time.
+        BackwardError: a tensor is asked for a second time, or was changed in place while it waited on the device.
+
+    stays: everything stays on the device. bytes: of everything put in; kept: of what stays and was not yet taken.
     """
 
     copies = True  # the tensors put in may be changed or freed afterwards
@@ -84,11 +92,21 @@ class LayerTensors:
         self._ahead = 1
         self._position = 0
         self.index = index
+        self.stays = manager.has_room_from(index, batch)
+        self.bytes = self.kept = 0
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        entry = self._manager.push(self._batch.stack, tensor, optional=name != "x")
-        if entry is not None:
-            self._entries[name, chunk] = entry
+        self.bytes += tensor.nbytes
+        if self.stays and self._manager.has_room(tensor.nbytes):
+            entry: Entry | None = Entry(source=tensor, budgeted=True)
+            self.kept += tensor.nbytes
+        else:
+            entry = self._manager.push(self._batch.stack, tensor, optional=name != "x")
+        if entry is None:
+            return
+        if entry.host is None and name == "x":  # the caller's tensor, not ours
+            entry.version = tensor._version
+        self._entries[name, chunk] = entry
 
     def has(self, name: str, chunk: int) -> bool:
         return (name, chunk) in self._entries
@@ -119,8 +137,14 @@ class LayerTensors:
                 "once. Compute the loss again, or add losses up and call backward once."
             )
         tensor = self._manager.fetch(self._batch, entry)
+        if entry.version is not None and entry.version != tensor._version:
+            raise BackwardError(
+                "The input of a streamed layer was changed in place between forward and backward. "
+                "Work on a copy (tensor.clone()) instead."
+            )
         if last:
             del self._entries[name, chunk]
+            self.kept -= tensor.nbytes if entry.budgeted else 0
         if self._accesses[self._position : self._position + 1] == [(name, chunk)]:
             self._position += 1
         self.prefetch(self._ahead)
@@ -143,14 +167,24 @@ class OffloadManager:
     Args:
         host_memory: bytes of host memory that may be used; None: nine tenths of what is available.
         on_host_full: "keep" what does not fit on the device, "recompute" what can be, or "raise".
-        layers: how many layers a forward has, for the size of a stack.
+        layers: how many layers a forward has, for the size of a stack and for which of them stay on the device.
+        gpu_memory: bytes of saved tensors that may stay on the device; None: all of them leave.
         engine: for tests; made for the device of the first tensor if None.
     """
 
-    def __init__(self, host_memory: int | None, on_host_full: str, layers: int, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        host_memory: int | None,
+        on_host_full: str,
+        layers: int,
+        gpu_memory: int | None = None,
+        engine: Engine | None = None,
+    ) -> None:
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
+        self.gpu_memory = gpu_memory
+        self._open: weakref.WeakSet[LayerTensors] = weakref.WeakSet()
         self.left = 0  # tensors that did not fit on the host
         self.bytes = {OUT: 0, BACK: 0}
         self._given_engine = engine
@@ -161,7 +195,7 @@ class OffloadManager:
 
     def __reduce__(self) -> Any:
         """A copied or pickled model starts with an empty manager."""
-        return OffloadManager, (self.host_memory, self.on_host_full, self.layers)
+        return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self.gpu_memory)
 
     def open(self, index: int, device: torch.device) -> LayerTensors:
         """The store of one layer's call; a layer that does not come after the last one starts a new micro-batch."""
@@ -176,7 +210,24 @@ class OffloadManager:
         batch.last_index = index
         tensors = LayerTensors(self, batch, index)
         batch.layers.append(weakref.ref(tensors))
+        self._open.add(tensors)
         return tensors
+
+    @property
+    def kept(self) -> int:
+        """Bytes of saved tensors that stay on the device."""
+        return sum(tensors.kept for tensors in self._open)
+
+    def has_room(self, size: int) -> bool:
+        return self.gpu_memory is not None and self.kept + size <= self.gpu_memory
+
+    def has_room_from(self, index: int, batch: MicroBatch) -> bool:
+        """Whether layer `index` and all after it fit on the device, if they are like those before it.
+
+        The first layer's size is not known yet; it leaves, as its backward comes last.
+        """
+        before = [tensors.bytes for tensors in (layer() for layer in batch.layers) if tensors is not None]
+        return bool(before) and self.has_room((self.layers - index) * max(before))
 
     def push(self, stack: Stack, tensor: Tensor, optional: bool) -> Entry | None:
         """Start the copy of a tensor to the host; None for one that is optional and is to be recomputed instead."""

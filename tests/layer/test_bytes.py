@@ -175,7 +175,7 @@ def test_offloaded_backward_grows_by_21_kb_a_token():
     layer = qwen3_8b_layer()
 
     def measure(length):
-        offloader = OffloadManager(2**50, "raise", 2, HostOnMeta(torch.device("meta")))
+        offloader = OffloadManager(2**50, "raise", 2, engine=HostOnMeta(torch.device("meta")))
         offloader._arena = Arena(2**50, offloader.engine.host_buffer)
         return run_layer(layer, length, streamed(("attn_out", "kv"), offloader))
 

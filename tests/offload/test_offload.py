@@ -227,6 +227,50 @@ def test_host_budget_too_small_raises_and_the_model_stays_usable():
     assert_same(step(offloaded(model=model)), step(model_with(("attn_out", "kv"))))
 
 
+def layer_bytes():
+    return expected_host_bytes(build("qwen3", num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("layers", [0.5, 1, 2.2, 4])
+def test_last_layers_stay_while_the_device_has_room(layers):
+    expected = step(model_with(("attn_out", "kv")))
+    model = offloaded(gpu_memory=int(layers * layer_bytes()))
+    for _ in range(2):
+        loss = forward(model, 1)
+        kept = [layer().kept for layer in manager_of(model)._current().layers]
+        stay = min(int(layers), 2)  # the first layer's size is not known before it has run
+        assert [bool(k) for k in kept] == [index >= 3 - stay for index in range(3)]
+        assert manager_of(model).kept <= layers * layer_bytes()
+        loss.backward()
+        assert manager_of(model).kept == 0
+        assert_same(step(model), expected)
+    assert "on the device" in str(streambp.describe(model))
+
+
+def test_a_second_micro_batch_finds_the_device_full():
+    model = offloaded(gpu_memory=2 * layer_bytes())
+    first, second = forward(model, 1), forward(model, 2)
+    assert manager_of(model).kept <= 2 * layer_bytes()
+    moved = manager_of(model).bytes[engines.OUT]
+    del first, second
+    gc.collect()
+    assert manager_of(model).kept == 0
+    forward(model, 1)
+    assert manager_of(model).bytes[engines.OUT] - moved < moved / 2
+
+
+def test_inputs_that_stay_must_not_change():
+    model = offloaded(gpu_memory="1GiB")
+    changed = []
+    hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: changed.append(args[0]))
+    loss = forward(model, 1)
+    hook.remove()
+    with torch.no_grad():
+        changed[0].add_(1.0)
+    with pytest.raises(streambp.StreamBPError, match="changed in place"):
+        loss.backward()
+
+
 def test_host_limit_reads_what_the_machine_has(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 200 kB\nMemAvailable:      100 kB\n")
@@ -241,7 +285,7 @@ def test_host_limit_reads_what_the_machine_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("offload", "disk"), ("on_host_full", "ignore"), ("host_memory", "many"), ("host_memory", -1)]
+    ("field", "value"), [("offload", "disk"), ("on_host_full", "ignore"), ("host_memory", "many"), ("gpu_memory", -1)]
 )
 def test_settings(field, value):
     with pytest.raises(streambp.StreamBPError, match=field):
