@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from streambp.attention.interface import routed
+from streambp.attention.keys import CallSite, PrefixMemory
 from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.prefix import Attended, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.spans import Spans
@@ -83,6 +85,16 @@ class LayerCall:
         self.product_names: list[str] = []
         self.captured: list[tuple[str, Tensor, int]] = []
         self.extras: list[Place] = []  # extra outputs, in the order in which the Function returns them
+
+    def save_to(self, offloader: Offloader) -> None:
+        """Saved tensors go there."""
+        self.store = offloader.open(self.site.index, self.device)
+
+    def limit_prefix(self, offloader: Offloader) -> None:
+        """Of keys, values and their gradients no more is on the device than the offloader allows."""
+        saved = self.store if self.moves_kv else None
+        scratch = functools.partial(offloader.scratch, self.device)
+        self.prefix.memory = PrefixMemory(self.plan, offloader.gpu_memory, scratch, saved)
 
     def _layout(self) -> Any:
         named = self.arguments.named
@@ -175,10 +187,10 @@ class LayerCall:
             if "attn_out" in self.saves:
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
-            if self.moves_kv:
-                k, v = self.prefix.part(site, chunk)
-                self.store.put(f"k.{site}", chunk.index, k)
-                self.store.put(f"v.{site}", chunk.index, v)
+            whole = self.prefix.part(site, chunk) if self.moves_kv else None  # tiles are in the store already
+            if whole is not None:
+                self.store.put(f"k.{site}", chunk.index, whole[0])
+                self.store.put(f"v.{site}", chunk.index, whole[1])
 
     def find_products(self) -> None:
         """Which Linears `saves` names; within `streaming`, where no engine's hooks stand in the way."""
@@ -223,13 +235,20 @@ class LayerCall:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
         sites, chunks = range(self.prefix.calls or 0), range(len(self.plan))
         order: list[Access] = []
+        tiled: list[Access] = []  # the first tiles; each visit of one announces the next
         if self.moves_kv:
-            order += [(f"{part}.{site}", chunk) for chunk in chunks for site in sites for part in "kv"]
+            for site, resident in enumerate(self.prefix.resident_tiles(backward=True)):
+                if resident is None:
+                    order += [(f"{part}.{site}", chunk) for chunk in chunks for part in "kv"]
+                else:
+                    tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
         elif "kv" not in self.saves and sites:
             order += [("x", chunk) for chunk in chunks[:-1]]
         products = [name for name in self.product_names if self.store.has(name, 0)]
         attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
-        order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *products, *attended)]
+        for chunk in reversed(chunks):
+            order += [(name, chunk) for name in ("x", *products, *attended)]
+            order += tiled if chunk == chunks[-1] else []
         return order, 1 + len(products) + len(attended)
 
     def restore_kv(self) -> bool:
@@ -237,11 +256,7 @@ class LayerCall:
         sites = range(self.prefix.calls or 0)
         if not all(self.store.has(f"v.{site}", chunk.index) for chunk in self.plan for site in sites):
             return False
-        for chunk in self.plan:
-            for site in sites:
-                parts = (self.store.take(f"{part}.{site}", chunk.index) for part in "kv")
-                self.prefix.restore(site, chunk, *parts)
-        self.prefix.filled_until = self.plan.length
+        self.prefix.find_saved()
         return True
 
     def _saved_attention(self, chunk: Chunk) -> list[Attended] | None:
@@ -266,7 +281,7 @@ class LayerCall:
         with torch.enable_grad(), self.random[0].replayed():
             hidden_chunk = x.detach().requires_grad_(needs_input)
             self.compute(hidden_chunk, Chunk(0, 0, tokens), Stage.RECOMPUTE, prefix)
-        return [(site.k, site.v) for site in prefix.sites]
+        return [(site.k, site.v) for site in prefix.sites if isinstance(site, CallSite)]
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:

@@ -66,8 +66,10 @@ class TraceEngine:
         for name, when in (event or {}).items():
             self._clocks[queue][name] = max(self._clocks[queue][name], when)
 
-    def done(self, event: Any) -> bool:
-        return False
+    def settle(self) -> None:
+        for queue in QUEUES:
+            for other in (OUT, BACK):
+                self.wait(queue, self.record(other))
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
         device, host = (source, target) if queue == OUT else (target, source)
@@ -79,6 +81,9 @@ class TraceEngine:
         self._access(COMPUTE, self._device(tensor), write)
 
     def stalls(self) -> dict[str, float]:
+        return {OUT: 0.0, BACK: 0.0}
+
+    def copying(self) -> dict[str, float]:
         return {OUT: 0.0, BACK: 0.0}
 
     def _device(self, tensor: Tensor) -> Place:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.offload import arena, engines, manager
+from streambp.offload import arena, engines, manager, transfers
 from streambp.offload.arena import host_limit, padded
 from streambp.offload.trace import TraceEngine
 from tests import zoo
@@ -120,7 +120,7 @@ def test_host_bytes_are_the_formulas_to_the_byte():
     expected = expected_host_bytes(model)
     loss = forward(model, 1)
     assert manager_of(model)._current().stack.used == expected
-    assert manager_of(model).bytes[engines.OUT] <= expected
+    assert manager_of(model).transfers.bytes[engines.OUT] <= expected
     loss.backward()
     forward(model, 1).backward()
     assert manager_of(model).host_bytes <= 1.2 * expected
@@ -132,9 +132,9 @@ def test_fifty_steps_do_not_grow():
     for seed in range(50):
         forward(model, seed).backward()
         gc.collect()
-        sizes.append((manager_of(model).host_bytes, len(manager_of(model)._in_flight)))
+        sizes.append((manager_of(model).host_bytes, len(manager_of(model).transfers)))
     assert len(set(sizes[1:])) == 1
-    assert len(manager_of(model)._in_flight) <= manager.IN_FLIGHT
+    assert len(manager_of(model).transfers) <= transfers.GROUPS_IN_FLIGHT * 5  # x, attn_out, lse, k, v
 
 
 def test_longer_sequences_in_the_next_step():
@@ -231,10 +231,16 @@ def layer_bytes():
     return expected_host_bytes(build("qwen3", num_hidden_layers=1))
 
 
+def prefix_bytes(tokens=2 * LENGTH):
+    """K, V and the accumulators of their gradients of one layer, all in float32."""
+    config = build("qwen3", num_hidden_layers=1).config
+    return 4 * 4 * tokens * config.num_key_value_heads * config.head_dim
+
+
 @pytest.mark.parametrize("layers", [0.5, 1, 2.2, 4])
 def test_last_layers_stay_while_the_device_has_room(layers):
     expected = step(model_with(("attn_out", "kv")))
-    model = offloaded(gpu_memory=int(layers * layer_bytes()))
+    model = offloaded(gpu_memory=prefix_bytes() + int(layers * layer_bytes()))
     for _ in range(2):
         loss = forward(model, 1)
         kept = [layer().kept for layer in manager_of(model)._current().layers]
@@ -247,16 +253,31 @@ def test_last_layers_stay_while_the_device_has_room(layers):
     assert "on the device" in str(streambp.describe(model))
 
 
+@pytest.mark.parametrize("share", [0.01, 0.95])
+@pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
+@pytest.mark.parametrize("mode", ["plain", "left-padded", "packed"])
+def test_streamed_prefixes_change_no_bit(mode, saves, share):
+    """share: of the prefix, that the device has room for; nothing of it stays, or some of its tiles."""
+    length = 64
+    expected = step(model_with(saves), **make_batch(mode, length=length))
+    model = offloaded(saves, gpu_memory=int(share * prefix_bytes(2 * length)))
+    for _ in range(2):
+        assert_same(step(model, **make_batch(mode, length=length)), expected)
+    plain = offloaded(saves)
+    step(plain, **make_batch(mode, length=length))
+    assert manager_of(model).stats()["bytes_back"] > manager_of(plain).stats()["bytes_back"]
+
+
 def test_a_second_micro_batch_finds_the_device_full():
-    model = offloaded(gpu_memory=2 * layer_bytes())
+    model = offloaded(gpu_memory=prefix_bytes() + 2 * layer_bytes())
     first, second = forward(model, 1), forward(model, 2)
     assert manager_of(model).kept <= 2 * layer_bytes()
-    moved = manager_of(model).bytes[engines.OUT]
+    moved = manager_of(model).transfers.bytes[engines.OUT]
     del first, second
     gc.collect()
     assert manager_of(model).kept == 0
     forward(model, 1)
-    assert manager_of(model).bytes[engines.OUT] - moved < moved / 2
+    assert manager_of(model).transfers.bytes[engines.OUT] - moved < moved / 2
 
 
 def test_inputs_that_stay_must_not_change():
@@ -319,7 +340,7 @@ def traced(schedule, saves=("attn_out", "kv"), collect=False):
     """Twice the schedule, with a step between that breaks off in backward, while tensors are on their way back."""
     model = offloaded(saves)
     engine = TraceEngine(collect)
-    manager_of(model)._engine = manager_of(model)._given_engine = engine
+    manager_of(model)._given_engine = engine
     run(model, schedule)
     break_off(model)
     return run(model, schedule), engine
