@@ -144,19 +144,26 @@ class TiledSite:
 
     Args:
         index: which of the layer's attention calls.
-        keys: where K and V are kept. sums: where the accumulators are, between two chunks.
+        keys: where K and V are kept. scratch: where the accumulators are between two chunks.
         resident: how many of the first tiles stay on the device.
         keeps_all: `keys` gets the resident tiles too, because they are saved for backward.
     """
 
     def __init__(
-        self, index: int, plan: ChunkPlan, keys: TileStore, sums: TileStore, resident: int, keeps_all: bool, value_size: int
+        self,
+        index: int,
+        plan: ChunkPlan,
+        keys: TileStore,
+        scratch: TileStore,
+        resident: int,
+        keeps_all: bool,
+        value_size: int,
     ) -> None:
         self.plan = plan
         self.resident = resident
         self.keeps_all = keeps_all
         self.value_size = value_size
-        self._keys, self._sums = keys, sums
+        self._keys, self._scratch = keys, scratch
         self._k, self._v, self._dk, self._dv = (f"{part}.{index}" for part in ("k", "v", "dk", "dv"))
         self._here: dict[int, Tile] = {}
 
@@ -164,8 +171,10 @@ class TiledSite:
         self._leave(list(self._here))
         tile = Tile(*(part.clone(memory_format=torch.contiguous_format) for part in (k, v)))
         if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:  # nobody else reads the last
-            self._keys.put(self._k, chunk.index, tile.k)
-            self._keys.put(self._v, chunk.index, tile.v)
+            for name, part in ((self._k, tile.k), (self._v, tile.v)):
+                self._keys.put(name, chunk.index, part)
+                if not self._keys.has(name, chunk.index):  # to be computed again in backward; this pass needs it
+                    self._scratch.put(name, chunk.index, part)
         self._here[chunk.index] = tile
 
     def visit(self, blocks: list[Block], gradients: bool = False) -> Visit:
@@ -199,30 +208,33 @@ class TiledSite:
 
     def _enter(self, index: int, gradients: bool) -> None:
         if index not in self._here:
-            self._here[index] = Tile(self._keys.peek(self._k, index), self._keys.peek(self._v, index))
+            self._here[index] = Tile(*(self._home(name, index).peek(name, index) for name in (self._k, self._v)))
         tile = self._here[index]
         if gradients and tile.dk is None:
-            if self._sums.has(self._dk, index):
-                tile.dk, tile.dv = self._sums.borrow(self._dk, index), self._sums.borrow(self._dv, index)
+            if self._scratch.has(self._dk, index):
+                tile.dk, tile.dv = self._scratch.borrow(self._dk, index), self._scratch.borrow(self._dv, index)
             else:
                 wide = torch.promote_types(tile.k.dtype, torch.float32)
                 tile.dk, tile.dv = torch.zeros_like(tile.k, dtype=wide), torch.zeros_like(tile.v, dtype=wide)
 
     def _load(self, index: int, gradients: bool) -> None:
         if index not in self._here:
-            self._keys.load(self._k, index)
-            self._keys.load(self._v, index)
-            if gradients and self._sums.has(self._dk, index):
-                self._sums.load(self._dk, index)
-                self._sums.load(self._dv, index)
+            for name in (self._k, self._v):
+                self._home(name, index).load(name, index)
+            if gradients and self._scratch.has(self._dk, index):
+                self._scratch.load(self._dk, index)
+                self._scratch.load(self._dv, index)
 
     def _leave(self, indices: Iterable[int]) -> None:
         for index in indices:
             if index >= self.resident and index in self._here:
                 tile = self._here.pop(index)
                 if tile.dk is not None and tile.dv is not None:
-                    self._sums.put(self._dk, index, tile.dk)
-                    self._sums.put(self._dv, index, tile.dv)
+                    self._scratch.put(self._dk, index, tile.dk)
+                    self._scratch.put(self._dv, index, tile.dv)
+
+    def _home(self, name: str, index: int) -> TileStore:
+        return self._keys if self._keys.has(name, index) else self._scratch
 
     def _tiles(self, block: Block) -> range:
         return range(block.k0 // self.plan.size, -(-block.k1 // self.plan.size))

@@ -55,7 +55,7 @@ class Engine(Protocol):
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None: ...
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
-        """The compute queue has just written `tensor`, or reads it next; for checkers."""
+        """The compute queue has just written `tensor`, or reads or writes it next; for checkers."""
         ...
 
     def stalls(self) -> dict[str, float]:

@@ -146,7 +146,8 @@ class Transfers:
 
     def borrow(self, holding: Holding, entry: Entry) -> Tensor:
         """The tensor, on the device, to be changed and sent again."""
-        if entry.source is None:
-            return self.fetch(holding, entry)
-        self.engine.wait(COMPUTE, entry.copied_out)  # 6: a copy out may still read it
-        return entry.source
+        tensor = self.fetch(holding, entry)
+        if tensor is entry.source:
+            self.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
+        self.engine.compute_access(tensor, write=True)
+        return tensor
