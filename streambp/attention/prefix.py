@@ -24,7 +24,7 @@ from torch import Tensor
 from streambp.attention.kernels import Backend, Task, choose_backend
 from streambp.attention.keys import CallSite, PrefixMemory, Site, TiledSite, TileStore
 from streambp.attention.masks import DenseMask
-from streambp.attention.spans import Block, Kind, Spans
+from streambp.attention.spans import Block, Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import StreamBPError
 
@@ -104,6 +104,15 @@ class Prefix:
     def backward_bytes(self) -> int:
         """What all of it takes on the device in backward."""
         return self.length * sum(size.keys + size.sums for size in self.sizes_seen)
+
+    def flops(self, chunk: Chunk, attended: Attended) -> float:
+        """Of attending a chunk once: two products for each pair of a query and a key that it reads."""
+        _, heads, _, size = attended.o.shape
+        pairs = sum(
+            block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is Kind.CAUSAL else 1.0)
+            for block in self.layout.blocks(chunk.start, chunk.stop, Tiling())
+        )
+        return 4.0 * size * heads * pairs
 
     def resident_tiles(self, backward: bool) -> list[int | None]:
         """For each attention call, how many of its tiles stay on the device; None: it is one buffer."""

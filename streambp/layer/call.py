@@ -18,9 +18,10 @@ from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.prefix import Attended, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
-from streambp.config import StreamConfig
+from streambp.config import SAVES, StreamConfig
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
+from streambp.layer.cost import Cost, Product, Watch
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.products import UnreadProducts, captured, known, matching, plain_linears, trace_unread
@@ -64,7 +65,8 @@ class LayerCall:
         config = site.config
         self.site = site
         self.layer = site.layer
-        self.saves = config.saves
+        self.saves = config.named_saves
+        self.watch: Watch | None = None
         self.arguments = arguments
         self.hidden_states: Tensor = arguments.hidden_states
         self.device = self.hidden_states.device
@@ -88,13 +90,17 @@ class LayerCall:
 
     def save_to(self, offloader: Offloader) -> None:
         """Saved tensors go there."""
-        self.store = offloader.open(self.site.index, self.device)
+        length = self.plan.length
+        self.store = offloader.open(self.site.index, self.device, length)
+        chosen = offloader.chosen_saves(length)
+        self.saves = self.saves if chosen is None else chosen
+        self.watch = offloader.watch(length, self.site.unread)
 
     def limit_prefix(self, offloader: Offloader) -> None:
         """Of keys, values and their gradients no more is on the device than the offloader allows."""
         saved = self.store if self.moves_kv else None
         scratch = functools.partial(offloader.scratch, self.device)
-        self.prefix.memory = PrefixMemory(self.plan, offloader.gpu_memory, scratch, saved)
+        self.prefix.memory = PrefixMemory(self.plan, offloader.prefix_memory, scratch, saved)
 
     def _layout(self) -> Any:
         named = self.arguments.named
@@ -191,12 +197,29 @@ class LayerCall:
             if whole is not None:
                 self.store.put(f"k.{site}", chunk.index, whole[0])
                 self.store.put(f"v.{site}", chunk.index, whole[1])
+        if self.watch is not None:
+            self.watch.chunk_done(self._cost(chunk, hidden_chunk, attended))
+
+    def _cost(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> Cost:
+        tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
+        products = {
+            name: Product(linear.out_features * tokens * hidden_chunk.itemsize, 2.0 * linear.weight.numel() * tokens)
+            for name, linear in plain_linears(self.layer).items()
+        }
+        return Cost(
+            x=hidden_chunk.nbytes,
+            attn_out=sum(part.o.nbytes + part.lse.nbytes for part in attended),
+            kv=(chunk.stop - chunk.start) * sum(size.keys for size in self.prefix.sizes_seen),
+            attention_flops=sum(self.prefix.flops(chunk, part) for part in attended),
+            products=products,
+        )
 
     def find_products(self) -> None:
         """Which Linears `saves` names; within `streaming`, where no engine's hooks stand in the way."""
-        if self.site.config.products:
+        globs = [name for name in self.saves if name not in SAVES]
+        if globs:
             self.linears = plain_linears(self.layer)
-            self.products = matching(self.linears, self.site.config.products)
+            self.products = matching(self.linears, globs)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:

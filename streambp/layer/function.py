@@ -69,6 +69,8 @@ def _run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     with torch.no_grad(), call.streaming():
         if keep:
             call.find_products()
+            if call.watch is not None:
+                call.watch.start()
         for chunk in call.plan:
             if keep:
                 call.snapshot()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from streambp.attention.keys import TileStore
+from streambp.layer.cost import Watch
 
 Access = tuple[str, int]
 
@@ -42,17 +43,26 @@ class SavedTensors(Protocol):
 
 
 class Offloader(Protocol):
-    """Makes the stores of a model whose saved tensors leave the device. gpu_memory: what its prefixes may use there."""
+    """Makes the stores of a model whose saved tensors leave the device. prefix_memory: bytes that a prefix may use there;
+    None: no limit."""
 
     @property
-    def gpu_memory(self) -> int | None: ...
+    def prefix_memory(self) -> int | None: ...
 
     def scratch(self, device: torch.device) -> TileStore:
         """A store for what lives no longer than one pass over a layer's chunks."""
         ...
 
-    def open(self, index: int, device: torch.device) -> SavedTensors:
-        """The store for a call of the model's layer `index`."""
+    def open(self, index: int, device: torch.device, length: int) -> SavedTensors:
+        """The store for a call of the model's layer `index` on so many tokens a row."""
+        ...
+
+    def chosen_saves(self, length: int) -> tuple[str, ...] | None:
+        """What to save of a sequence of that length; None: what the configuration says."""
+        ...
+
+    def watch(self, length: int, unread: dict[Any, Any]) -> Watch | None:
+        """Measures this call; None: nothing is to be measured. unread: `LayerSite.unread`."""
         ...
 
 

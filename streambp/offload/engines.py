@@ -29,6 +29,15 @@ from torch import Tensor
 COMPUTE, OUT, BACK = "compute", "out", "back"
 
 
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes allocated now, the most there were, and all that this process could have."""
+
+    allocated: int
+    peak: int
+    limit: int
+
+
 class Engine(Protocol):
     """What moves bytes between a device and the host."""
 
@@ -64,6 +73,18 @@ class Engine(Protocol):
 
     def copying(self) -> dict[str, float]:
         """Seconds that copies out and copies back took."""
+        ...
+
+    def clock(self) -> Any:
+        """Now, in the compute queue."""
+        ...
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Between two readings of the clock."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """Of the device; None where it is the host's."""
         ...
 
 
@@ -102,6 +123,15 @@ class SynchronousEngine:
 
     def copying(self) -> dict[str, float]:
         return dict(self._seconds)
+
+    def clock(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        return float(stop - start)
+
+    def memory(self) -> DeviceMemory | None:
+        return None
 
 
 def pin(buffer: Tensor) -> int:
@@ -209,6 +239,20 @@ class CudaEngine:
     def copying(self) -> dict[str, float]:
         torch.cuda.synchronize(self.device)
         return self._copies.seconds()
+
+    def clock(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream(COMPUTE))
+        return event
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    def memory(self) -> DeviceMemory | None:
+        allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return DeviceMemory(allocated, torch.cuda.max_memory_allocated(self.device), reserved + free)
 
 
 def make_engine(device: torch.device) -> Engine:

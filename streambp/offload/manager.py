@@ -24,6 +24,7 @@ from torch import Tensor
 
 from streambp.errors import HostMemoryError
 from streambp.offload.arena import Arena, as_tensor, host_limit, padded
+from streambp.offload.auto import Auto, LayerWatch
 from streambp.offload.engines import BACK, OUT, Engine, make_engine
 from streambp.offload.stores import HostTensors, LayerTensors, MicroBatch
 from streambp.offload.transfers import Entry, Holding, Transfers
@@ -38,6 +39,7 @@ class OffloadManager:
         layers: how many layers a forward has, for the size of a stack and for which of them stay on the device.
         gpu_memory: bytes on the device for a layer's prefix and for saved tensors that stay; None: the prefix is whole,
             and all saved tensors leave.
+        auto: chooses what to save; None: the configuration says it.
         engine: for tests; made for the device of the first tensor if None.
     """
 
@@ -47,12 +49,17 @@ class OffloadManager:
         on_host_full: str,
         layers: int,
         gpu_memory: int | None = None,
+        auto: Auto | None = None,
         engine: Engine | None = None,
     ) -> None:
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
-        self.gpu_memory = gpu_memory
+        self.auto = auto
+        self.workspace = (
+            0  # bytes on the device that the backward of this forward's most demanding layer needs for its prefix
+        )
+        self._given_gpu_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
         self._given_engine = engine
         self._transfers: Transfers | None = None
@@ -63,13 +70,17 @@ class OffloadManager:
 
     def __reduce__(self) -> Any:
         """A copied or pickled model starts with an empty manager."""
-        return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self.gpu_memory)
+        auto = None if self.auto is None else self.auto.fresh()
+        return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self._given_gpu_memory, auto)
 
-    def open(self, index: int, device: torch.device) -> LayerTensors:
+    def open(self, index: int, device: torch.device, length: int) -> LayerTensors:
         """The store of one layer's call; a layer that does not come after the last one starts a new micro-batch."""
         arena = self._start(device)
         batch = self._current_batch()
         if batch is None or batch.retired or index <= batch.last_index:
+            if self.auto is not None:
+                self.auto.begin(length, self.transfers, arena.limit, self.workspace)
+            self.workspace = 0
             batch = MicroBatch(arena, self.transfers.engine)
             self._current = weakref.ref(batch)
             self._holdings.add(batch)
@@ -78,6 +89,14 @@ class OffloadManager:
         batch.layers.append(weakref.ref(tensors))
         self._stores.add(tensors)
         return tensors
+
+    def chosen_saves(self, length: int) -> tuple[str, ...] | None:
+        """What the layers save of a sequence of that length; None: what the configuration says."""
+        return None if self.auto is None else self.auto.saves(length)
+
+    def watch(self, length: int, unread: dict[Any, Any]) -> LayerWatch | None:
+        """Measures a layer's forward, if a choice is still to be made."""
+        return None if self.auto is None else self.auto.watch(length, self.transfers.engine, unread)
 
     def scratch(self, device: torch.device) -> HostTensors:
         """A store for the tiles of one prefix."""
@@ -102,15 +121,27 @@ class OffloadManager:
         return self._current() if self._current is not None else None
 
     @property
+    def gpu_memory(self) -> int | None:
+        """[Note: device budget]"""
+        return self.auto.gpu_memory if self._given_gpu_memory is None and self.auto is not None else self._given_gpu_memory
+
+    @property
+    def prefix_memory(self) -> int | None:
+        """Bytes on the device that a layer's prefix may take; None: no limit."""
+        return self.auto.prefix_memory if self.gpu_memory is None and self.auto is not None else self.gpu_memory
+
+    @property
     def kept(self) -> int:
         """Bytes of saved tensors that stay on the device."""
         return sum(tensors.kept for tensors in self._stores)
 
     def has_room(self, size: int) -> bool:
         """[Note: device budget]"""
-        batch = self._current_batch()
-        workspace = 0 if batch is None else batch.workspace
-        return self.gpu_memory is not None and workspace + self.kept + size <= self.gpu_memory
+        return self.gpu_memory is not None and self.workspace + self.kept + size <= self.gpu_memory
+
+    def needs(self, workspace: int) -> None:
+        """The backward of a layer will need as many bytes for its prefix."""
+        self.workspace = max(self.workspace, workspace)
 
     def _stays(self, index: int, batch: MicroBatch) -> bool:
         """Whether layer `index` and all after it fit on the device, if they are like those before it.
@@ -157,7 +188,7 @@ class OffloadManager:
         done = len(holding.layers) - 1
         staying = 0
         if self.gpu_memory is not None:
-            staying = max(0, self.gpu_memory - holding.workspace - self.kept) // max(1, holding.layer_bytes)
+            staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
         return max(padded(size), holding.stack.used // done * max(0, self.layers - done - staying))
 
     @property

@@ -37,6 +37,10 @@ class Policy(Protocol):
         """Whether as many bytes of saved tensors may stay on the device."""
         ...
 
+    def needs(self, workspace: int) -> None:
+        """A backward will need as many bytes on the device for its prefix."""
+        ...
+
 
 class HostTensors:
     """Tensors by name and chunk in one stack of host memory.
@@ -108,15 +112,11 @@ class HostTensors:
 
 
 class MicroBatch(Holding):
-    """A forward that waits for its backward, and its layers in the order of their forward.
-
-    workspace: bytes on the device that the backward of its most demanding layer needs for its prefix.
-    """
+    """A forward that waits for its backward, and its layers in the order of their forward."""
 
     def __init__(self, arena: Arena, engine: Engine) -> None:
         super().__init__(arena, engine, "micro-batch")
         self.last_index = -1
-        self.workspace = 0
         self.layers: list[weakref.ref[LayerTensors]] = []
 
     @property
@@ -162,7 +162,7 @@ class LayerTensors(HostTensors):
         """
         self._accesses = [access for access in accesses if access in self._entries]
         self._ahead = ahead
-        self._batch.workspace = max(self._batch.workspace, workspace)
+        self._policy.needs(workspace)
 
     def peek(self, name: str, chunk: int) -> Tensor:
         entry = self._entry(name, chunk)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import StreamBPError
-from streambp.offload.engines import BACK, COMPUTE, OUT
+from streambp.offload.engines import BACK, COMPUTE, OUT, DeviceMemory
 
 QUEUES = (COMPUTE, OUT, BACK)
 Clock = dict[str, int]
@@ -85,6 +85,15 @@ class TraceEngine:
 
     def copying(self) -> dict[str, float]:
         return {OUT: 0.0, BACK: 0.0}
+
+    def clock(self) -> Any:
+        return 0.0
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        return float(stop - start)
+
+    def memory(self) -> DeviceMemory | None:
+        return None
 
     def _device(self, tensor: Tensor) -> Place:
         storage = tensor.untyped_storage()

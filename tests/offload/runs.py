@@ -23,10 +23,6 @@ def offloaded(saves=("attn_out", "kv"), model=None, **settings):
     return model_with(saves, model, offload="cpu", **settings)
 
 
-def manager_of(model):
-    return model._streambp.state.offloader
-
-
 def step(model, mode="plain", **batch):
     model.zero_grad(set_to_none=True)
     loss = model(**{**make_batch(mode), **batch}, use_cache=False).loss

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 import streambp
-from streambp.offload import engines
+from streambp.offload import engines, manager_of, stores
 from tests import zoo
-from tests.families import make_batch
+from tests.families import LENGTH, make_batch
 from tests.offload.runs import (
     SAVES,
     assert_same,
     forward,
     layer_bytes,
-    manager_of,
     model_with,
     offloaded,
     prefix_bytes,
@@ -117,3 +116,24 @@ def test_evaluation_streams_its_prefix(monkeypatch):
     assert manager_of(model).stats()["bytes_back"] > 0
     gc.collect()
     assert not list(manager_of(model)._holdings)
+
+
+@pytest.mark.parametrize("saves", [(), ("kv",)], ids=["kv computed again", "kv saved"])
+def test_host_bytes_of_a_streamed_prefix_are_the_formulas(saves):
+    """All tiles but the last: accumulators, and K and V unless they are saved; one layer's, used again by the next."""
+    model = offloaded(saves, gpu_memory=1)
+    step(model)
+    used = []
+    real = stores.HostTensors.reserve
+
+    def reserve(self, size):
+        real(self, size)
+        used.append((self._holding.stack, size))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stores.HostTensors, "reserve", reserve)
+        step(model)
+    tokens = 2 * (LENGTH // 5) * 5
+    assert len({id(stack) for stack, _ in used}) == 1
+    assert max(size for _, size in used) == prefix_bytes(tokens) // (2 if saves else 1)
+    assert used[0][0].size == max(size for _, size in used)

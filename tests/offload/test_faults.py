@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import streambp
-from streambp.offload import engines, manager
+from streambp.offload import engines, manager, manager_of
 from streambp.offload.arena import host_limit
 from streambp.offload.trace import TraceEngine
-from tests.offload.runs import assert_same, expected_host_bytes, forward, manager_of, model_with, offloaded, run, step
+from tests.offload.runs import assert_same, expected_host_bytes, forward, model_with, offloaded, run, step
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -51,7 +51,7 @@ def test_backward_twice_is_an_error():
 
 def test_second_load_is_an_error():
     offloader = manager.OffloadManager(None, "keep", 1)
-    store = offloader.open(0, torch.device("cpu"))
+    store = offloader.open(0, torch.device("cpu"), 3)
     store.put("x", 0, torch.randn(3))
     store.seal([("x", 0)], 1)
     store.take("x", 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.offload import arena, engines, transfers
+from streambp.offload import arena, engines, manager_of, transfers
 from tests import zoo
 from tests.families import build, make_batch
 from tests.offload.runs import (
@@ -19,7 +19,6 @@ from tests.offload.runs import (
     assert_same,
     expected_host_bytes,
     forward,
-    manager_of,
     model_with,
     offloaded,
     run,
@@ -123,6 +122,11 @@ def test_close_gives_the_memory_back():
     manager_of(model).close()
     assert manager_of(model).host_bytes == 0
     assert_same(step(model), expected)
+
+
+def test_manager_of_a_model_that_keeps_everything():
+    with pytest.raises(streambp.StreamBPError, match="offload='cpu'"):
+        manager_of(model_with())
 
 
 def poisoned(self, size):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streambp.offload import engines, transfers
+from streambp.offload import engines, manager_of, transfers
 from streambp.offload.trace import TraceEngine
-from tests.offload.runs import SAVES, SCHEDULES, break_off, manager_of, model_with, offloaded, prefix_bytes, run
+from tests.offload.runs import SAVES, SCHEDULES, break_off, model_with, offloaded, prefix_bytes, run
 
 
 def traced(schedule, saves=("attn_out", "kv"), collect=False, gpu_memory=None):
