@@ -12,6 +12,7 @@ import dataclasses
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from streambp.offload.arena import Arena, Stack
@@ -98,8 +99,8 @@ class Transfers:
     def send(self, entry: Entry, tensor: Tensor, host_is_free: Any) -> None:
         """Start the copy of a tensor to `entry.host`, which may be written after the event `host_is_free`."""
         assert entry.host is not None
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            tensor = tensor.clone()  # a part of something that need not live as long
+        part = tensor.untyped_storage().nbytes() > tensor.nbytes  # of something that need not live as long
+        tensor = tensor.clone(memory_format=torch.contiguous_format) if part else tensor.contiguous()
         engine = self.engine
         engine.compute_access(tensor, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1
