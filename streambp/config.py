@@ -73,6 +73,8 @@ class StreamConfig:
         size = self.chunk_size
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(f'chunk_size is {size!r}; it must be a positive number of tokens, or "auto".')
+        if isinstance(self.saves, list | tuple) and tuple(self.saves) == ("auto",):  # as command lines and JSON give it
+            object.__setattr__(self, "saves", "auto")
         if self.saves != "auto":
             if isinstance(self.saves, str) or not all(isinstance(name, str) for name in self.saves):
                 raise ConfigError(f"saves is {self.saves!r}; it must be a tuple of names, such as saves=('attn_out',).")

@@ -117,6 +117,11 @@ class LayerWatch:
         self.marks.append(self.engine.clock())
         self.chunks.append(cost)
 
+    @property
+    def complete(self) -> bool:
+        """Forward went through, and a backward has run."""
+        return bool(self.unread) and 0 < len(self.chunks) == len(self.marks) - 1
+
     def seconds(self) -> list[float]:
         """Of each chunk."""
         return [self.engine.seconds(a, b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
@@ -168,7 +173,7 @@ class Auto:
 
     def begin(self, length: int, transfers: Transfers, host_bytes: float, workspace: int) -> None:
         """A forward begins. The one before needed `workspace` bytes for a prefix; if it was measured, choose."""
-        if self._watches and all(watch.unread for watch in self._watches):  # a backward has run
+        if self._watches and all(watch.complete for watch in self._watches):
             self.choices[self._length.bit_length()] = self._decide(transfers, host_bytes)
             self._set_budget(transfers.engine.memory(), workspace)
         self._watches = []

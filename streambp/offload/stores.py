@@ -137,7 +137,7 @@ class LayerTensors(HostTensors):
         super().__init__(policy, batch)
         self._batch = batch
         self._before = batch.layers[-1] if batch.layers else None
-        self._accesses: list[Access] = []
+        self._accesses: list[Access] | None = None  # None: forward is not over
         self._ahead = 1
         self._position = 0
         self.index = index
@@ -172,9 +172,10 @@ class LayerTensors(HostTensors):
                 "The input of a streamed layer was changed in place between forward and backward. "
                 "Work on a copy (tensor.clone()) instead."
             )
-        if self._accesses[self._position : self._position + 1] == [(name, chunk)]:
-            self._position += 1
-        self.prefetch(self._ahead)
+        if self._accesses is not None:
+            if self._accesses[self._position : self._position + 1] == [(name, chunk)]:
+                self._position += 1
+            self.prefetch(self._ahead)
         return tensor
 
     def take(self, name: str, chunk: int) -> Tensor:
@@ -190,7 +191,7 @@ class LayerTensors(HostTensors):
 
     def prefetch(self, count: int) -> None:
         """Start the copies of what is read next, here and then in the layer whose backward follows."""
-        ahead = self._accesses[self._position : self._position + count]
+        ahead = (self._accesses or [])[self._position : self._position + count]
         for access in ahead:
             if access in self._entries:
                 self.load(*access)

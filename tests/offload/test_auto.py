@@ -184,6 +184,11 @@ def test_saves_auto_needs_a_link():
         streambp.StreamConfig(saves="auto")
 
 
+def test_saves_auto_in_a_list():
+    assert streambp.StreamConfig(saves=["auto"], offload="cpu") == streambp.StreamConfig(saves="auto", offload="cpu")
+    assert streambp.StreamConfig(saves=["auto"], offload="cpu").named_saves == ()
+
+
 def test_forwards_without_a_backward_decide_nothing():
     model = auto(Injected(), model=build("qwen3", num_hidden_layers=3))
     for _ in range(3):

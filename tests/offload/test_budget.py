@@ -137,3 +137,10 @@ def test_host_bytes_of_a_streamed_prefix_are_the_formulas(saves):
     assert len({id(stack) for stack, _ in used}) == 1
     assert max(size for _, size in used) == prefix_bytes(tokens) // (2 if saves else 1)
     assert used[0][0].size == max(size for _, size in used)
+
+
+def test_a_forward_brings_nothing_back_that_only_backward_reads():
+    model = offloaded(gpu_memory=1)
+    loss = forward(model, 1)
+    assert not manager_of(model)._current().arriving
+    loss.backward()
