@@ -159,6 +159,9 @@ MUTANTS = {
     "differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), oracle),
     "skip a parameter accumulation": (shadows.GradientSum, "add", skips_second(shadows.GradientSum.add), oracle),
     "drop dK and dV of earlier chunks": (prefix.CallSite, "grow_accumulators", only_this_chunk, oracle),
+    "a cache that returns no gradient for earlier chunks": (
+        prefix.CallSite, "grow_accumulators", only_this_chunk, lambda: family("bloom"),
+    ),
     "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
     "lose autocast": (recompute.Autocast, "restored", nothing, autocast),
     "top-left instead of bottom-right": (Spans, "_run_blocks", top_left, oracle),

@@ -187,6 +187,19 @@ class ChunkMask:
         out: Tensor = PrefixAttention.apply(q, k, v, sink, site, prefix.layout, chunk, params, saved)
         return out
 
+    def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """This chunk's k and v [B, H_kv, C, D] -> those of everything up to its end, [B, H_kv, e, D], for layers that
+        attend by themselves."""
+        self.call += 1
+        site = self._site(self.call - 1, k, v)
+        if self.stage is Stage.REFILL and self.call == self.prefix.calls:
+            raise RefillDone
+        assert isinstance(site, CallSite)  # `LayerCall.limit_prefix` leaves these layers' prefixes whole
+        if self.stage is not Stage.RECOMPUTE:
+            return site.k[:, :, : self.chunk.stop], site.v[:, :, : self.chunk.stop]
+        both: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)
+        return both
+
     def finish(self) -> None:
         """After the layer's forward over this chunk: it must have attended the same number of times as ever."""
         prefix = self.prefix
@@ -274,6 +287,26 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, task: Task, params: Params) -> tup
 
 def _covers(block: Block, chunk: Chunk, batch_size: int) -> bool:
     return (block.b0, block.b1, block.q0, block.q1) == (0, batch_size, chunk.start, chunk.stop)
+
+
+class PrefixRead(torch.autograd.Function):
+    """One chunk's k and v in, the prefix's out. What comes back for the prefix goes into the accumulators, as in
+    `PrefixAttention`."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, site: CallSite, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        ctx.site, ctx.chunk = site, chunk
+        ctx.set_materialize_grads(False)
+        return site.k[:, :, : chunk.stop], site.v[:, :, : chunk.stop]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        own, parts = slice(ctx.chunk.start, ctx.chunk.stop), []
+        for total, grad, like in zip(ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True):
+            if grad is not None:
+                total[:, :, : ctx.chunk.stop] += grad
+            parts.append(total[:, :, own].to(like.dtype))  # complete: [Note: prefix accumulation order]
+        return *parts, None, None
 
 
 class PrefixAttention(torch.autograd.Function):

@@ -21,6 +21,7 @@ from streambp.chunks import Chunk, plan_chunks
 from streambp.config import SAVES, StreamConfig
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
+from streambp.layer.cached import check_chunk_ends, chunk_arguments
 from streambp.layer.cost import Cost, Product, Watch
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
@@ -38,6 +39,7 @@ class LayerSite:
     Args:
         attends: it hands attention_mask to transformers' attention interface.
         counts_positions: it asks its cache how many tokens came before.
+        cache: the argument that takes its cache, if it attends by itself over what that returns.
         whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
     """
@@ -46,6 +48,7 @@ class LayerSite:
     config: StreamConfig
     attends: bool = True
     counts_positions: bool = False
+    cache: str | None = None
     whole_because: str | None = None
     offloader: Offloader | None = None
     index: int = 0
@@ -75,7 +78,7 @@ class LayerCall:
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
         self.plan = plan_chunks(length, batch_size, config.chunk_size)
-        self.configs = attention_configs(site.layer)
+        self.configs = [] if site.cache else attention_configs(site.layer)
         self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
@@ -97,7 +100,12 @@ class LayerCall:
         self.watch = offloader.watch(length, self.site.unread)
 
     def limit_prefix(self, offloader: Offloader) -> None:
-        """Of keys, values and their gradients no more is on the device than the offloader allows."""
+        """Of keys, values and their gradients no more is on the device than the offloader allows.
+
+        Layers that attend by themselves read all of them at once.
+        """
+        if self.site.cache is not None:
+            return
         saved = self.store if self.moves_kv else None
         scratch = functools.partial(offloader.scratch, self.device)
         self.prefix.memory = PrefixMemory(self.plan, offloader.prefix_memory, scratch, saved)
@@ -106,6 +114,8 @@ class LayerCall:
         named = self.arguments.named
         batch_size, length = self.hidden_states.shape[-3:-1]
         mask = named.get("attention_mask")
+        if self.site.cache is not None and isinstance(mask, Tensor):
+            check_chunk_ends(mask, self.plan)
         if not self.site.attends and not isinstance(mask, LazyMask):
             return Spans.causal(batch_size, length)  # nobody reads it
         positions, cu_seq_lens = named.get("position_ids"), named.get("cu_seq_lens_q")
@@ -136,6 +146,8 @@ class LayerCall:
         """The hidden states out of what a layer returned: a tensor, or a tuple with nothing else in it."""
         self.returns_tuple = isinstance(result, tuple)
         hidden_states, *rest = result if self.returns_tuple else (result,)
+        if self.site.cache is not None:
+            rest = [None] * len(rest)  # attention weights, which nobody asked for
         if not isinstance(hidden_states, Tensor) or any(part is not None for part in rest):
             raise UnsupportedModelError(
                 f"{type(self.layer).__name__} returns more than its hidden states, which streambp does not support yet. "
@@ -167,6 +179,8 @@ class LayerCall:
         named = self.arguments.cut(chunk, leaves)
         if self.site.attends:
             named["attention_mask"] = mask
+        elif self.site.cache is not None:
+            named = chunk_arguments(named, self.site.cache, mask)
         before = {name: dict(named[name]) for name in self.arguments.mappings}
         with recording(self.recorded) as recorded:
             try:

@@ -13,6 +13,7 @@ from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
+from streambp.layer.cached import why_not
 from streambp.layer.call import LayerCall, LayerSite
 from streambp.layer.engines import gradient_or_zeros
 from streambp.layer.gradients import InputGradients, OutputGradients
@@ -43,6 +44,10 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     if site.attends and not (mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)):
         site.whole_because = "its attention_mask is not for attention alone"
         return run_whole(site, args, kwargs)
+    if site.cache is not None:
+        site.whole_because = why_not(mask, arguments.length)
+        if site.whole_because is not None:
+            return run_whole(site, args, kwargs)
     call = LayerCall(site, arguments)
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer, hidden_states.device)

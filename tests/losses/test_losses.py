@@ -169,6 +169,19 @@ def test_gae_by_hand():
     torch.testing.assert_close(returns, (expected + values).masked_fill(~mask, 0.0))
 
 
+def test_gae_passes_over_what_the_policy_did_not_write():
+    """A tool's answer between two turns: the reward at the end reaches the first turn as if it were not there."""
+    draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)  # noqa: E731
+    rewards, values = draw(2, 7), draw(2, 7) * 0.5
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 1, 1, 0, 0]])
+    found = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    for row, kept in enumerate(mask.bool()):
+        alone = gae(rewards[row, kept][None], values[row, kept][None], torch.ones(1, 4), gamma=0.9, lam=0.8)
+        for all_tokens, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(all_tokens[row, kept], expected[0])
+            assert not all_tokens[row, ~kept].any()
+
+
 def test_ppo_clips_by_hand():
     """Ratios 1.5 and 0.5 with advantages of both signs; values inside and outside of the clip range."""
     ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5]], dtype=torch.float64)

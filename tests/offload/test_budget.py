@@ -78,9 +78,9 @@ def test_streamed_prefixes_change_no_bit(mode, saves, share):
     assert manager_of(model).stats()["bytes_back"] > manager_of(plain).stats()["bytes_back"]
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3n_text", "gpt_oss", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n_text", "gpt_oss", "deepseek_v3", "mistral", "gptj"])
 def test_streamed_prefixes_of_other_attentions(name):
-    """Softcap, windows, sinks, shared keys and values, values of another size than keys."""
+    """Softcap, windows, sinks, shared keys and values, values of another size than keys, an attention of its own."""
     batch = make_batch("plain", length=40)
     expected = step(model_with(("kv",), zoo.build(name, torch.float32)), **batch)
     assert_same(step(offloaded(("kv",), zoo.build(name, torch.float32), gpu_memory=1), **batch), expected)

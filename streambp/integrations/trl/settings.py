@@ -43,7 +43,7 @@ class StreamArguments:
         chunk_size = int(size) if isinstance(size, str) and size.isdigit() else size
         return StreamConfig(
             chunk_size=chunk_size,  # type: ignore[arg-type]
-            saves=tuple(self.stream_saves),
+            saves=self.stream_saves,  # type: ignore[arg-type]  # a list; text is refused
             offload=self.stream_offload,  # type: ignore[arg-type]
             host_memory=self.stream_host_memory,
             gpu_memory=self.stream_gpu_memory,
