@@ -13,6 +13,7 @@ from streambp.config import SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.layer.products import matching
+from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
 from streambp.stacks import Found, find_stacks
 from streambp.wrappers import BackboneForward, CausalLMForward, LayerForward, PatchState
@@ -52,9 +53,11 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     _check_unwrapped(model)
     layers = [layer for stack in found.stacks for layer in stack.layers]
     state = PatchState(config)
-    if config.offload == "cpu":
-        host_memory = None if config.host_memory is None else int(config.host_memory)
-        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers))
+    if config.offload != "none":
+        host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
+        sets_budget = config.offload == "auto" and gpu_memory is None
+        auto = Auto(config.chooses_saves, sets_budget) if config.chooses_saves or sets_budget else None
+        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory, auto)
     wrappers = state.wrappers
     for stack in found.stacks:
         wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
@@ -195,20 +198,47 @@ def describe(model: nn.Module) -> Description:
     )
     chunk = AUTO_RULE if config.chunk_size == "auto" else str(config.chunk_size)
     return Description(
-        layers, chunk, config.saves, _describe_offload(found), config.attention, _describe_head(found), _notes(model, found)
+        layers,
+        chunk,
+        _saves(found),
+        _describe_offload(found),
+        config.attention,
+        _describe_head(found),
+        _notes(model, found),
     )
 
 
+def _saves(found: Patch) -> tuple[str, ...]:
+    """As configured, or as chosen for the last forward."""
+    manager, config = found.state.offloader, found.state.config
+    if config.chooses_saves and manager is not None and manager.auto is not None and manager.auto.latest is not None:
+        return manager.auto.latest.saves
+    return config.named_saves
+
+
 def _describe_offload(found: Patch) -> str:
-    manager = found.state.offloader
+    manager, config = found.state.offloader, found.state.config
     if manager is None:
         return "nothing leaves the device"
-    limit = found.state.config.host_memory
+    limit = config.host_memory
     budget = "nine tenths of the host memory available" if limit is None else f"{int(limit) / 2**30:.1f} GiB of host memory"
-    moved = ", ".join(("layer inputs", *found.state.config.saves))
+    moved = ", ".join(("layer inputs", *_saves(found)))
     stats = manager.stats()
-    left = f"; {stats['left']:.0f} tensors did not fit ({found.state.config.on_host_full})" if stats["left"] else ""
-    return f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){left}"
+    parts = [f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated)"]
+    if manager.gpu_memory is not None:
+        parts.append(
+            f"{manager.gpu_memory / 2**30:.2f} GiB on the device for keys, values and their gradients, which stream beyond "
+            f"that, and for the last layers"
+        )
+    if stats["left"]:
+        parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
+    if manager.auto is not None:
+        chosen = manager.auto.latest
+        if chosen is None:
+            parts.append("auto: the first step measures, with layer inputs alone on the host")
+        elif config.chooses_saves:
+            parts.append(str(chosen))
+    return "; ".join(parts)
 
 
 def _describe_head(found: Patch) -> str:

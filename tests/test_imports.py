@@ -8,12 +8,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "streambp"
 ORDER = (
     "errors", "config", "chunks", "distributed.zero", "distributed.sequence_parallel", "attention.spans",
-    "attention.masks", "attention.kernels", "attention.prefix", "attention.interface", "layer.store",
-    "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
+    "attention.masks", "attention.kernels", "attention.keys", "attention.prefix", "attention.interface",
+    "layer.cost", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.call", "layer.gradients", "layer.probe",
     "layer.whole", "layer.function", "head.triton_fold", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
-    "offload.arena", "offload.manager", "stacks", "instance_forward", "wrappers", "patching", "integrations.deepspeed",
+    "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
+    "offload.manager", "stacks", "instance_forward", "wrappers", "patching", "integrations.deepspeed",
     "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo",
     "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip

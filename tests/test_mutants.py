@@ -8,16 +8,18 @@ import dataclasses
 import pytest
 import torch
 
-from streambp.attention import kernels, masks, prefix
+from streambp.attention import kernels, keys, masks, prefix
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.head import blocks, deferred, log_probs, one_pass
 from streambp.layer import arguments, call, function, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
+from streambp.offload import stores
 from tests import test_contract, test_families, test_oracle, test_training
 from tests.families import build, make_batch
 from tests.head import test_log_probs
+from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
 
 
@@ -115,6 +117,28 @@ def hidden_states_alone(self, chunk, gradients, real=layer_gradients.InputGradie
     real(self, chunk, [gradients[0], *[None] * (len(gradients) - 1)])
 
 
+def streamed_prefix():
+    expected = runs.step(runs.model_with((), build("qwen3", torch.float64)), "packed")  # documents start inside tiles
+    runs.assert_same(runs.step(runs.offloaded((), build("qwen3", torch.float64), gpu_memory=1), "packed"), expected)
+
+
+def leave_without_sums(self, indices):
+    for index in [index for index in indices if index >= self.resident]:
+        self._here.pop(index, None)
+
+
+def from_the_start(self, block):
+    for index in self._tiles(block):
+        chunk = self.plan[index]
+        k0, k1 = max(block.k0, chunk.start), min(block.k1, chunk.stop)
+        yield index, slice(0, k1 - k0), slice(k0 - block.k0, k1 - block.k0)
+
+
+def put_once(self, name, chunk, tensor, real=stores.HostTensors.put):
+    if not self.has(name, chunk):
+        real(self, name, chunk, tensor)
+
+
 def plain_causal(mask, batch_size, length, *_):
     return Spans.causal(batch_size, length)
 
@@ -197,6 +221,14 @@ MUTANTS = {
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "stream whatever comes": (
         function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
+    ),
+    "accumulators that stay behind": (keys.TiledSite, "_leave", leave_without_sums, streamed_prefix),
+    "tiles read from their start": (keys.TiledSite, "_overlaps", from_the_start, streamed_prefix),
+    "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),
+    "a tile of another chunk": (
+        stores.HostTensors, "peek",
+        lambda self, name, chunk, real=stores.HostTensors.peek: real(self, name, chunk - ((name, chunk) == ("k.0", 2))),
+        streamed_prefix,
     ),
     "final norm left out": (
         deferred, "make_inputs",

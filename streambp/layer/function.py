@@ -55,7 +55,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
-            call.store = site.offloader.open(site.index, hidden_states.device)
+            call.save_to(site.offloader)
         output, *extras = StreamedLayer.apply(call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
@@ -66,10 +66,14 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
 
 def _run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     """hidden_states of the whole sequence, then the extra outputs in the order of `call.extras`."""
+    if call.site.offloader is not None:
+        call.limit_prefix(call.site.offloader)
     whole = Whole(call.plan.length)
     with torch.no_grad(), call.streaming():
         if keep:
             call.find_products()
+            if call.watch is not None:
+                call.watch.start()
         for chunk in call.plan:
             if keep:
                 call.snapshot()
@@ -84,7 +88,7 @@ def _run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
                 whole.put(place, part, chunk)
             del output, attended
     if keep:
-        call.store.seal(*call.accesses())
+        call.store.seal(*call.accesses(), call.prefix.backward_bytes)
     if not keep or "kv" not in call.saves or call.moves_kv:
         call.prefix.drop_buffers()
     result = whole.tensors.pop(None)
