@@ -181,9 +181,10 @@ class Counter:
             return None
         device = torch.device("meta" if self.skeleton.mode is None else "cpu")
         installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
-        wrappers = [w for w in installed.wrappers if isinstance(w, LayerForward)]
+        wrappers = [w for w in installed.state.wrappers if isinstance(w, LayerForward)]
         engine = UncountedHost(device, self.skeleton)
-        manager = OffloadManager(None, "raise", len(wrappers), engine=engine)
+        budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
+        manager = OffloadManager(None, "raise", len(wrappers), budget, engine=engine)
         manager._arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
         for wrapper in wrappers:
             wrapper.site.offloader = manager
@@ -209,7 +210,7 @@ def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bo
     config = recipe.config or StreamConfig()
     return Method(
         recipe.name,
-        config.saves,
+        config.named_saves,
         config.offload,
         recipe.config is not None,
         regimes[0],
