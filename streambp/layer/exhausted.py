@@ -38,7 +38,7 @@ def explained(call: LayerCall) -> Iterator[None]:
 def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
     """The least costly change that lowers the peak, as a sentence."""
     if config.offload == "none":
-        saved = f" and saves={config.saves!r}" if config.saves else ""
+        saved = f" and saves={config.named_saves!r}" if config.named_saves else ""
         return f"Set offload='cpu' in StreamConfig: it moves layer inputs{saved} to host memory."
     if min(plan.size, plan.length) > SMALL_CHUNK:
         return f"Set chunk_size={max(SMALL_CHUNK, plan.size // 2)} in StreamConfig."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     state = installed.state
     if state.config.chunk_size == "auto" and free_memory(_device(model)) is not None:
         state.chunk_rule = rule = _fitting(model, state.config)
-        for wrapper in installed.wrappers:
+        for wrapper in installed.state.wrappers:
             if isinstance(wrapper, LayerForward) and isinstance(rule, FittingChunk):
                 wrapper.site.chunk_rule = rule
     return model
@@ -78,7 +78,11 @@ def _fitting(model: nn.Module, config: StreamConfig) -> FittingChunk | str:
     """How the plain rule is described where a step cannot be counted without data, and it stays."""
     if any(is_partitioned(parameter) for parameter in model.parameters()):
         return f"{AUTO_RULE} (parameters that ZeRO-3 has divided cannot be counted)"
-    recipe = Recipe("streambp", dataclasses.replace(config, host_memory=None))
+    if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        return f"{AUTO_RULE} (weights in half precision would let the device's memory decide)"
+    offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
+    fixed = dataclasses.replace(config, saves=config.named_saves, offload=offload, host_memory=None)
+    recipe = Recipe("streambp", fixed)
     try:
         skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda")
         return FittingChunk(survey(skeleton, [recipe], accumulating=False, tree=False).methods[0])

@@ -22,9 +22,10 @@ Point = tuple[int, int]  # T, C
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A phase of the whole model at one point. gradients: in `.grad` when it begins."""
+    """A phase of the whole model at one point. start: bytes alive, gradients: bytes in `.grad` when it begins."""
 
     name: str
+    start: float
     peak: float
     gradients: float
 
@@ -56,7 +57,7 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
     live = gradients = host = 0.0
     counted = []
     for name, span in order:
-        counted.append(Counted(name, live + span.peak - span.start, gradients))
+        counted.append(Counted(name, live, live + span.peak - span.start, gradients))
         gradients_before, host_before = before.get(id(span), (0, 0))
         live += span.end - span.start
         gradients += span.gradients - gradients_before
@@ -66,14 +67,19 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
 
 
 def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced) -> tuple[Phase, ...]:
-    """Lines through the same phases counted at several points; of the layers of one kind, the first and the last.
+    """Lines through the same phases counted at several points; of the layers of one kind, the first and the last. A phase
+    with two lines is as large as the larger.
 
     In between, bytes go up or down evenly from one layer of a kind to the next, so these two bound the others.
     """
     fitted = []
     for column in zip(*phases, strict=True):
+        name, gradients = column[0].name, column[0].gradients
         line = solve(points, [phase.peak for phase in column])
-        fitted.append(Phase(column[0].name, *line, gradients=column[0].gradients))
+        fitted.append(Phase(name, *line, gradients=gradients))
+        start = solve(points, [phase.start for phase in column])
+        if start[1] > line[1]:  # where it begins is its peak in the end
+            fitted.append(Phase(name, *start, gradients=gradients))
     ends: dict[int, tuple[int, int]] = {}
     for index, kind in enumerate(reduced.kinds):
         ends[kind] = (ends.get(kind, (index, index))[0], index)
@@ -86,5 +92,5 @@ def solve(points: Sequence[Point], values: Sequence[float]) -> tuple[float, floa
     columns = 3 if any(c for _, c in points) else 2
     rows = torch.tensor([(1, t, c)[:columns] for t, c in points], dtype=torch.float64)
     line = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)[:, None]).solution.flatten().tolist()
-    constant, per_token, per_chunk_token = (*line, 0.0)[:3]
+    constant, per_token, per_chunk_token = (round(value, 6) + 0.0 for value in (*line, 0.0)[:3])
     return constant, per_token, per_chunk_token

@@ -88,7 +88,7 @@ def _measured(model: nn.Module, ids: Tensor, recipe: Recipe, snapshot: Path | No
 def uncount_host(model: nn.Module) -> None:
     """Keep the host memory of a patched CPU model's offloading out of a count of its storages."""
     installed: Patch = model._streambp  # type: ignore[assignment]
-    sites = [wrapper.site for wrapper in installed.wrappers if isinstance(wrapper, LayerForward)]
+    sites = [wrapper.site for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
     if sites and sites[0].offloader is not None:
         manager = OffloadManager(None, "raise", len(sites), engine=UncountedHost(torch.device("cpu")))
         for site in sites:

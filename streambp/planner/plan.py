@@ -180,7 +180,8 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
     if setting.gpus > 1 and setting.zero < 3:
         options.append((f"ZeRO-3 over the {setting.gpus} GPUs", dataclasses.replace(setting, zero=3), memory))
     more = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3)
-    options.append((f"{more.gpus} GPUs with ZeRO-3", more, memory))
+    halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)  # they share the machine
+    options.append((f"{more.gpus} GPUs with ZeRO-3", more, halved))
     options.append(("GPUs with twice the memory", setting, dataclasses.replace(memory, gpu=2 * memory.gpu)))
     for change, other, budget in options:
         reached = max(longest(profile, m, budget, other).seq_len for m in profile.methods if m.chunked)

@@ -78,7 +78,8 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time."""
+    """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time. left_out: unpatched
+    methods whose steps could not be counted, and why."""
 
     model: str
     dtype: str
@@ -88,6 +89,7 @@ class Profile:
     unsharded: int
     methods: tuple[Method, ...]
     tree: Node
+    left_out: tuple[str, ...] = ()
 
     def method(self, name: str) -> Method:
         return next(method for method in self.methods if method.name == name)
@@ -197,4 +199,6 @@ def from_json(data: Mapping[str, Any]) -> Profile:
 
     groups = tuple(Group(**group) for group in data["groups"])
     methods = tuple(method(value) for value in data["methods"])
-    return Profile(**{**data, "groups": groups, "methods": methods, "tree": node(data["tree"])})
+    return Profile(
+        **{**data, "groups": groups, "methods": methods, "tree": node(data["tree"]), "left_out": tuple(data["left_out"])}
+    )

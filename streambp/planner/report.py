@@ -67,7 +67,8 @@ def _choice(plan: Plan) -> list[str]:
 def _methods(plan: Plan) -> list[str]:
     width = max(len(row.method) for row in plan.longest)
     lines = [f"{'longest sequence':<{width}}  {'tokens':>11}  stopped by"]
-    return lines + [f"{row.method:<{width}}  {row.seq_len:>11,}  {row.binds}" for row in plan.longest]
+    lines += [f"{row.method:<{width}}  {row.seq_len:>11,}  {row.binds}" for row in plan.longest]
+    return lines + [f"not counted: {reason}" for reason in plan.profile.left_out]
 
 
 def bars(peak: Peak, limit: float) -> list[str]:
@@ -102,6 +103,7 @@ def estimate_table(estimate: Estimate) -> str:
         sizes = (peak.total, peak.weights, peak.optimizer, peak.gradients, peak.activations, peak.host)
         rows.append((method.name, *(f"{size / GIB:.2f}" for size in sizes), f"{method.flops / 1e15:.2f}"))
     lines += columns(rows)
+    lines += [f"not counted: {reason}" for reason in estimate.profile.left_out]
     peak = estimate.streamed.peak
     return "\n".join([*lines, "", f"Phases of {estimate.streamed.name}:", *bars(peak, peak.total)])
 

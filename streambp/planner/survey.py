@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streambp.attention.kernels import K_BLOCK
+from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import StreamConfig
+from streambp.errors import StreamBPError
 from streambp.offload.arena import Arena
 from streambp.offload.engines import SynchronousEngine
 from streambp.offload.manager import OffloadManager
@@ -28,6 +29,7 @@ from streambp.stacks import find_stacks
 from streambp.wrappers import LayerForward
 
 CHUNKS = (2048, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
+TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their tiles are small, and there are many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,16 +84,31 @@ def survey(
     Args:
         at: a length and chunk size that the lines must fit best; None: lines for any length.
         accumulating, tree: count the second regime and the modules as well.
+
+    Raises:
+        StreamBPError: a streamed step cannot be counted without data (experts that look at what was routed to them, say).
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
     reduced = reduce_layers(skeleton.model)
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
-    methods = tuple(_method(counter, recipe, at, accumulating) for recipe in recipes)
+    methods, left_out = [], []
+    for recipe in recipes:
+        try:
+            methods.append(_method(counter, recipe, at, accumulating))
+        except Exception as error:  # whatever a model's own forward raises on tensors without data
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            if recipe.config is not None:
+                raise StreamBPError(
+                    f"A streamed step of {type(skeleton.causal_lm).__name__} could not be counted without data ({reason}). "
+                    "Run one and measure it (torch.cuda.max_memory_allocated)."
+                ) from error
+            left_out.append(f"{recipe.name} ({reason})")
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
     name = type(skeleton.causal_lm).__name__
-    modules = module_tree(skeleton, reduced, batch_size) if tree else Node("", name, 1, 0, 0.0)
-    return Profile(name, dtype, len(reduced.kinds), batch_size, groups, unsharded, methods, modules)
+    modules = module_tree(skeleton, reduced, batch_size) if tree and not left_out else Node("", name, 1, 0, 0.0)
+    shape = (name, dtype, len(reduced.kinds), batch_size)
+    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out))
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
@@ -126,6 +143,16 @@ class Counter:
     def __post_init__(self) -> None:
         self.shapes = Shapes(self.skeleton.mode)
 
+    def fused(self, recipe: Recipe) -> bool:
+        """Whether a fused kernel attends, as on a GPU in half precision without softcap."""
+        if recipe.config is None:
+            return True
+        count = StepCount(None)
+        with self._prepared(recipe, 8), self.skeleton.active(), count:
+            ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
+            self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
+        return count.attention_flops > 0
+
     def count(self, recipe: Recipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
         """The spans of a first step and, if asked for, of a second that adds to its gradients."""
         model, skeleton = self.skeleton.model, self.skeleton
@@ -139,13 +166,13 @@ class Counter:
             result: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
             return result
 
+        model.zero_grad(set_to_none=True)
         with self._prepared(recipe, point[1]) as manager, skeleton.active():
             steps = []
             for _ in range(1 + accumulate):
                 sent = _sent(manager)
                 host = functools.partial(lambda sent: _sent(manager) - sent, sent)
                 steps.append(run_step(model, layers, loss, StepCount(self.kernels, self.shapes), host))
-        model.zero_grad(set_to_none=True)
         return steps
 
     @contextlib.contextmanager
@@ -170,9 +197,10 @@ class Counter:
             return None
         device = torch.device("meta" if self.skeleton.mode is None else "cpu")
         installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
-        wrappers = [w for w in installed.wrappers if isinstance(w, LayerForward)]
+        wrappers = [w for w in installed.state.wrappers if isinstance(w, LayerForward)]
         engine = UncountedHost(device, self.skeleton)
-        manager = OffloadManager(None, "raise", len(wrappers), engine=engine)
+        budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
+        manager = OffloadManager(None, "raise", len(wrappers), budget, engine=engine)
         manager._arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
         for wrapper in wrappers:
             wrapper.site.offloader = manager
@@ -185,7 +213,7 @@ def _sent(manager: OffloadManager | None) -> int:
 
 
 def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bool) -> Method:
-    points = _points(at, recipe.config is not None)
+    points = _points(at, recipe.config is not None, counter.fused(recipe))
     counted = [counter.count(recipe, point, accumulating) for point in points]
     regimes: list[tuple[Phase, ...]] = []
     totals: tuple[Totals, ...] = ()
@@ -198,7 +226,7 @@ def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bo
     config = recipe.config or StreamConfig()
     return Method(
         recipe.name,
-        config.saves,
+        config.named_saves,
         config.offload,
         recipe.config is not None,
         regimes[0],
@@ -215,13 +243,14 @@ def _flops(points: Sequence[Point], totals: Sequence[Totals]) -> tuple[float, fl
     return total.linear_flops / length, total.attention_flops / length**2
 
 
-def _points(at: Point | None, chunked: bool) -> tuple[Point, ...]:
+def _points(at: Point | None, chunked: bool, fused: bool) -> tuple[Point, ...]:
     """Where to count: lengths beyond the attention kernels' block, or up to `at` if that is shorter."""
-    small, large = CHUNKS
-    length = max(4 * large, large + K_BLOCK)
-    if at is not None:
+    small, large = CHUNKS if fused else TILED_CHUNKS
+    k_block = K_BLOCK if fused else MATH.tiling.k_block or 0
+    if at is not None and (fused or at[1] < large):
         small, large = max(1, at[1] // 2), at[1]
-        length = min(at[0], max(4 * large, large + K_BLOCK))
+    length = max(4 * large, large + k_block)
+    length = length if at is None else min(at[0], length)
     if not chunked:
         return (length, 0), (length + large, 0)
     return (length, large), (length, small), (length + large, large)
