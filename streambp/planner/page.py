@@ -42,9 +42,13 @@ def page(plan: Plan, name: str, others: Mapping[str, Profile] | None = None, tra
         "chunk_tokens": CHUNK_TOKENS,
         "longest": LONGEST,
     }
-    folder = resources.files("streambp.planner") / "web"
-    text = (folder / "page.html").read_text("utf-8")
+    text = part("page.html")
     for place, file in PLACES.items():
-        text = text.replace(place, (folder / file).read_text("utf-8"))
+        text = text.replace(place, part(file))
     # "<" could end the script element or open a comment in it.
     return text.replace(DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def part(file: str) -> str:
+    """A file of the folder `web`."""
+    return (resources.files("streambp.planner") / "web" / file).read_text("utf-8")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+import streambp.planner.page
 from streambp.cli import main
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, plan_profile
@@ -180,8 +181,7 @@ def numbers(text):
     return json.loads(text, parse_int=float)
 
 
-@needs_browser
-def test_every_number_is_pythons(tmp_path):
+def compare(folder):
     """Peaks and whole plans over a grid of settings, to the bit."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -192,15 +192,46 @@ def test_every_number_is_pythons(tmp_path):
     given = {name: [dataclasses.asdict(one) for one in values] for name, values in settings.items()}
     given |= {"lengths": LENGTHS, "plans": plans}
     data = f'<script type="application/json" id="probe">{json.dumps(given)}</script>'
-    file = tmp_path / "grid.html"
+    file = folder / "grid.html"
     file.write_text(text.replace("</body>", data + PROBE + "</body>"), "utf-8")
-    found = numbers(Elements(browse(file, tmp_path)).texts["results"])
+    found = numbers(Elements(browse(file, folder)).texts["results"])
     wanted = expected(profiles, plans)
     assert len(found["peaks"]) == len(wanted["peaks"]) > 1000
     assert found["peaks"] == wanted["peaks"]
     assert found["plans"] == wanted["plans"]
     assert {plan["binds"] == "host memory" for plan in found["plans"]} == {True, False}
     assert {plan["choice"] is None for plan in found["plans"]} == {True, False}
+
+
+@needs_browser
+def test_every_number_is_pythons(tmp_path):
+    compare(tmp_path)
+
+
+MUTANTS = {
+    "experts shared like the rest": ("setting.gpus / expert", "setting.gpus"),
+    "all of a gradient": ("present + share * phase.gradients", "present + phase.gradients"),
+    "a name's last phase": ("if (!known || gradients + activations > known.sum)", "if (true)"),
+    "another order of a sum": (
+        "kept.host + method.host_constant + method.host_per_token * tokens",
+        "kept.host + (method.host_constant + method.host_per_token * tokens)",
+    ),
+    "the smallest chunk": ("const size of chunk_sizes(profile.batch_size)", "const size of chunk_sizes(1).reverse()"),
+    "host memory for both": ("Math.floor(memory.host / 2)", "memory.host"),
+    "no reserve": ("memory.gpu * (1 - memory.reserve)", "memory.gpu"),
+}  # fmt: skip
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "name", [name if name == "another order of a sum" else pytest.param(name, marks=pytest.mark.full) for name in MUTANTS]
+)
+def test_changed_arithmetic_is_seen(name, tmp_path, monkeypatch):
+    real, (right, wrong) = streambp.planner.page.part, MUTANTS[name]
+    assert right in real("plan.js")
+    monkeypatch.setattr(streambp.planner.page, "part", lambda file: real(file).replace(right, wrong))
+    with pytest.raises(AssertionError):
+        compare(tmp_path)
 
 
 CONTROLS = [
@@ -255,7 +286,7 @@ def test_the_page_stands_alone():
 
 def test_the_page_is_valid_and_small():
     """Elements close in order, ids are unique, labels and descriptions name elements that exist, names cannot break out."""
-    profile = random_profile(1)
+    profile = dataclasses.replace(random_profile(1), left_out=("plain: no", "and why"))
     text = page(plan_profile(profile, 4096, MEMORIES[0], Setting()), '</script><script>"&')
     assert "/*" not in re.sub(r"(?s)/\*\*? .*?\*/", "", text)  # no place was left unfilled
     stack, ids, references = [], [], []

@@ -211,7 +211,7 @@ function show_verdict() {
   const host_limit = memory.host === null ? "no limit" : `of ${memory_text(memory.host)}`;
   const cells = [
     ["Peak per GPU", gib("peak", at.total), `of ${memory_text(limit)} usable`],
-    ["Host memory per GPU", gib("host", at.host), host_limit],
+    ["Host per GPU", gib("host", at.host), host_limit],
     ["Longest that fits", figure("longest", best.seq_len, whole(best.seq_len)), "tokens"],
     ["Arithmetic", figure("flops", work, `${work_text(work)} PFLOP`), "a step"],
   ];
@@ -269,11 +269,16 @@ function show_methods() {
       cell("host", memory.host !== null && at.host > memory.host, gib(`host ${key}`, at.host)),
       cell("PFLOP", false, figure(`flops ${key}`, work, work_text(work))),
       cell("longest", false, figure(`longest ${key}`, reach.seq_len, whole(reach.seq_len))),
-      cell("stopped by", false, binds_text(reach.binds)));
+      cell("stopped by", false, binds_text(reach.binds).replace(" memory,", ",")));
     row.addEventListener("pointerenter", () => light(method.name));
     row.addEventListener("pointerleave", () => light(null));
     return row;
   }));
+}
+
+function show_left_out() {
+  const { left_out } = shown.profile;
+  by_id("left-out").textContent = left_out.length ? `Not counted: ${left_out.join("; ")}` : "";
 }
 
 function light(name) {
@@ -312,13 +317,15 @@ function show_phases() {
     const item = element("li", { tabindex: "0", ...(worst && { class: "worst" }) },
       element("span", {}, phase_text(name), worst ? element("span", { class: "hidden" }, " (the peak)") : ""), bar,
       element("span", { class: `total${total > limit ? " over-limit" : ""}` }, gib(`phase ${name}`, total)));
-    const lines = KINDS.map((kind, index) => [`var(--${kind})`, kind, memory_text(sizes[index])]);
-    item.setAttribute("aria-label", `${phase_text(name)}, ${memory_text(total)}: ${lines.map(([, kind, size]) => `${kind} ${size}`).join(", ")}`);
-    item.addEventListener("pointermove", (event) => show_tip(event.pageX, event.pageY, phase_text(name), lines));
+    const lines = KINDS.map((kind, index) => [kind, memory_text(sizes[index])]);
+    item.setAttribute("aria-label", `${phase_text(name)}, ${memory_text(total)}: ${lines.map(([kind, size]) => `${kind} ${size}`).join(", ")}`);
+    const tip_at = (page_x, page_y) => show_tip(page_x, page_y, phase_text(name),
+      lines.map(([kind, size]) => [element("i", { style: `--c: var(--${kind})` }), kind, size]));
+    item.addEventListener("pointermove", (event) => tip_at(event.pageX, event.pageY));
     item.addEventListener("focus", () => {
       if (!item.matches(":focus-visible")) return;
       const box = bar.getBoundingClientRect();
-      show_tip(box.left + scrollX + 40, box.bottom + scrollY, phase_text(name), lines);
+      tip_at(box.left + scrollX + 40, box.bottom + scrollY);
     });
     for (const leave of ["pointerleave", "blur"]) item.addEventListener(leave, hide_tip);
     return item;
@@ -440,7 +447,7 @@ function point_at_chart(event) {
   const { x, box } = axes();
   svg.append(drawn("line", { x1: x(tokens), x2: x(tokens), y1: box.top, y2: box.bottom, class: "hair" }));
   const lines = shown.rows.map(({ method, longest: reach }) => [
-    colour(shown.profile, method), method.name,
+    swatch(method), method.name,
     memory_text(at_length(method, tokens)) + (tokens > reach.seq_len ? " ✕" : ""),
   ]);
   return show_tip(event.pageX, event.pageY, `${whole(tokens)} tokens`, lines);
@@ -450,8 +457,8 @@ function point_at_chart(event) {
 
 function show_tip(page_x, page_y, title, lines) {
   const tip = by_id("tip");
-  tip.replaceChildren(element("strong", {}, title), ...lines.map(([colour_of, name, value]) =>
-    element("div", { style: `--c: ${colour_of}` }, element("i"), element("span", {}, name), element("b", {}, value))));
+  tip.replaceChildren(element("strong", {}, title), ...lines.map(([mark, name, value]) =>
+    element("div", {}, mark, element("span", {}, name), element("b", {}, value))));
   tip.hidden = false;
   const room = document.documentElement.clientWidth + scrollX - tip.offsetWidth - 8;
   tip.style.left = `${Math.max(8, Math.min(page_x + 16, room))}px`;
@@ -493,13 +500,25 @@ function update() {
     return;
   }
   shown = found;
-  for (const show of [show_head, show_verdict, show_levers, draw_chart, show_methods, show_phases, show_modules, announce]) show();
+  for (const show of [show_head, show_verdict, show_levers, draw_chart, show_methods, show_left_out, show_phases, show_modules, announce]) show();
   write_hash();
 }
 
 function set_length(tokens) {
   form.T.value = whole(tokens);
   update();
+}
+
+/** Where a browser keeps the clipboard from files, the text is left selected. */
+async function copy_code() {
+  getSelection().selectAllChildren(by_id("code"));
+  try {
+    await navigator.clipboard.writeText(by_id("code").textContent);
+    by_id("copy").textContent = "Copied";
+  } catch {
+    by_id("copy").textContent = "Selected";
+  }
+  setTimeout(() => { by_id("copy").textContent = "Copy"; }, 1500);
 }
 
 function start() {
@@ -515,11 +534,7 @@ function start() {
   form.T.addEventListener("change", () => { if (parse_length(form.T.value)) set_length(parse_length(form.T.value)); });
   by_id("longest").addEventListener("click", () => { if (shown && shown.plan.best.seq_len) set_length(shown.plan.best.seq_len); });
   by_id("step").addEventListener("change", show_phases);
-  by_id("copy").addEventListener("click", async () => {
-    await navigator.clipboard.writeText(by_id("code").textContent);
-    by_id("copy").textContent = "Copied";
-    setTimeout(() => { by_id("copy").textContent = "Copy"; }, 1500);
-  });
+  by_id("copy").addEventListener("click", copy_code);
   svg.addEventListener("pointermove", point_at_chart);
   svg.addEventListener("pointerleave", hide_tip);
   svg.addEventListener("click", (event) => { const tokens = pointed(event); if (tokens) set_length(tokens); });

@@ -107,7 +107,8 @@ function levers(profile, now, memory, setting) {
     options.push([`ZeRO-3 over the ${setting.gpus} GPUs`, { ...setting, zero: 3 }, memory]);
   }
   const more = { ...setting, gpus: 2 * setting.gpus, zero: 3 };
-  options.push([`${more.gpus} GPUs with ZeRO-3`, more, memory]);
+  const halved = { ...memory, host: memory.host === null ? null : Math.floor(memory.host / 2) };
+  options.push([`${more.gpus} GPUs with ZeRO-3`, more, halved]);
   options.push(["GPUs with twice the memory", setting, { ...memory, gpu: 2 * memory.gpu }]);
   return options
     .map(([change, other, budget]) => {
