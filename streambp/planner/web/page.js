@@ -450,7 +450,7 @@ function point_at_chart(event) {
     swatch(method), method.name,
     memory_text(at_length(method, tokens)) + (tokens > reach.seq_len ? " ✕" : ""),
   ]);
-  return show_tip(event.pageX, event.pageY, `${whole(tokens)} tokens`, lines);
+  return show_tip(event.pageX, event.pageY, `${whole(tokens)} tokens (✕: too long)`, lines);
 }
 
 // Tooltip ------------------------------------------------------------------------------------------------------------
@@ -461,7 +461,8 @@ function show_tip(page_x, page_y, title, lines) {
     element("div", {}, mark, element("span", {}, name), element("b", {}, value))));
   tip.hidden = false;
   const room = document.documentElement.clientWidth + scrollX - tip.offsetWidth - 8;
-  tip.style.left = `${Math.max(8, Math.min(page_x + 16, room))}px`;
+  const flipped = page_x - tip.offsetWidth - 16;
+  tip.style.left = `${page_x + 16 > room && flipped > 8 ? flipped : Math.max(8, Math.min(page_x + 16, room))}px`;
   const below = page_y + 18, fits_below = below + tip.offsetHeight < scrollY + innerHeight;
   tip.style.top = `${fits_below ? below : Math.max(scrollY + 4, page_y - tip.offsetHeight - 14)}px`;
 }
