@@ -196,7 +196,7 @@ def describe(model: nn.Module) -> Description:
         for w in found.state.wrappers
         if isinstance(w, LayerForward)
     )
-    chunk = AUTO_RULE if config.chunk_size == "auto" else str(config.chunk_size)
+    chunk = str(found.state.chunk_rule or AUTO_RULE) if config.chunk_size == "auto" else str(config.chunk_size)
     return Description(
         layers,
         chunk,

@@ -35,6 +35,7 @@ class PatchState:
     bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
+    chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     """
 
@@ -45,6 +46,7 @@ class PatchState:
     defer_norm: HeadRecord | None = None
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
+    chunk_rule: object | None = None
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
 
 

@@ -16,11 +16,14 @@ from streambp.layer import arguments, call, function, products, recompute, shado
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
 from streambp.offload import stores
+from streambp.planner import auto, count, profile, skeleton
 from tests import test_contract, test_families, test_oracle, test_training
 from tests.families import build, make_batch
 from tests.head import test_log_probs
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
+from tests.planner import test_against_steps, test_estimates, test_plans
+from tests.planner.test_plans import planning
 
 
 def oracle(family="qwen3", mode="plain", saves=()):
@@ -34,6 +37,11 @@ def dense_mask():
     batch["attention_mask"][:, 12] = 0
     batch["labels"][:, 12:14] = -100
     test_contract.check_agree(stock, ours, **batch)
+
+
+def predicted():
+    difference, _ = test_against_steps.compare("llama", False, "offload", 256)
+    assert abs(difference) <= 0.01
 
 
 def dropout():
@@ -222,6 +230,29 @@ MUTANTS = {
     "stream whatever comes": (
         function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
     ),
+    # The planner's, in one block.
+    "workspaces left out": (count, "_workspace", lambda *_: 0, test_estimates.check_workspaces),
+    "every layer like the first": (
+        skeleton.Reduced, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0, predicted,
+    ),
+    "views taken for new tensors": (
+        count.Shapes, "_remember", lambda self, key, func, args, result: self._known.update({
+            key: (False, [(result.shape, result.stride(), result.dtype)])
+        }) if isinstance(result, torch.Tensor) and key[0] is torch.ops.aten._unsafe_view.default else None, predicted,
+    ),
+    "gradients that were there are left out": (
+        profile, "static",
+        lambda p, s, real=profile.static: dataclasses.replace(real(p, s), gradients=0.0), test_estimates.check_peak_by_hand,
+    ),
+    "experts divided like the rest": (
+        profile, "static",
+        lambda p, s, real=profile.static: real(p, dataclasses.replace(s, expert_parallel=1)),
+        test_estimates.check_static_by_hand,
+    ),
+    "host memory without limit": (
+        planning, "fits", lambda at, memory: at.total <= memory.usable, test_plans.check_longest,
+    ),
+    "chunks whatever is free": (auto.FittingChunk, "tokens", lambda *_: 8192, test_plans.check_chunks_fit),
     "accumulators that stay behind": (keys.TiledSite, "_leave", leave_without_sums, streamed_prefix),
     "tiles read from their start": (keys.TiledSite, "_overlaps", from_the_start, streamed_prefix),
     "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),
@@ -240,7 +271,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]
-    if check is not autocast:
+    if check not in (autocast, predicted):
         lift_float32_casts(monkeypatch)
     check()
     with monkeypatch.context() as patch:

@@ -16,6 +16,7 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.cached import why_not
 from streambp.layer.call import LayerCall, LayerSite
 from streambp.layer.engines import gradient_or_zeros
+from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
 from streambp.layer.probe import can_stream
@@ -105,9 +106,11 @@ class StreamedLayer(torch.autograd.Function):
         ctx.call, ctx.parameters = call, parameters
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
-        outputs = _run_forward(call, keep=True)
+        with explained(call):
+            outputs = _run_forward(call, keep=True)
         if call.store.copies:
-            call.hidden_states = torch.empty_like(hidden_states, device="meta")  # its shape; the rest has left
+            # Its shape without a byte of storage; the rest has left.
+            call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
         return outputs
 
     @staticmethod
@@ -121,9 +124,13 @@ class StreamedLayer(torch.autograd.Function):
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = grad if reuse else mark(torch.empty_like(call.hidden_states, device=call.device))
+            inputs.hidden_states = (
+                grad
+                if reuse
+                else mark(torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format))
+            )
         call.hidden_states = None  # type: ignore[assignment]
-        with call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
+        with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             linears = plain_linears(call.layer)
             unread = call.unread_products(linears, parameters.names, needs_input)
             with left_out(linears, unread.refill):
