@@ -19,6 +19,7 @@ from streambp.losses import masked
 from tests import test_contract, test_families, test_oracle, test_training
 from tests.families import build, make_batch
 from tests.head import test_log_probs
+from tests.layer import test_inner_leaves
 from tests.oracle import gradients, lift_float32_casts
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -118,6 +119,11 @@ def default_float64():
         torch.set_default_dtype(torch.float32)
 
 
+def inner_leaves():
+    with default_float64():
+        test_inner_leaves.test_an_inner_leaf_is_reduced_once_with_all_its_gradients(torch.float64)
+
+
 def only_hidden_states(self, output, chunk, real=layer_gradients.OutputGradients.of):
     return real(layer_gradients.OutputGradients(self.hidden_states, {}), output, chunk)
 
@@ -201,6 +207,9 @@ MUTANTS = {
         blocks.Fold, "merge",
         lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
         several_blocks,
+    ),
+    "inner leaves not reduced": (
+        function, "reduced_after_backward", lambda layer, hidden_states: hidden_states, inner_leaves,
     ),
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "values that do not reach the backbone": (

@@ -14,7 +14,7 @@ from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall, LayerSite
-from streambp.layer.engines import gradient_or_zeros
+from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
 from streambp.layer.probe import can_stream
@@ -53,6 +53,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
             call.store = site.offloader.open(site.index, hidden_states.device)
+        hidden_states = reduced_after_backward(site.layer, hidden_states)
         output, *extras = StreamedLayer.apply(call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
