@@ -18,7 +18,7 @@ from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
 from tests import test_contract, test_families, test_oracle, test_training
 from tests.families import build, make_batch
-from tests.head import test_log_probs
+from tests.head import test_expected_scale, test_log_probs
 from tests.layer import test_inner_leaves
 from tests.oracle import gradients, lift_float32_casts
 
@@ -124,6 +124,11 @@ def inner_leaves():
         test_inner_leaves.test_an_inner_leaf_is_reduced_once_with_all_its_gradients(torch.float64)
 
 
+def expected_scale():
+    with default_float64(), pytest.MonkeyPatch.context() as patch:
+        test_expected_scale.check_late_factors(test_expected_scale.record_late_factors(patch))
+
+
 def only_hidden_states(self, output, chunk, real=layer_gradients.OutputGradients.of):
     return real(layer_gradients.OutputGradients(self.hidden_states, {}), output, chunk)
 
@@ -208,6 +213,7 @@ MUTANTS = {
         lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
         several_blocks,
     ),
+    "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
     "inner leaves not reduced": (
         function, "reduced_after_backward", lambda layer, hidden_states: hidden_states, inner_leaves,
     ),

@@ -124,7 +124,8 @@ def test_router_loss(engine):
 @pytest.mark.full
 @pytest.mark.parametrize(("engine", "case"), listed(IN_BF16), ids=str)
 def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
-    cases = [{**case, "dtype": "bfloat16", "model": model} for model in ("llama", "qwen3")]
+    draws = {"steps": 16 // case.get("accumulation", 1), "longer": 4}  # one ratio of two errors has a spread of 4 %
+    cases = [{**case, **draws, "dtype": "bfloat16", "model": model} for model in ("llama", "qwen3")]
     for row, case in zip(run(engine, cases), cases, strict=True):
         stock = row["unpatched"]["single process"]["gradients"]
         for when in ("before", "after"):

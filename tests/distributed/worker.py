@@ -22,15 +22,16 @@ from tests.distributed.engines import ENGINES, SingleProcess
 from tests.distributed.traffic import Gathers, Traffic
 from tests.families import make_batch
 
-STEPS = 4
+STEPS = 4  # optimizer steps, if the case does not say
 SECONDS = 120  # for one case; then a rank that hangs says where, and ends
 DONE = "ROW "
 
 
 def batches(rank, case):
     """Every micro-batch of a rank; lengths, and so numbers of chunks, differ between ranks."""
-    for index in range(STEPS * case.get("accumulation", 1)):
-        yield make_batch("left-padded", length=(17, 23, 11, 31)[index % 4] + 6 * rank, seed=10 * index + rank)
+    for index in range(case.get("steps", STEPS) * case.get("accumulation", 1)):
+        length = (17, 23, 11, 31)[index % 4] * case.get("longer", 1) + 6 * rank
+        yield make_batch("left-padded", length=length, seed=10 * index + rank)
 
 
 @dataclasses.dataclass
@@ -44,18 +45,18 @@ class Trained:
 
 
 def train(engine_class, rank, case, patched):
-    """Four optimizer steps under an engine.
+    """Some optimizer steps under an engine.
 
-    With "resume", a second engine with other weights takes over after the second step, from a checkpoint. The first one is
-    unpatched if resume is "from unpatched".
+    With "resume", a second engine with other weights takes over half-way, from a checkpoint. The first one is unpatched if
+    resume is "from unpatched".
     """
     case = copy.deepcopy(case)
-    accumulation, resume = case.get("accumulation", 1), case.get("resume")
+    steps, accumulation, resume = case.get("steps", STEPS), case.get("accumulation", 1), case.get("resume")
     engine = engine_class(case, rank, None if resume == "from unpatched" else patched)
     stream, found = list(batches(rank, case)), Trained()
     traffic, gathers = Traffic(), Gathers()
-    for step in range(STEPS):
-        if resume and step == STEPS // 2:
+    for step in range(steps):
+        if resume and step == steps // 2:
             engine = restart(engine, lambda: engine_class(case, rank, patched, seed=1))
         micro_batches = stream[step * accumulation : (step + 1) * accumulation]
         for micro, batch in enumerate(micro_batches):
@@ -67,7 +68,7 @@ def train(engine_class, rank, case, patched):
         if case.get("eval"):
             found.losses[f"{step}"] = engine.evaluate(micro_batches[0]).double()
     found.weights = engine.weights()
-    found.counts = counts_of(traffic, gathers, found.weights, STEPS * accumulation)
+    found.counts = counts_of(traffic, gathers, found.weights, steps * accumulation)
     return found
 
 
@@ -100,9 +101,9 @@ def counts_of(traffic, gathers, weights, micro_steps):
 def train_alone(case):
     """The same steps in this process, without an engine and unpatched: gradients averaged over both ranks' batches."""
     engine, found = SingleProcess(case), Trained()
-    accumulation = case.get("accumulation", 1)
+    steps, accumulation = case.get("steps", STEPS), case.get("accumulation", 1)
     streams = [list(batches(rank, case)) for rank in range(2)]
-    for step in range(STEPS):
+    for step in range(steps):
         for micro in range(step * accumulation, (step + 1) * accumulation):
             for stream in streams:
                 engine.micro_step(stream[micro], last=True, share=1 / len(streams))
