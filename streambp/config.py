@@ -30,7 +30,8 @@ class StreamConfig:
         eval_logits: in eval mode, build the logits as well when labels are given (for `compute_metrics`).
         offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
             ahead of its use.
-        host_memory: bytes of host memory for that, as a number or as "96GiB"; None: nine tenths of what is available.
+        host_memory: bytes of host memory for that on each rank, as a number or as "96GiB"; None: nine tenths of what is
+            available, shared by the ranks of a machine.
         on_host_full: what happens to a tensor that does not fit: "keep" it on the device, "recompute" it in backward (a
             layer's input is kept), or "raise".
 

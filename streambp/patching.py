@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 
 from streambp.chunks import AUTO_RULE
 from streambp.config import SAVES, StreamConfig
+from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import ConfigError, StreamBPError
 from streambp.layer.products import matching
+from streambp.offload.arena import local_ranks
 from streambp.offload.manager import OffloadManager
 from streambp.stacks import Found, find_stacks
 from streambp.wrappers import BackboneForward, CausalLMForward, InstanceForward, LayerForward, PatchState
@@ -47,7 +49,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
             break
     _check_products(found, config)
     layers = [layer for stack in found.stacks for layer in stack.layers]
-    state = PatchState(config)
+    state = PatchState(config, model)
     if config.offload == "cpu":
         host_memory = None if config.host_memory is None else int(config.host_memory)
         state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers))
@@ -187,10 +189,27 @@ def _describe_offload(found: Patch) -> str:
         return "nothing leaves the device"
     limit = found.state.config.host_memory
     budget = "nine tenths of the host memory available" if limit is None else f"{int(limit) / 2**30:.1f} GiB of host memory"
+    ranks = local_ranks()
+    if ranks > 1:
+        budget += f", shared by the {ranks} ranks of this machine" if limit is None else f" on each of {ranks} ranks"
     moved = ", ".join(("layer inputs", *found.state.config.saves))
     stats = manager.stats()
     left = f"; {stats['left']:.0f} tensors did not fit ({found.state.config.on_host_full})" if stats["left"] else ""
-    return f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){left}"
+    return f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){_beside(found)}{left}"
+
+
+def _beside(found: Patch) -> str:
+    """What an engine's own offloading takes of the same host memory."""
+    use = HostUse() if found.state.root is None else engine_host_use(found.state.root)
+    parts = [
+        f"{size / 2**30:.2f} GiB of {what}"
+        for size, what in ((use.parameters, "parameters"), (use.optimizer, "optimizer state"))
+        if size
+    ]
+    if not parts:
+        return ""
+    coming = f", and {use.to_come / 2**30:.2f} GiB are set aside for its gradients and states" if use.to_come else ""
+    return f", beside the engine's {' and '.join(parts)}{coming}"
 
 
 def _describe_head(found: Patch) -> str:

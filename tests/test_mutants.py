@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from streambp.head import blocks, deferred, log_probs, one_pass
 from streambp.layer import arguments, call, function, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
+from streambp.offload import arena
 from tests import test_contract, test_families, test_oracle, test_training
+from tests.distributed import test_host
 from tests.families import build, make_batch
 from tests.head import test_expected_scale, test_log_probs
 from tests.layer import test_inner_leaves
@@ -124,6 +127,13 @@ def inner_leaves():
         test_inner_leaves.test_an_inner_leaf_is_reduced_once_with_all_its_gradients(torch.float64)
 
 
+def shared_memory():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        meminfo = Path(folder) / "meminfo"
+        meminfo.write_text("MemAvailable: 100000 kB\n")
+        test_host.check_shared(meminfo, patch)
+
+
 def expected_scale():
     with default_float64(), pytest.MonkeyPatch.context() as patch:
         test_expected_scale.check_late_factors(test_expected_scale.record_late_factors(patch))
@@ -213,6 +223,7 @@ MUTANTS = {
         lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
         several_blocks,
     ),
+    "host memory of other ranks taken": (arena, "local_ranks", lambda: 1, shared_memory),
     "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
     "inner leaves not reduced": (
         function, "reduced_after_backward", lambda layer, hidden_states: hidden_states, inner_leaves,

@@ -151,6 +151,7 @@ class OffloadManager:
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
+        self.set_aside = 0  # bytes of host memory that an engine will take
         self.left = 0  # tensors that did not fit on the host
         self.bytes = {OUT: 0, BACK: 0}
         self._given_engine = engine
@@ -168,7 +169,7 @@ class OffloadManager:
         if self._engine is None:
             self._engine = make_engine(device)
         if self._arena is None:
-            self._arena = Arena(host_limit(self.host_memory), self._engine.host_buffer)
+            self._arena = Arena(host_limit(self.host_memory, set_aside=self.set_aside), self._engine.host_buffer)
         batch = self._current() if self._current is not None else None
         if batch is None or index <= batch.last_index:
             batch = MicroBatch(self._arena, self._engine)

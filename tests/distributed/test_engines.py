@@ -34,7 +34,7 @@ def zero_settings():
 
 FAST = {
     "ddp": [{"accumulation": 3, "eval": True}],
-    "fsdp": [{"resume": "patched", "patched": ["before"]}],
+    "fsdp": [{"offload": True, "stream": STREAM, "resume": "patched", "patched": ["before"]}],
     "deepspeed": [
         {"stage": 2, "patched": ["after"]},
         {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_moe"},
@@ -94,6 +94,19 @@ def check(engine, cases):
             assert found["counts"].get("gathers per parameter", 0) <= 2 + bool(case.get("eval"))
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
+                check_host(case, found["host"])
+
+
+def check_host(case, host):
+    """What the engine itself keeps on the host of this rank's half, in float32, is what `describe` says."""
+    shard, zero = host["trainable"] / 2, case.get("zero", {})
+    parameters = shard if case.get("offload") or "offload_param" in zero else 0
+    optimizer = 3 * shard if "offload_optimizer" in zero else 0  # weights, gradients, momentum
+    assert host["parameters"] == pytest.approx(parameters, rel=0.05)  # padding
+    assert host["optimizer"] == pytest.approx(optimizer, rel=0.05)
+    assert host["to_come"] == (3 * host["parameters"] if case.get("offload") else 0)  # gradients are None again
+    assert ("GiB of parameters" in host["describe"]) == bool(parameters)
+    assert ("GiB of optimizer state" in host["describe"]) == bool(optimizer)
 
 
 @pytest.mark.parametrize("engine", FAST)

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import streambp
+from streambp.distributed.host import engine_host_use
 from tests.distributed.engines import ENGINES, SingleProcess
 from tests.distributed.traffic import Gathers, Traffic
 from tests.families import make_batch
@@ -36,12 +38,14 @@ def batches(rank, case):
 
 @dataclasses.dataclass
 class Trained:
-    """Gradients of every step and weights after the last, by name; losses of evaluations; collectives."""
+    """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; what `describe` says
+    about offloading, and the bytes of the engine's own."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
     losses: dict = dataclasses.field(default_factory=dict)
     counts: dict = dataclasses.field(default_factory=dict)
+    host: dict = dataclasses.field(default_factory=dict)
 
 
 def train(engine_class, rank, case, patched):
@@ -69,6 +73,10 @@ def train(engine_class, rank, case, patched):
             found.losses[f"{step}"] = engine.evaluate(micro_batches[0]).double()
     found.weights = engine.weights()
     found.counts = counts_of(traffic, gathers, found.weights, steps * accumulation)
+    if patched in ("before", "after") and "stream" in case:
+        described = streambp.describe(engine.module).offload
+        found.host = {"describe": described, **dataclasses.asdict(engine_host_use(engine.module))}
+        found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
     return found
 
 
@@ -155,7 +163,7 @@ def run(engine_class, rank, case):
             row[when]["single process"] = compare(found, alone)
         if case.get("stream", {}).get("offload"):
             kept = train(engine_class, rank, {**case, "stream": {**case["stream"], "offload": "none"}}, when)
-            row[when]["not offloaded"] = compare(found, kept)
+            row[when]["not offloaded"], row[when]["host"] = compare(found, kept), found.host
     return row
 
 
