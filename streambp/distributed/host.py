@@ -32,9 +32,9 @@ def engine_host_use(model: nn.Module) -> HostUse:
     """
     shards = list(_fsdp_shards(model))
     if shards:
-        held = _bytes(shards)
         gradients = _bytes(p.grad for p in shards if p.grad is not None)
-        return HostUse(parameters=held, to_come=(1 + STATES) * held - gradients)
+        trained = _bytes(p for p in shards if p.requires_grad)
+        return HostUse(parameters=_bytes(shards), to_come=(1 + STATES) * trained - gradients)
     names = (Z3_OPTIMIZER, ZERO_OPTIMIZER)
     zero = next((getattr(p, name) for p in model.parameters() for name in names if hasattr(p, name)), None)
     parameters: list[Tensor] = []

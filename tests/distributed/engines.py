@@ -1,8 +1,8 @@
 """One adapter for each engine: what a training loop, a checkpoint and a comparison need of it, unpatched and patched.
 
 A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero", "options", "reshard", "offload".
-The model's: "model", "tied", "frozen", "lora", "router", "zero_init", "dtype". "stream" is the StreamConfig; "eval" and
-"resume" are what happens between steps.
+The model's: "model", "tied", "frozen", "lora", "router", "experts", "zero_init", "dtype". "stream" is the StreamConfig;
+"eval" and "resume" are what happens between steps.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def model_for(case, seed=0):
     if name == "qwen3_moe":
         changes = {**changes, "output_router_logits": True} if case.get("router") else changes
         model = zoo.build(name, torch.float32, seed, **changes)
+        model.set_experts_implementation(case.get("experts", "eager"))
     else:
         model = build(name, seed=seed, **{"num_hidden_layers": 2, **changes})
     if case.get("frozen"):

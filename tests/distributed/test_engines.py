@@ -14,8 +14,7 @@ NOTHING_CACHED = {
     "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
 }  # fmt: skip
 SMALL = {"reduce_bucket_size": 500, "allgather_bucket_size": 500}
-# Unpatched, DeepSpeed 0.19.8's overlapped collectives in small buckets hang now and then on two gloo ranks.
-SMALL_3 = {"reduce_bucket_size": 500, "stage3_prefetch_bucket_size": 100, "overlap_comm": False}
+SMALL_3 = {"reduce_bucket_size": 500, "stage3_prefetch_bucket_size": 100}
 CPU = {"device": "cpu"}
 STREAM = {"offload": "cpu", "saves": ["attn_out", "kv"]}
 
@@ -25,7 +24,8 @@ def zero_settings():
     for accumulation in (1, 3):
         for stage in (1, 2, 3):
             cached = NOTHING_CACHED if stage == 3 else {}
-            settings = [{"overlap_comm": True}, SMALL_3 if stage == 3 else SMALL, {"offload_optimizer": CPU}]
+            small = {**SMALL_3, "overlap_comm": False} if stage == 3 else SMALL
+            settings = [{"overlap_comm": True}, small, {"offload_optimizer": CPU}]
             settings += [{"offload_param": CPU}, {"offload_param": CPU, "offload_optimizer": CPU}] if stage == 3 else []
             for zero in settings:
                 patched = ["before", "after"] if stage == 3 else [("before", "after")[accumulation == 3]]
@@ -127,11 +127,18 @@ def test_parts_of_a_model_and_what_happens_between_steps(engine, case):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("model", MODELS)
+def test_small_buckets_with_overlap(model):
+    """In processes of its own: one that had trained nine such engines hung in the tenth, which was an unpatched one."""
+    check("deepspeed", [{"stage": 3, "zero": {**NOTHING_CACHED, **SMALL_3, "overlap_comm": True}, "model": model}])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("engine", FAST)
 def test_router_loss(engine):
     """Its gradient comes through router logits, which leave the layer beside its hidden states."""
     setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
-    check(engine, [{**setting, "model": "qwen3_moe", "router": True}])
+    check(engine, [{**setting, "model": "qwen3_moe", "router": True, "experts": "grouped_mm"}])
 
 
 @pytest.mark.full
