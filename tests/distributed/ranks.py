@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -25,18 +26,24 @@ def run(engine, cases):
         port = str(probe.getsockname()[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.distributed.worker"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), port, engine, json.dumps(cases)], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=SECONDS * len(cases) + 60)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    # Files, not pipes: a rank whose pipe is full of warnings would wait for its reader, and the other rank for it.
+    with tempfile.TemporaryFile("w+") as first, tempfile.TemporaryFile("w+") as second:
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), port, engine, json.dumps(cases)], env=environment, stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, file in enumerate((first, second))
+        ]  # fmt: skip
+        try:
+            for process in ranks:
+                process.wait(timeout=SECONDS * len(cases) + 60)
+        finally:
+            for process in ranks:
+                process.kill()
+        for file in (first, second):
+            file.seek(0)
+        outputs = [file.read() for file in (first, second)]
     rows = [line.removeprefix(DONE) for line in outputs[0].splitlines() if line.startswith(DONE)]
     if len(rows) < len(cases):
         raise AssertionError("\n".join(output[-4000:] for output in outputs))
