@@ -129,8 +129,8 @@ function fill_controls() {
 }
 
 /** Settings that the address carries after "#", as `write_hash` wrote them. */
-function read_hash() {
-  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+function read_hash(hash) {
+  for (const [name, value] of new URLSearchParams(hash.slice(1))) {
     const control = form.elements[name];
     if (name === "theme") document.documentElement.dataset.theme = value;
     else if (control && control.type === "checkbox") control.checked = value === "1";
@@ -152,7 +152,9 @@ function read_controls() {
   const seq_len = parse_length(form.T.value), gpus = form.gpus.valueAsNumber, host = form.host.valueAsNumber;
   form.T.setAttribute("aria-invalid", String(!seq_len));
   by_id("T-hint").textContent = seq_len ? "" : `T is a whole number from 1 to ${whole(data.longest)}, such as 65536, 64k or 1M.`;
-  if (!seq_len || !form.checkValidity()) return null;
+  const wrong = form.querySelector("input:invalid");
+  by_id("problem").textContent = wrong ? `${wrong.labels[0].textContent}: ${wrong.validationMessage}` : "";
+  if (!seq_len || wrong) return null;
   const setting = {
     ...data.setting, gpus, zero: Number(form.zero.value), optimizer: Number(form.optimizer.value),
     optimizer_on_host: form.on_host.checked, accumulate: form.accumulate.checked,
@@ -496,8 +498,8 @@ function update() {
   slider.setAttribute("aria-valuetext", `${whole(settings.seq_len)} tokens`);
   const found = evaluate(settings);
   if (found === null) {
-    by_id("verdict").dataset.fits = "no";
-    by_id("verdict-title").textContent = "These saves were not counted with this offload";
+    document.body.classList.add("stale");
+    by_id("problem").textContent = "These saves were not counted with this offload.";
     return;
   }
   shown = found;
@@ -523,8 +525,10 @@ async function copy_code() {
 }
 
 function start() {
+  const { hash } = location;
   fill_controls();
-  read_hash();
+  update(); // so that there is something to show if the address asks for the impossible
+  read_hash(hash);
   if (parse_length(form.T.value)) form.T.value = whole(parse_length(form.T.value));
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", (event) => {
@@ -539,7 +543,7 @@ function start() {
   svg.addEventListener("pointermove", point_at_chart);
   svg.addEventListener("pointerleave", hide_tip);
   svg.addEventListener("click", (event) => { const tokens = pointed(event); if (tokens) set_length(tokens); });
-  addEventListener("hashchange", () => { read_hash(); update(); });
+  addEventListener("hashchange", () => { read_hash(location.hash); update(); });
   addEventListener("resize", () => { if (shown) draw_chart(); });
   update();
 }
