@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "streambp"
 ORDER = (
-    "errors", "config", "chunks", "distributed.zero", "distributed.sequence_parallel", "attention.spans",
-    "attention.masks", "attention.kernels", "attention.keys", "attention.prefix", "attention.interface",
+    "errors", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
+    "attention.spans", "attention.masks", "attention.kernels", "attention.keys", "attention.prefix", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.call", "layer.gradients", "layer.probe",
     "layer.whole", "layer.exhausted",

@@ -15,7 +15,7 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
 from streambp.layer.cached import why_not
 from streambp.layer.call import LayerCall, LayerSite
-from streambp.layer.engines import gradient_or_zeros
+from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
 from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
@@ -57,6 +57,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
             call.save_to(site.offloader)
+        hidden_states = reduced_after_backward(site.layer, hidden_states)
         output, *extras = StreamedLayer.apply(call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
