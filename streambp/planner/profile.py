@@ -126,7 +126,7 @@ class Setting:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be at least 1.")
         if self.zero not in range(4) or self.gpus % self.expert_parallel or self.optimizer < 0:
             raise ConfigError(
-                f"zero={self.zero}, gpus={self.gpus}, expert_parallel={self.expert_parallel} and optimizer={self.optimizer} "
+                f"zero={self.zero}, gpus={self.gpus}, expert_parallel={self.expert_parallel}, optimizer={self.optimizer} "
                 "do not go together: zero must be 0 to 3, expert_parallel must divide gpus, and bytes are not negative."
             )
 
