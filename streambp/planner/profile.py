@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from streambp.errors import ConfigError
+
 FIRST, ACCUMULATING = "first", "accumulating"
 
 
@@ -117,6 +119,16 @@ class Setting:
     expert_parallel: int = 1
     optimizer_on_host: bool = False
     accumulate: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("gpus", "sequence_parallel", "expert_parallel"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be at least 1.")
+        if self.zero not in range(4) or self.gpus % self.expert_parallel or self.optimizer < 0:
+            raise ConfigError(
+                f"zero={self.zero}, gpus={self.gpus}, expert_parallel={self.expert_parallel}, optimizer={self.optimizer} "
+                "do not go together: zero must be 0 to 3, expert_parallel must divide gpus, and bytes are not negative."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,6 +98,8 @@ def survey(
             methods.append(_method(counter, recipe, at, accumulating))
         except Exception as error:  # whatever a model's own forward raises on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            if isinstance(error, StreamBPError):
+                raise
             if recipe.config is not None:
                 raise StreamBPError(
                     f"A streamed step of {type(skeleton.causal_lm).__name__} could not be counted without data ({reason}). "

@@ -305,6 +305,21 @@ def test_what_cannot_be_estimated_is_named(arguments, words):
         estimate(*arguments)
 
 
+@pytest.mark.parametrize("wrong", [{"gpus": 0}, {"zero": 4}, {"gpus": 4, "expert_parallel": 3}, {"optimizer": -1}])
+def test_wrong_settings_are_named(wrong):
+    with pytest.raises(streambp.StreamBPError, match=next(reversed(wrong))):
+        Setting(**wrong)
+
+
+def test_weights_that_zero_has_divided_are_counted_whole():
+    model = build("qwen3", torch.bfloat16)
+    whole = quick(model).methods
+    for parameter in model.parameters():
+        parameter.ds_id, parameter.ds_shape = 0, parameter.shape
+        parameter.data = parameter.data.new_empty(0)
+    assert quick(model).methods == whole
+
+
 def test_wrong_bits_are_named():
     pytest.importorskip("peft", reason="peft is not installed")
     with pytest.raises(streambp.StreamBPError, match="bits is 3"):
