@@ -15,7 +15,11 @@ from streambp.planner.plan import CHUNK_TOKENS, LONGEST, Plan
 from streambp.planner.profile import Profile, to_json
 
 START = 65_536  # tokens, where nothing fits and no length was asked for
-PLACES = {"/*STYLE*/": "page.css", "/*PLAN*/": "plan.js", "/*PAGE*/": "page.js"}
+PLACES = {
+    "/*STYLE*/": ("page.css",),
+    "/*PLAN*/": ("plan.js",),
+    "/*PAGE*/": ("elements.js", "controls.js", "results.js", "chart.js", "page.js"),
+}
 DATA = "/*DATA*/"
 
 
@@ -43,8 +47,8 @@ def page(plan: Plan, name: str, others: Mapping[str, Profile] | None = None, tra
         "longest": LONGEST,
     }
     text = part("page.html")
-    for place, file in PLACES.items():
-        text = text.replace(place, part(file))
+    for place, files in PLACES.items():
+        text = text.replace(place, "\n".join(part(file) for file in files))
     # "<" could end the script element or open a comment in it.
     return text.replace(DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 

@@ -272,6 +272,84 @@ def test_the_controls_reach_what_the_page_shows(case, counted, tmp_path):
     assert ("StreamConfig(chunk_size=" in found.texts.get("code", "")) == fits
 
 
+USE = """
+<script>
+"use strict";
+const steps = [], fire = (name, value) => {
+  form[name].value = value;
+  form[name].dispatchEvent(new Event("input", { bubbles: true }));
+};
+const note = () => steps.push({
+  title: by_id("verdict-title").textContent, T: form.T.value, slider: Number(by_id("T-slider").value),
+  longest: Number(document.querySelector('[data-key="longest"]').value), code: by_id("code").textContent,
+  lines: svg.querySelectorAll("polyline").length, stale: document.body.className,
+});
+(async () => {
+  const nameless = [...document.querySelectorAll("input, select, button, summary")].filter((control) =>
+    !(control.labels && control.labels.length) && !control.getAttribute("aria-label") && !control.textContent.trim());
+  note();
+  by_id("T-slider").value = 15;
+  by_id("T-slider").dispatchEvent(new Event("input", { bubbles: true }));
+  note();
+  by_id("longest").click();
+  note();
+  const lever = shown.plan.levers[0];
+  by_id("levers").querySelector("button").click();
+  note();
+  fire("T", "2M");
+  note();
+  fire("T", "nonsense");
+  note();
+  by_id("reset").click();
+  await new Promise((done) => setTimeout(done, 20));
+  note();
+  fire("offload", "cpu");
+  note();
+  const at = svg.getBoundingClientRect();
+  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: at.left + at.width / 2, clientY: at.top + 90 }));
+  const tip = by_id("tip").textContent;
+  document.body.replaceChildren(Object.assign(document.createElement("pre"), { id: "results" }));
+  document.getElementById("results").textContent = JSON.stringify({
+    steps, tip, reach: lever.seq_len, nameless: nameless.length, hash: location.hash,
+  });
+})();
+</script>
+"""
+
+
+@needs_browser
+def test_controls_work_together(counted, tmp_path):
+    """Slider, Longest, a lever's Apply, text with a unit, nonsense, Reset, a choice of offload, and the chart's tooltip."""
+    memory = Memory(80 * GIB, 320 * GIB)
+    begin = plan_profile(counted, 65_536, memory, Setting(optimizer_on_host=True))
+    file = tmp_path / "use.html"
+    profile = dataclasses.replace(counted, methods=(*counted.methods, no_offload(counted.methods[-1])))
+    file.write_text(page(plan_profile(profile, 65_536, memory, begin.setting), "8B").replace("</body>", USE + "</body>"))
+    found = json.loads(Elements(browse(file, tmp_path)).texts["results"])
+    start, slid, farthest, levered, typed, nonsense, reset, chosen = found["steps"]
+    assert start["title"] == "65,536 tokens fit"
+    assert (slid["T"], slid["title"]) == ("32,768", "32,768 tokens fit")
+    assert farthest["T"] == f"{start['longest']:,}"
+    assert farthest["title"].endswith(" tokens fit")
+    assert levered["longest"] == found["reach"] > start["longest"]
+    assert (typed["title"].split()[0], typed["slider"]) == ("2,097,152", 21)
+    assert nonsense["stale"] == "stale"
+    assert nonsense["title"] == typed["title"]
+    assert reset == start
+    assert "offload" not in start["code"]
+    assert 'offload="cpu"' in chosen["code"]
+    assert start["lines"] == 2 * len(profile.methods)  # what fits, and what does not
+    assert all(method.name in found["tip"] for method in profile.methods)
+    assert found["nameless"] == 0
+    assert "offload=cpu" in found["hash"]
+
+
+def no_offload(method):
+    """As if its layer inputs stayed on the device."""
+    phases = tuple(dataclasses.replace(phase, per_token=phase.per_token + 3e5) for phase in method.first)
+    return dataclasses.replace(method, name="streambp", offload="none", first=phases, host_per_token=0.0)
+
+
 def test_the_page_stands_alone():
     """No address, no import, no request; and the policy that a browser enforces allows inline code and nothing else."""
     profile = random_profile(0)

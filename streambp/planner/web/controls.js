@@ -1,0 +1,97 @@
+// The controls, and what they say.
+
+const OCTAVES = [10, 24]; // log2 of the shortest and the longest T of the slider and of the chart
+const form = by_id("controls");
+
+function fill_controls() {
+  const start = data.setting;
+  const options = (select, pairs, chosen) =>
+    select.replaceChildren(...pairs.map(([value, text]) => {
+      const option = element("option", { value }, text);
+      option.defaultSelected = String(value) === String(chosen);
+      return option;
+    }));
+  options(form.training, data.profiles.map(({ training }, index) => [index, training]), 0);
+  by_id("training-field").hidden = data.profiles.length < 2;
+  const sizes = { 12: "12 B: Adam, float32 weights", 8: "8 B: Adam in float32", 4: "4 B: Adam in bf16", 0: "none" };
+  if (!(start.optimizer in sizes)) sizes[start.optimizer] = `${start.optimizer} B a parameter`;
+  options(form.optimizer, Object.entries(sizes).sort(([a], [b]) => b - a), start.optimizer);
+  const chunked = data.profiles[0].profile.methods.filter((method) => method.chunked);
+  const choices = (values, words) => [["auto", "best"], ...[...new Set(values)].map((value) => [value, words[value] || value])];
+  options(form.saves, choices(chunked.map((method) => method.saves.join("+")), { "": "nothing" }), "auto");
+  options(form.offload, choices(chunked.map((method) => method.offload), { cpu: "to host" }), "auto");
+  for (const stage of [0, 1, 2, 3]) {
+    const radio = element("input", { type: "radio", name: "zero", value: stage, "aria-label": `ZeRO stage ${stage}` });
+    radio.defaultChecked = stage === start.zero;
+    by_id("zero").append(element("label", {}, radio, String(stage)));
+  }
+  form.gpu.defaultValue = data.memory.gpu / GIB;
+  form.host.defaultValue = data.memory.host === null ? "" : data.memory.host / GIB;
+  form.gpus.defaultValue = start.gpus;
+  form.on_host.defaultChecked = start.optimizer_on_host;
+  form.accumulate.defaultChecked = start.accumulate;
+  form.T.defaultValue = data.seq_len.toLocaleString("en-US");
+  const slider = by_id("T-slider");
+  [slider.min, slider.max, slider.step] = [OCTAVES[0], OCTAVES[1], 1 / 16];
+  for (const [index, mark] of [...by_id("T-slider-ends").children].entries()) {
+    const part = (10 + 4 * index - OCTAVES[0]) / (OCTAVES[1] - OCTAVES[0]);
+    mark.style.left = index ? `calc(${100 * part}% + ${8 - 16 * part}px)` : "0";
+  }
+}
+
+/** Settings that the address carries after "#", as `write_hash` wrote them. */
+function read_hash(hash) {
+  for (const [name, value] of new URLSearchParams(hash.slice(1))) {
+    const control = form.elements[name];
+    if (name === "theme") document.documentElement.dataset.theme = value;
+    else if (control && control.type === "checkbox") control.checked = value === "1";
+    else if (control) control.value = value;
+  }
+}
+
+function write_hash() {
+  const pairs = ["T", "gpu", "host", "gpus", "zero", "training", "optimizer", "on_host", "accumulate", "saves", "offload"].map(
+    (name) => [name, form[name].type === "checkbox" ? Number(form[name].checked) : form[name].value.replaceAll(",", "")],
+  );
+  const theme = document.documentElement.dataset.theme;
+  if (theme) pairs.push(["theme", theme]);
+  history.replaceState(null, "", `#${new URLSearchParams(pairs)}`);
+}
+
+/** The controls as a profile, setting, memory (of one rank) and T; null while one of them is out of range. */
+function read_controls() {
+  const seq_len = parse_length(form.T.value), gpus = form.gpus.valueAsNumber, host = form.host.valueAsNumber;
+  form.T.setAttribute("aria-invalid", String(!seq_len));
+  by_id("T-hint").textContent = seq_len ? "" : `T is a whole number from 1 to ${whole(data.longest)}, such as 65536, 64k or 1M.`;
+  const wrong = form.querySelector("input:invalid");
+  by_id("problem").textContent = wrong ? `${wrong.labels[0].textContent}: ${wrong.validationMessage}` : "";
+  if (!seq_len || wrong) return null;
+  const setting = {
+    ...data.setting, gpus, zero: Number(form.zero.value), optimizer: Number(form.optimizer.value),
+    optimizer_on_host: form.on_host.checked, accumulate: form.accumulate.checked,
+  };
+  const memory = {
+    gpu: Math.floor(form.gpu.valueAsNumber * GIB),
+    host: Number.isNaN(host) ? null : Math.floor(Math.floor(host * GIB) / gpus),
+    reserve: data.memory.reserve,
+  };
+  return { profile: data.profiles[form.training.value].profile, seq_len, setting, memory };
+}
+
+/** Everything that the page shows. */
+function evaluate({ profile, seq_len, setting, memory }) {
+  const { value: saves } = form.saves, { value: offload } = form.offload;
+  const allowed = profile.methods.filter((method) => !method.chunked
+    || ((saves === "auto" || saves === method.saves.join("+")) && (offload === "auto" || offload === method.offload)));
+  if (!allowed.some((method) => method.chunked)) return null;
+  const size = chunk_sizes(profile.batch_size).at(-1);
+  const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, setting);
+  const rows = profile.methods.map((method) => ({
+    method, at: peak(profile, method, seq_len, size, setting), flops: flops(method, seq_len),
+    longest: longest(profile, method, memory, setting), chosen: plan.choice !== null && plan.choice.method === method.name,
+    offered: allowed.includes(method),
+  }));
+  const closest = rows.filter((row) => row.offered && row.method.chunked)
+    .reduce((one, other) => (other.longest.seq_len - one.longest.seq_len || one.at.total - other.at.total) > 0 ? other : one);
+  return { profile, seq_len, setting, memory, size, plan, rows, closest };
+}

@@ -1,0 +1,165 @@
+// Verdict, levers, methods, phases and modules.
+
+const KINDS = ["weights", "optimizer", "gradients", "activations"];
+let shown = null; // what the page shows now, as `evaluate` found it
+
+function show_head() {
+  const { profile } = shown;
+  const sum = (field) => profile.groups.reduce((total, group) => total + group[field], 0);
+  const trained = sum("trainable") === sum("parameters") ? "all trained" : `${count_text(sum("trainable"))} trained`;
+  const rows = profile.batch_size > 1 ? `${profile.batch_size} rows` : "1 row";
+  by_id("name").textContent = data.name;
+  document.title = `${data.name}: memory plan`;
+  by_id("about").textContent = [
+    profile.model, `${count_text(sum("parameters"))} parameters, ${trained}`, profile.dtype, `${profile.layers} layers`,
+    `${rows} a step on each GPU`,
+  ].join(" · ");
+}
+
+function show_verdict() {
+  const { plan, seq_len, memory, closest } = shown, { choice, best } = plan;
+  const card = by_id("verdict"), limit = usable(memory), at = choice ? choice.peak : closest.at;
+  card.dataset.fits = choice ? "yes" : "no";
+  by_id("verdict-title").textContent = `${whole(seq_len)} tokens ${choice ? "fit" : "do not fit"}`;
+  const short = at.total > limit ? `needs ${memory_text(at.total)} of the GPU` : `needs ${memory_text(at.host)} of host memory`;
+  by_id("verdict-detail").textContent = choice
+    ? `with ${choice.method} in chunks of ${whole(choice.chunk_size)} tokens.`
+    : `${closest.method.name}, which comes closest, ${short}.`;
+  const work = choice ? choice.flops : closest.flops;
+  const host_limit = memory.host === null ? "no limit" : `of ${memory_text(memory.host)}`;
+  const cells = [
+    ["Peak per GPU", gib("peak", at.total), `of ${memory_text(limit)} usable`],
+    ["Host per GPU", gib("host", at.host), host_limit],
+    ["Longest that fits", figure("longest", best.seq_len, whole(best.seq_len)), "tokens"],
+    ["Arithmetic", figure("flops", work, `${work_text(work)} PFLOP`), "a step"],
+  ];
+  by_id("figures").replaceChildren(...cells.map(([term, value, small]) =>
+    element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, small)))));
+  by_id("code-box").hidden = !choice;
+  const pieces = choice ? config_text(choice).split(/(?<=\()/) : [];
+  by_id("code").replaceChildren(...pieces.flatMap((piece) => [piece, element("wbr")]));
+  by_id("usable").textContent = `${memory_text(limit)} usable: ${Math.round(100 * memory.reserve)} % is left alone.`;
+}
+
+function show_levers() {
+  const { plan } = shown;
+  by_id("binds").replaceChildren(
+    plan.best.seq_len ? "What binds the longest sequence: " : "Not even one token fits. What binds: ",
+    element("strong", { "data-key": "binds", "data-value": plan.binds }, binds_text(plan.binds)),
+    plan.levers.length ? `. What would ${plan.best.seq_len ? "allow a longer one" : "help"}:` : ".");
+  by_id("levers").replaceChildren(...plan.levers.map((lever) => {
+    const apply = element("button", { type: "button", "aria-label": `Apply: ${lever.change}` }, "Apply");
+    apply.addEventListener("click", () => {
+      form.gpus.value = lever.setting.gpus;
+      form.zero.value = lever.setting.zero;
+      form.on_host.checked = lever.setting.optimizer_on_host;
+      form.gpu.value = lever.memory.gpu / GIB;
+      if (lever.memory.host !== null) form.host.value = (lever.memory.host * lever.setting.gpus) / GIB;
+      update();
+      by_id("verdict-title").scrollIntoView({ block: "nearest" });
+    });
+    const reach = figure(`lever ${lever.change}`, lever.seq_len, whole(lever.seq_len));
+    return element("li", {}, element("span", {}, lever.change[0].toUpperCase() + lever.change.slice(1)),
+      element("span", {}, "up to ", reach, " tokens"), apply);
+  }));
+}
+
+function swatch(method) {
+  const line = drawn("line", { x1: 0, x2: 26, y1: 4, y2: 4, class: "curve" });
+  line.style.strokeDasharray = dash(shown.profile, method);
+  line.style.setProperty("--c", colour(shown.profile, method));
+  const box = drawn("svg", { class: "swatch", viewBox: "0 0 26 8", "aria-hidden": "true" });
+  box.append(line);
+  return box;
+}
+
+function show_methods() {
+  const { rows, seq_len, memory } = shown, limit = usable(memory);
+  by_id("peak-head").textContent = `Peak at ${whole(seq_len)}`;
+  by_id("methods").tBodies[0].replaceChildren(...rows.map(({ method, at, flops: work, longest: reach, chosen, offered }) => {
+    const label = element("th", { scope: "row" }, swatch(method), method.name);
+    if (chosen) label.append(element("span", { class: "tag" }, "chosen"));
+    const cell = (name, over, ...content) =>
+      element("td", { "data-label": name, ...(over && { class: "over-limit" }) }, ...content);
+    const key = method.name;
+    const row = element("tr", { class: chosen ? "chosen" : offered ? "" : "other" }, label,
+      cell("peak", at.total > limit, gib(`peak ${key}`, at.total)),
+      cell("host", memory.host !== null && at.host > memory.host, gib(`host ${key}`, at.host)),
+      cell("PFLOP", false, figure(`flops ${key}`, work, work_text(work))),
+      cell("longest", false, figure(`longest ${key}`, reach.seq_len, whole(reach.seq_len))),
+      cell("stopped by", false, binds_text(reach.binds).replace(" memory,", ",")));
+    row.addEventListener("pointerenter", () => light(method.name));
+    row.addEventListener("pointerleave", () => light(null));
+    return row;
+  }));
+}
+
+function show_left_out() {
+  const { left_out } = shown.profile;
+  by_id("left-out").textContent = left_out.length ? `Not counted: ${left_out.join("; ")}` : "";
+}
+
+function light(name) {
+  svg.classList.toggle("dim", name !== null);
+  for (const line of svg.querySelectorAll("[data-method]")) line.classList.toggle("lit", line.dataset.method === name);
+}
+
+function show_phases() {
+  const { rows, plan, profile, seq_len, setting, memory, closest } = shown, select = by_id("step");
+  const options = [["", `the ${plan.choice ? "chosen" : "closest"} method`], ...rows.map(({ method }) => [method.name, method.name])];
+  const wanted = options.some(([value]) => value === select.value) ? select.value : "";
+  select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+  select.value = wanted;
+  const row = rows.find(({ method }) => method.name === wanted) || rows.find(({ chosen }) => chosen) || closest;
+  const chunk_size = row.chosen ? plan.choice.chunk_size : shown.size;
+  const at = peak(profile, row.method, seq_len, chunk_size, setting), limit = usable(memory);
+  const chunks = row.method.chunked ? ` in chunks of ${whole(Math.min(chunk_size, seq_len))}` : "";
+  by_id("phases-note").textContent = `${row.method.name}, ${whole(seq_len)} tokens${chunks}; of the layers of a kind, the first `
+    + `and the last. The line is the usable memory, ${memory_text(limit)}.`;
+  by_id("kinds").replaceChildren(...KINDS.map((kind) =>
+    element("li", { style: `--c: var(--${kind})` }, element("i"), `${kind[0].toUpperCase()}${kind.slice(1)} `,
+      element("b", {}, gib(kind, at[kind])))), element("li", {}, `in ${phase_text(at.phase)}`));
+  const scale = 100 / Math.max(1.02 * limit, at.total);
+  by_id("phases").replaceChildren(...Object.entries(at.phases).map(([name, total]) => {
+    const part = at.parts.get(name);
+    const sizes = [at.weights, at.optimizer, part.gradients, part.activations];
+    const bar = element("span", { class: "bar" });
+    sizes.forEach((size, index) => {
+      const left = scale * sizes.slice(0, index).reduce((sum, other) => sum + other, 0);
+      if (size > 0) bar.append(element("span", {
+        class: "kind", style: `--c: var(--${KINDS[index]}); left: ${left}%; width: ${scale * size}%`,
+      }));
+    });
+    bar.append(element("span", { class: "mark", style: `left: ${scale * limit}%` }));
+    const worst = name === at.phase;
+    const item = element("li", { tabindex: "0", ...(worst && { class: "worst" }) },
+      element("span", {}, phase_text(name), worst ? element("span", { class: "hidden" }, " (the peak)") : ""), bar,
+      element("span", { class: `total${total > limit ? " over-limit" : ""}` }, gib(`phase ${name}`, total)));
+    const lines = KINDS.map((kind, index) => [kind, memory_text(sizes[index])]);
+    item.setAttribute("aria-label", `${phase_text(name)}, ${memory_text(total)}: ${lines.map(([kind, size]) => `${kind} ${size}`).join(", ")}`);
+    const tip_at = (page_x, page_y) => show_tip(page_x, page_y, phase_text(name),
+      lines.map(([kind, size]) => [element("i", { style: `--c: var(--${kind})` }), kind, size]));
+    item.addEventListener("pointermove", (event) => tip_at(event.pageX, event.pageY));
+    item.addEventListener("focus", () => {
+      if (!item.matches(":focus-visible")) return;
+      const box = bar.getBoundingClientRect();
+      tip_at(box.left + scrollX + 40, box.bottom + scrollY);
+    });
+    for (const leave of ["pointerleave", "blur"]) item.addEventListener(leave, hide_tip);
+    return item;
+  }));
+}
+
+function show_modules() {
+  const rows = [];
+  const add = (node, depth) => {
+    const name = node.name ? `${node.name} ` : "", times = node.count > 1 ? `${node.count} × ` : "";
+    rows.push(element("tr", {},
+      element("th", { scope: "row", style: `--depth: ${depth}` }, name, element("small", {}, `${times}${node.kind}`)),
+      element("td", {}, figure(`parameters ${rows.length}`, node.parameters, count_text(node.parameters))),
+      element("td", {}, figure(`activation ${rows.length}`, node.activation, (node.activation / 1024).toFixed(1)))));
+    for (const child of node.children) add(child, depth + 1);
+  };
+  add(shown.profile.tree, 0);
+  by_id("modules").tBodies[0].replaceChildren(...rows);
+}
