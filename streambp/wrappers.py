@@ -21,7 +21,8 @@ from transformers.utils import ModelOutput
 
 from streambp.attention.interface import routed
 from streambp.config import StreamConfig
-from streambp.distributed.sequence_parallel import refuse_split_sequences
+from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_parallelism
+from streambp.distributed.shards import Shards, gather_shards
 from streambp.distributed.zero import is_partitioned, make_leaf, unmake_leaf
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Wanted
@@ -30,6 +31,7 @@ from streambp.head.log_probs import TokenLogProbs
 from streambp.head.one_pass import Pending
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
+from streambp.layer.sharded import stream_shard
 from streambp.offload.manager import OffloadManager
 from streambp.stacks import attends, counts_positions
 
@@ -41,6 +43,7 @@ class PatchState:
     bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
+    shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
     """
 
     config: StreamConfig
@@ -50,6 +53,8 @@ class PatchState:
     defer_norm: HeadRecord | None = None
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
+    shards: Shards | None = None
+    split_over: int = 1
 
 
 class InstanceForward:
@@ -117,7 +122,10 @@ class LayerForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.state.bypass or kwargs.get("past_key_values") is not None:
             return self.original(*args, **kwargs)
-        output = stream_layer(self.site, args, kwargs)
+        if self.state.shards is None:
+            output = stream_layer(self.site, args, kwargs)
+        else:
+            output = stream_shard(self.site, args, kwargs, self.state.shards)
         if self.final_norm is not None and self.state.defer_norm is not None:
             # Not before: some models normalise the embeddings with the same module.
             self.state.deferring = DeferredNorm(self.final_norm, self.state.defer_norm)
@@ -137,17 +145,19 @@ class BackboneForward(InstanceForward):
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = {**kwargs, **self._positional(args)}
-        before, self.state.bypass = self.state.bypass, not self._streams(kwargs)
+        before = self.state.bypass, self.state.shards
+        self.state.bypass, self.state.shards = not self._streams(kwargs), None
         try:
             if self.state.bypass:
                 return self.original(**kwargs)
             self._switch_checkpointing_off()
             self._check(kwargs)
+            self.state.shards = self._shards(kwargs)
             kwargs["use_cache"] = False
             with routed(self._configs()):
                 return self.original(**kwargs)
         finally:
-            self.state.bypass = before
+            self.state.bypass, self.state.shards = before
             if self.state.deferring is not None:
                 self.state.deferring.remove()
                 self.state.deferring = None
@@ -186,13 +196,27 @@ class BackboneForward(InstanceForward):
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if tokens is not None and tokens.shape[1] == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
-        refuse_split_sequences(self._config._attn_implementation_internal)
+        refuse_context_parallelism()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith("trl."):
             raise StreamBPError(
                 "TRL's activation_offloading=True moves what autograd saves; streamed layers keep their own, which "
                 "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
             )
+
+    def _shards(self, kwargs: dict[str, Any]) -> Shards | None:
+        """How the batch is split over ranks; a collective if it is."""
+        ulysses = find_ulysses(self._config._attn_implementation_internal)
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if ulysses is None or tokens is None or not ulysses.splits(self.module.training):
+            return None
+        config = self.state.config
+        agreed = 1 + (config.on_host_full == "recompute") if "kv" in config.saves else 0
+        batch_size, length = tokens.shape[:2]
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        shards = gather_shards(ulysses.group, batch_size, length, positions, mask, agreed)
+        self.state.split_over = shards.size
+        return shards
 
     @property
     def _config(self) -> PreTrainedConfig:
