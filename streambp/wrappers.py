@@ -270,6 +270,7 @@ class CausalLMForward(InstanceForward):
         if labels is None or not self.state.config.head or self._caches(kwargs):
             if want_log_probs:
                 raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
+            self._refuse_unshifted(kwargs)
             return self.original(**kwargs)
         if want_log_probs:
             scored = self.score(kwargs, Wanted())
@@ -307,11 +308,22 @@ class CausalLMForward(InstanceForward):
         return Scored(output, tokens.without_last(), hidden_states[:, :-1], record.norm)
 
     def _with_record(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
+        self._refuse_unshifted(kwargs)
         kwargs["use_cache"] = False
         record.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, record)
         self.state.head_built_for = record.built_for
         return self._finish(output)
+
+    def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
+        """Split over ranks, a shard's last token has its label on the next rank, where shifting here cannot find it."""
+        ulysses = find_ulysses(self.module.config.get_text_config()._attn_implementation_internal)  # type: ignore[operator, union-attr]
+        given = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
+        if ulysses is not None and given and ulysses.splits(self.module.training):
+            raise StreamBPError(
+                "labels were given without shift_labels while sequences are split over ranks; shifting a shard's labels "
+                "would lose its last one. Shift before splitting and pass the same tensor as labels and as shift_labels."
+            )
 
     def _caches(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("past_key_values") is not None or bool(kwargs.get("use_cache") and not self.module.training)

@@ -2,8 +2,8 @@
 
 python -m tests.distributed.split_worker RANK PORT gradients '[{"mode": "packed", ...}, ...]'
 
-Every case is computed in a single process, unpatched; by unpatched Ulysses where it can; and by streamed layers, whose chunks
-differ between ranks. In float64 with float32 casts lifted, unless the case says otherwise.
+Every case is computed in a single process, unpatched; by unpatched Ulysses where it can; and by streamed layers, whose
+chunks differ between ranks. In float64 with float32 casts lifted, unless the case says otherwise.
 """
 
 from __future__ import annotations
