@@ -1,13 +1,15 @@
 """One rank of a two-rank run in which sequences are split over the ranks by DeepSpeed Ulysses.
 
-python -m tests.distributed.split_worker RANK PORT gradients '[{"mode": "packed", ...}, ...]'
+python -m tests.distributed.split_worker RANK PORT '{"gradients": [{"mode": "packed", ...}, ...], "engines": [...]}'
 
 Every case is computed in a single process, unpatched; by unpatched Ulysses where it can; and by streamed layers, whose
-chunks differ between ranks. In float64 with float32 casts lifted, unless the case says otherwise.
+chunks differ between ranks: "gradients" of one step, in float64 with float32 casts lifted unless the case says otherwise;
+weights after a few steps under "engines", in float32; the error of "bf16" gradients.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -18,16 +20,22 @@ import torch
 import torch.distributed as dist
 
 import streambp
-from tests.families import build, make_batch
-from tests.oracle import lift_float32_casts, worst_error
+from tests import zoo
+from tests.distributed.worker import gathers_counted
+from tests.families import FAMILIES, build, make_batch
+from tests.oracle import lift_float32_casts, relative_l2, worst_error
 
 RANKS = 2
 LENGTH = 24
 CHUNKS = ([5, 7], [12, 3])  # of rank 0 and rank 1
+STEPS = 4
 
 
 def model_for(case):
-    model = build(case.get("family", "qwen3"), getattr(torch, case.get("dtype", "float64")), **case.get("changes", {}))
+    name = case.get("family", "qwen3")
+    model = (build if name in FAMILIES else zoo.build)(
+        name, getattr(torch, case.get("dtype", "float64")), **case.get("changes", {})
+    )
     if case.get("frozen"):
         model.get_input_embeddings().requires_grad_(False)
         model.model.layers[0].requires_grad_(False)
@@ -44,8 +52,9 @@ def model_for(case):
 
 
 def whole_batch(case):
-    batch = make_batch(case.get("mode", "plain"), length=LENGTH, seed=case.get("seed", 1))
-    positions = torch.arange(LENGTH).expand_as(batch["input_ids"])
+    length = case.get("length", LENGTH)
+    batch = make_batch(case.get("mode", "plain"), length=length, seed=case.get("seed", 1))
+    positions = torch.arange(length).expand_as(batch["input_ids"])
     return {"position_ids": positions, **batch}
 
 
@@ -53,7 +62,8 @@ def shard(batch, rank):
     """This rank's part, with labels shifted before the cut, as DeepSpeed's data loader adapter makes it."""
     labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     whole = {**batch, "labels": labels, "shift_labels": labels}
-    part = slice(rank * LENGTH // RANKS, (rank + 1) * LENGTH // RANKS)
+    length = labels.shape[1] // RANKS
+    part = slice(rank * length, (rank + 1) * length)
     return {name: tensor[:, part].contiguous() for name, tensor in whole.items()}, (labels != -100).sum()
 
 
@@ -87,6 +97,8 @@ def gradients_of(model, batch, items, reduce):
         loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if reduce:
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        found = {name: gradient.to(wide, copy=True) for name, gradient in found.items()}
         for gradient in (loss := loss.detach(), *found.values()):
             dist.all_reduce(gradient)
     return loss.detach(), found, dict(counter.counts)
@@ -98,6 +110,7 @@ def single_process(case):
     return gradients_of(model_for(case), batch, items, reduce=False)
 
 
+@functools.cache
 def register():
     """Ulysses as accelerate registers it; once a process, for models with these sizes of heads."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -121,30 +134,147 @@ def compare(case, rank, reference):
         result[f"single process, chunks {sizes}"] = max(worst_error(ours, gradients), abs(ours_loss / loss - 1).item())
         if case.get("stock"):
             result[f"unpatched Ulysses, chunks {sizes}"] = worst_error(ours, stock)
-        result["counts"] = counts
+        result["counts"], result["layers"] = counts, model.config.num_hidden_layers
         result["described"] = str(streambp.describe(model))
     return result
 
 
-def run_gradients(rank, cases):
-    patch = pytest.MonkeyPatch()
-    lift_float32_casts(patch)
-    references = [single_process(case) for case in cases]
-    register()
-    return [compare(case, rank, reference) for case, reference in zip(cases, references, strict=True)]
+def engine_batches(rank, case):
+    """This rank's shard of every micro-batch of every step."""
+    for index in range(STEPS * case.get("accumulation", 1)):
+        yield shard(whole_batch({"mode": "right-padded", **case, "seed": index}), rank)[0]
 
 
-RUNS = {"gradients": run_gradients}
+def train_alone(case):
+    """The same steps in a single process on whole sequences."""
+    model, accumulation = model_for({"dtype": "float32", **case}), case.get("accumulation", 1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for index in range(STEPS * accumulation):
+        loss = model(**whole_batch({"mode": "right-padded", **case, "seed": index}), use_cache=False).loss
+        (loss / accumulation).backward()
+        if (index + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: p.detach().double() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def mean_over_ranks(loss, batch, group):
+    """The mean over all tokens of the sequences, as accelerate and Trainer form it from the shards' means."""
+    labelled = (batch["shift_labels"] != -100).sum()
+    losses = torch.stack(torch.distributed.nn.functional.all_gather(loss, group=group))
+    counts = torch.stack(torch.distributed.nn.functional.all_gather(labelled, group=group))
+    losses = torch.where(counts > 0, losses, torch.zeros_like(losses))
+    return (losses * counts).sum() / counts.sum()
+
+
+def train_split(rank, case, mpu, patched):
+    import deepspeed
+
+    model, accumulation = model_for({"dtype": "float32", **case}), case.get("accumulation", 1)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": case["stage"], **case.get("zero", {})},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    config = streambp.StreamConfig(chunk_size=CHUNKS[0][rank], **case.get("config", {}))
+    if patched == "before":
+        streambp.patch(model, config)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+    if patched == "after":
+        streambp.patch(engine.module, config)
+    engine.train()
+    group = mpu.get_sequence_parallel_group()
+    with counted() as counter, gathers_counted(gathers := Counter()):
+        for batch in engine_batches(rank, case):
+            counter.phase = "forward"
+            loss = mean_over_ranks(engine(**batch, use_cache=False).loss, batch, group)
+            counter.phase = "backward"
+            engine.backward(loss)
+            engine.step()
+            if case.get("eval"):
+                counter.phase = "eval"
+                engine.eval()
+                with torch.no_grad():
+                    engine(**batch, use_cache=False)
+                engine.train()
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=case["stage"] == 3):
+            if parameter.requires_grad:
+                found[name] = parameter.detach().double().clone()
+    micro_steps = STEPS * accumulation
+    counts = {name: count / micro_steps for name, count in counter.counts.items() if name.startswith("all_to_all")}
+    if case["stage"] == 3:
+        counts["gathers per parameter"] = max(gathers.values(), default=0) / micro_steps
+    return found, counts
+
+
+def compare_training(case, rank, alone):
+    stock, counts = train_split(rank, case, register(), None)
+    result = {"case": case, "stock": worst_error(stock, alone), "stock counts": counts}
+    for patched in ("before", "after"):
+        found, counts = train_split(rank, case, register(), patched)
+        errors = {"unpatched Ulysses": worst_error(found, stock), "single process": worst_error(found, alone)}
+        result[patched] = {**errors, "counts": counts}
+    return result
+
+
+def lifted(function):
+    """`function` with float64's casts to float32 lifted."""
+
+    def run(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            lift_float32_casts(patch)
+            return function(*args)
+
+    return run
+
+
+@lifted
+def float64_gradients(case):
+    """Of the model that has the same weights in bfloat16."""
+    batch = whole_batch(case)
+    model = model_for({**case, "dtype": "bfloat16"}).double()
+    return gradients_of(model, batch, (batch["labels"][:, 1:] != -100).sum(), reduce=False)[1]
+
+
+def compare_bf16(case, rank, truth):
+    """Relative error of the whole gradient."""
+    batch, items = shard(whole_batch(case), rank)
+    model, result = model_for({**case, "dtype": "bfloat16"}), {"case": case}
+    for name in ("stock", "ours"):
+        if name == "ours":
+            streambp.patch(model, streambp.StreamConfig(chunk_size=case["chunks"][rank]))
+        result[name] = relative_l2(gradients_of(model, dict(batch), items, reduce=True)[1], truth)
+        model.zero_grad(set_to_none=True)
+    return result
+
+
+# What is computed in a single process, before Ulysses takes the attention functions over; and what is compared with it.
+RUNS = {
+    "gradients": (lifted(single_process), lifted(compare)),
+    "bf16": (float64_gradients, compare_bf16),
+    "engines": (train_alone, compare_training),
+}
 
 
 def main():
-    rank, port, what, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+    rank, port, runs = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-    results = RUNS[what](rank, cases)
+    alone = {what: [RUNS[what][0](case) for case in cases] for what, cases in runs.items()}
+    register()
+    results = {
+        what: [RUNS[what][1](case, rank, reference) for case, reference in zip(cases, alone[what], strict=True)]
+        for what, cases in runs.items()
+    }
     if rank == 0:
         print("RESULT", json.dumps(results), flush=True)
     dist.destroy_process_group()

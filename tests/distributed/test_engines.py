@@ -46,16 +46,21 @@ FULL = {
 
 def run(engine, cases):
     """Rank 0's results of a two-rank run of the worker."""
-    if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    return run_module("tests.distributed.worker", engine, json.dumps(cases), deepspeed=engine == "deepspeed")
+
+
+def run_module(module, *arguments, deepspeed=True):
+    """What rank 0 of two processes that run `module RANK PORT *arguments` prints after RESULT."""
+    if deepspeed and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.distributed.worker"]
+    command = [sys.executable, "-m", module]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), port, engine, json.dumps(cases)], env=environment, text=True,
+            [*command, str(rank), port, *arguments], env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(2)

@@ -1,0 +1,76 @@
+"""Two ranks, gloo, CPU: sequences split by DeepSpeed Ulysses, streamed, against unpatched Ulysses and a single process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.distributed.test_engines import CPU, NOTHING_CACHED, run_module
+
+GRADIENT_BAR = 1e-10  # float64
+TRAINING_BAR = 1e-6  # float32, weights after four steps
+
+FAST = {
+    "gradients": [
+        {"stock": True}, {"mode": "packed"}, {"family": "gemma3", "mode": "left-padded"},
+        {"changes": {"num_key_value_heads": 1}, "config": {"saves": ["attn_out", "kv", "mlp.*", "self_attn.*"]}},
+        {"lora": True, "stock": True, "config": {"saves": ["kv", "self_attn.q_proj"], "offload": "cpu"}},
+    ],
+    "engines": [{"stage": 3, "zero": NOTHING_CACHED}],
+}  # fmt: skip
+FAMILIES = [{"family": name, "mode": mode} for name in ("llama", "mistral", "phi3", "olmo2", "gemma3", "qwen2")
+            for mode in ("plain", "packed", "right-padded")]  # fmt: skip
+SAVES = [{"config": {"saves": saves, "offload": offload}}
+         for saves in ([], ["attn_out"], ["kv"], ["attn_out", "kv", "mlp.*"], ["self_attn.*"])
+         for offload in ("none", "cpu")]  # fmt: skip
+FULL = [
+    {"gradients": FAMILIES},
+    {"gradients": SAVES},
+    {"gradients": [
+        {"frozen": True, "stock": True}, {"family": "qwen3_moe", "stock": True}, {"family": "mixtral"},
+        {"family": "gemma3n_text"}, {"config": {"head": False}}, {"config": {"attention": "math"}, "mode": "packed"},
+    ]},
+    {"bf16": [{"seed": seed, "length": 256, "chunks": [29, 43], "changes": {"num_hidden_layers": 3, "hidden_size": 64}}
+              for seed in range(3)]},
+    *({"engines": [case]} for case in (
+        {"stage": 1}, {"stage": 2, "accumulation": 3, "family": "llama"}, {"stage": 2, "lora": True},
+        {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 3, "eval": True},
+        {"stage": 3, "zero": {**NOTHING_CACHED, "offload_param": CPU, "offload_optimizer": CPU}, "frozen": True},
+        {"stage": 3, "zero": NOTHING_CACHED, "changes": {"tie_word_embeddings": True}},
+    )),
+]  # fmt: skip
+
+
+def check(runs):
+    results = run_module("tests.distributed.split_worker", json.dumps(runs))
+    assert {what: [row["case"] for row in rows] for what, rows in results.items()} == runs
+    for row in results.get("gradients", []):
+        errors = {name: value for name, value in row.items() if name.startswith(("single process", "unpatched Ulysses"))}
+        print(row["case"], errors, row["counts"], "unpatched itself", row.get("stock"), row.get("stock counts"))
+        assert all(error <= GRADIENT_BAR for error in errors.values())
+        layers = row["layers"]
+        assert row["counts"]["all_to_all_single forward"] == 4 * layers
+        assert row["counts"]["all_to_all_single backward"] <= 8 * layers
+        assert "split over 2 ranks" in row["described"]
+    for row in results.get("engines", []):
+        for when in ("before", "after"):
+            print(row["case"], "patched", when, row[when], "unpatched itself", row["stock"], row["stock counts"])
+            assert row[when]["unpatched Ulysses"] <= TRAINING_BAR
+            assert row[when]["single process"] <= TRAINING_BAR
+            counts = row[when]["counts"]
+            assert (counts["all_to_all_single forward"], counts["all_to_all_single backward"]) == (8, 16)  # of two layers
+            assert counts.get("gathers per parameter", 0) <= 2 + row["case"].get("eval", False)
+    for row in results.get("bf16", []):
+        print(row)
+        assert row["ours"] <= 1.05 * row["stock"]
+
+
+def test_split_sequences():
+    check(FAST)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("runs", FULL, ids=str)
+def test_every_setting(runs):
+    check(runs)
