@@ -267,7 +267,7 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor,
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
     """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
     with left_out(plain_linears(call.layer), call.unread.to_differentiate_before.difference(call.products_before)):
-        for chunk in call.plan:
+        for chunk in call.plan.backward():
             hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
             point = BeforeAttention()

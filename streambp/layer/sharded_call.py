@@ -71,8 +71,8 @@ class ShardedCall(LayerCall):
         if self.keeps_kv:
             order += [(f"{part}.0", chunk) for chunk in whole for part in "kv"]
         order += [(name, chunk) for chunk in whole for name in ("attn_out.0", "lse.0")]
-        order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *after)]
-        order += [(name, chunk) for chunk in chunks for name in ("x", *before)]
+        for names in (after, before):
+            order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *names)]
         return order, 1 + max(len(before), len(after))
 
     def look_into_halves(self) -> None:

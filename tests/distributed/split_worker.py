@@ -146,12 +146,17 @@ def engine_batches(rank, case):
 
 
 def train_alone(case):
-    """The same steps in a single process on whole sequences."""
+    """The same steps in a single process on whole sequences.
+
+    DeepSpeed 0.19 averages gradients over all ranks in ZeRO-3, but sums those of one sequence's ranks in ZeRO-1 and -2,
+    where it trains on RANKS times the loss.
+    """
+    scale = RANKS if case["stage"] < 3 else 1
     model, accumulation = model_for({"dtype": "float32", **case}), case.get("accumulation", 1)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     for index in range(STEPS * accumulation):
         loss = model(**whole_batch({"mode": "right-padded", **case, "seed": index}), use_cache=False).loss
-        (loss / accumulation).backward()
+        (scale * loss / accumulation).backward()
         if (index + 1) % accumulation == 0:
             optimizer.step()
             optimizer.zero_grad()

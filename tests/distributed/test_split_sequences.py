@@ -32,7 +32,7 @@ FULL = [
         {"family": "gemma3n_text"}, {"config": {"head": False}}, {"config": {"attention": "math"}, "mode": "packed"},
     ]},
     {"bf16": [{"seed": seed, "length": 256, "chunks": [29, 43], "changes": {"num_hidden_layers": 3, "hidden_size": 64}}
-              for seed in range(3)]},
+              for seed in range(6)]},
     *({"engines": [case]} for case in (
         {"stage": 1}, {"stage": 2, "accumulation": 3, "family": "llama"}, {"stage": 2, "lora": True},
         {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 3, "eval": True},
@@ -61,9 +61,10 @@ def check(runs):
             counts = row[when]["counts"]
             assert (counts["all_to_all_single forward"], counts["all_to_all_single backward"]) == (8, 16)  # of two layers
             assert counts.get("gathers per parameter", 0) <= 2 + row["case"].get("eval", False)
-    for row in results.get("bf16", []):
-        print(row)
-        assert row["ours"] <= 1.05 * row["stock"]
+    if "bf16" in results:
+        ratios = [row["ours"] / row["stock"] for row in results["bf16"]]
+        print("bf16, our error / unpatched Ulysses' error:", ratios)
+        assert sum(ratios) / len(ratios) <= 1.05
 
 
 def test_split_sequences():
