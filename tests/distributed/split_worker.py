@@ -1,6 +1,6 @@
-"""One rank of a two-rank run in which sequences are split over the ranks by DeepSpeed Ulysses.
+"""One rank of a run of two (or four: two groups of two) in which sequences are split over the ranks by DeepSpeed Ulysses.
 
-python -m tests.distributed.split_worker RANK PORT '{"gradients": [{"mode": "packed", ...}, ...], "engines": [...]}'
+python -m tests.distributed.split_worker RANK PORT '{"gradients": [{"mode": "packed"}, ...], "engines": [...]}' WORLD_SIZE
 
 Every case is computed in a single process, unpatched; by unpatched Ulysses where it can; and by streamed layers, whose
 chunks differ between ranks: "gradients" of one step, in float64 with float32 casts lifted unless the case says otherwise;
@@ -126,6 +126,9 @@ def compare(case, rank, reference):
     result = {"case": case}
     if case.get("stock"):
         stock_loss, stock, result["stock counts"] = gradients_of(model_for(case), dict(batch), items, reduce=True)
+        model = model_for(case)
+        model.gradient_checkpointing_enable()
+        *_, result["checkpointing counts"] = gradients_of(model, dict(batch), items, reduce=False)
         result["stock"] = max(worst_error(stock, gradients), abs(stock_loss / loss - 1).item())
     for sizes in CHUNKS:
         config = streambp.StreamConfig(chunk_size=sizes[rank], **case.get("config", {}))
@@ -139,10 +142,10 @@ def compare(case, rank, reference):
     return result
 
 
-def engine_batches(rank, case):
-    """This rank's shard of every micro-batch of every step."""
+def engine_batches(case, replica):
+    """Every micro-batch of every step; each group of ranks that shares sequences has its own."""
     for index in range(STEPS * case.get("accumulation", 1)):
-        yield shard(whole_batch({"mode": "right-padded", **case, "seed": index}), rank)[0]
+        yield whole_batch({"mode": "right-padded", **case, "seed": index + 100 * replica})
 
 
 def train_alone(case):
@@ -154,22 +157,24 @@ def train_alone(case):
     scale = RANKS if case["stage"] < 3 else 1
     model, accumulation = model_for({"dtype": "float32", **case}), case.get("accumulation", 1)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    for index in range(STEPS * accumulation):
-        loss = model(**whole_batch({"mode": "right-padded", **case, "seed": index}), use_cache=False).loss
-        (scale * loss / accumulation).backward()
+    replicas = case.get("ranks", RANKS) // RANKS
+    for index, batches in enumerate(zip(*(engine_batches(case, replica) for replica in range(replicas)), strict=True)):
+        for batch in batches:
+            loss = model(**batch, use_cache=False).loss
+            (scale * loss / accumulation / replicas).backward()
         if (index + 1) % accumulation == 0:
             optimizer.step()
             optimizer.zero_grad()
     return {name: p.detach().double() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def mean_over_ranks(loss, batch, group):
-    """The mean over all tokens of the sequences, as accelerate and Trainer form it from the shards' means."""
-    labelled = (batch["shift_labels"] != -100).sum()
-    losses = torch.stack(torch.distributed.nn.functional.all_gather(loss, group=group))
-    counts = torch.stack(torch.distributed.nn.functional.all_gather(labelled, group=group))
-    losses = torch.where(counts > 0, losses, torch.zeros_like(losses))
-    return (losses * counts).sum() / counts.sum()
+def share_of_mean(loss, batch, group):
+    """Has the gradient of the mean over all labels of the sequences. accelerate and Trainer form it with a differentiable
+    all_gather, whose backward adds up all ranks' means (and which gloo does not have in a group without rank 0)."""
+    mine = (batch["shift_labels"] != -100).sum()
+    total = mine.clone()
+    dist.all_reduce(total, group=group)
+    return RANKS * loss * mine / total
 
 
 def train_split(rank, case, mpu, patched):
@@ -184,7 +189,7 @@ def train_split(rank, case, mpu, patched):
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    config = streambp.StreamConfig(chunk_size=CHUNKS[0][rank], **case.get("config", {}))
+    config = streambp.StreamConfig(chunk_size=CHUNKS[0][rank % RANKS], **case.get("config", {}))
     if patched == "before":
         streambp.patch(model, config)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
@@ -194,9 +199,10 @@ def train_split(rank, case, mpu, patched):
     engine.train()
     group = mpu.get_sequence_parallel_group()
     with counted() as counter, gathers_counted(gathers := Counter()):
-        for batch in engine_batches(rank, case):
+        for whole in engine_batches(case, rank // RANKS):
+            batch, _ = shard(whole, rank % RANKS)
             counter.phase = "forward"
-            loss = mean_over_ranks(engine(**batch, use_cache=False).loss, batch, group)
+            loss = share_of_mean(engine(**batch, use_cache=False).loss, batch, group)
             counter.phase = "backward"
             engine.backward(loss)
             engine.step()
@@ -268,8 +274,8 @@ RUNS = {
 
 
 def main():
-    rank, port, runs = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
+    rank, port, runs, world_size = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size, "DS_ACCELERATOR": "cpu"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     import deepspeed
 

@@ -49,8 +49,8 @@ def run(engine, cases):
     return run_module("tests.distributed.worker", engine, json.dumps(cases), deepspeed=engine == "deepspeed")
 
 
-def run_module(module, *arguments, deepspeed=True):
-    """What rank 0 of two processes that run `module RANK PORT *arguments` prints after RESULT."""
+def run_module(module, *arguments, deepspeed=True, ranks=2):
+    """What rank 0 of the processes that run `module RANK PORT *arguments` prints after RESULT."""
     if deepspeed and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     with socket.socket() as probe:
@@ -63,7 +63,7 @@ def run_module(module, *arguments, deepspeed=True):
             [*command, str(rank), port, *arguments], env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]  # fmt: skip
     try:
         outputs = [process.communicate(timeout=180)[0] for process in ranks]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tests.distributed.test_engines import CPU, NOTHING_CACHED, run_module
+from tests.examples.test_distributed_examples import torchrun
+from tests.oracle import worst_error
 
 GRADIENT_BAR = 1e-10  # float64
 TRAINING_BAR = 1e-6  # float32, weights after four steps
@@ -28,6 +31,8 @@ FULL = [
     {"gradients": FAMILIES},
     {"gradients": SAVES},
     {"gradients": [
+        {"mode": "packed", "stock": "drops"}, {"family": "mistral", "stock": "drops"},
+        {"mode": "left-padded", "stock": "drops"},
         {"frozen": True, "stock": True}, {"family": "qwen3_moe", "stock": True}, {"family": "mixtral"},
         {"family": "gemma3n_text"}, {"config": {"head": False}}, {"config": {"attention": "math"}, "mode": "packed"},
     ]},
@@ -38,16 +43,22 @@ FULL = [
         {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 3, "eval": True},
         {"stage": 3, "zero": {**NOTHING_CACHED, "offload_param": CPU, "offload_optimizer": CPU}, "frozen": True},
         {"stage": 3, "zero": NOTHING_CACHED, "changes": {"tie_word_embeddings": True}},
+        {"stage": 3, "zero": NOTHING_CACHED, "ranks": 4},  # two groups of two ranks
     )),
 ]  # fmt: skip
 
 
 def check(runs):
-    results = run_module("tests.distributed.split_worker", json.dumps(runs))
+    ranks = max(case.get("ranks", 2) for case in runs.get("engines", [{}]))
+    results = run_module("tests.distributed.split_worker", json.dumps(runs), str(ranks), ranks=ranks)
     assert {what: [row["case"] for row in rows] for what, rows in results.items()} == runs
     for row in results.get("gradients", []):
-        errors = {name: value for name, value in row.items() if name.startswith(("single process", "unpatched Ulysses"))}
+        drops = row["case"].get("stock") == "drops"  # a mask that unpatched Ulysses ignores
+        assert not drops or row["stock"] > 0.1
+        against = ("single process",) if drops else ("single process", "unpatched Ulysses")
+        errors = {name: value for name, value in row.items() if name.startswith(against)}
         print(row["case"], errors, row["counts"], "unpatched itself", row.get("stock"), row.get("stock counts"))
+        print("    unpatched with checkpointing", row.get("checkpointing counts"))
         assert all(error <= GRADIENT_BAR for error in errors.values())
         layers = row["layers"]
         assert row["counts"]["all_to_all_single forward"] == 4 * layers
@@ -75,3 +86,18 @@ def test_split_sequences():
 @pytest.mark.parametrize("runs", FULL, ids=str)
 def test_every_setting(runs):
     check(runs)
+
+
+@pytest.mark.full
+def test_trainer(tmp_path):
+    """accelerate's data loader adapter and Trainer's loss, a rank without a label, and evaluation that is not split."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    found = {}
+    for what in ("stock", "streamed"):
+        result = torchrun("-m", "tests.distributed.split_trainer", str(tmp_path), what)
+        assert result.returncode == 0, result.stderr[-4000:]
+        found[what] = torch.load(tmp_path / f"{what}.pt")
+    error = worst_error(found["streamed"]["weights"], found["stock"]["weights"])
+    print("weights after 4 steps:", error, "losses:", found["streamed"]["logged"], found["stock"]["logged"])
+    assert error <= TRAINING_BAR
+    assert found["streamed"]["logged"] == pytest.approx(found["stock"]["logged"], rel=1e-5)

@@ -35,6 +35,18 @@ def test_loss_falls(name):
     assert losses[-1] < losses[0] - 0.05
 
 
+@pytest.mark.full
+def test_sequence_parallel(tmp_path):
+    """The asking half of every sequence is on rank 1, what it asks for on rank 0."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    result = torchrun(EXAMPLES / "sequence_parallel" / "train.py", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr[-3000:]
+    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)]
+    assert len(losses) == 30
+    assert losses[-1] < 0.5 * losses[0]
+    assert "split over 2 ranks" in result.stdout
+
+
 BREAKS = """
 import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
