@@ -165,7 +165,7 @@ def resolve_whole(
     rows = len(whole.rows)
     layout = resolve(mask, rows, length, position_ids, None, device)
     if mask is None:
-        return whole
+        return Spans.causal(rows, whole.length)
     if isinstance(layout, DenseMask) or isinstance(mask, Tensor):
         raise UnsupportedMaskError(
             "The attention mask is no sliding window, padding or packing; where sequences are split over ranks streambp "
@@ -178,7 +178,8 @@ def resolve_whole(
         if packed is not None:  # the index function knows this shard's documents only
             clear = known["mask_function"] is not causal_mask_function and (layout.window is None or layout.window < length)
         else:
-            clear = _agrees(Spans.causal(rows, whole.length, layout.window), known, None, device)
+            plain = known["mask_function"] is causal_mask_function
+            clear = plain or _agrees(Spans.causal(1, whole.length, layout.window), known, None, device)
         if not clear:
             raise UnsupportedMaskError(
                 f"One shard of {length} tokens does not show whether the attention mask is a sliding window of "

@@ -62,8 +62,9 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any) -> Any:
+    reason = site.whole_because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
-        f"{type(site.layer).__name__} cannot stream: {site.whole_because}. With sequences split over ranks it would see "
+        f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it would see "
         "this rank's shard alone. Train this model without splitting sequences."
     )
 
