@@ -68,10 +68,32 @@ for seed in range(3):
 """
 
 
+BREAKS_BETWEEN_EXCHANGES = """
+import os, deepspeed, streambp
+from tests.distributed.split_worker import model_for, register, shard, whole_batch
+deepspeed.init_distributed(dist_backend="gloo")
+rank = int(os.environ["RANK"])
+register()
+model = streambp.patch(model_for({}), streambp.StreamConfig(chunk_size=5))
+mlp = model.model.layers[1].mlp
+real, calls = type(mlp).forward, []
+def forward(x):
+    calls.append(1)
+    if rank == 1 and len(calls) == 14:
+        raise ValueError("injected in the middle of a step")
+    return real(mlp, x)
+mlp.forward = forward
+for seed in range(3):
+    batch, items = shard(whole_batch({"seed": seed}), rank)
+    model(**batch, num_items_in_batch=items, use_cache=False).loss.backward()
+"""
+
+
 @pytest.mark.full
-def test_a_rank_that_raises_ends_the_job_with_its_error(tmp_path):
+@pytest.mark.parametrize("breaks", [BREAKS, BREAKS_BETWEEN_EXCHANGES], ids=["ddp", "split sequences"])
+def test_a_rank_that_raises_ends_the_job_with_its_error(breaks, tmp_path):
     script = tmp_path / "breaks.py"
-    script.write_text(BREAKS)
+    script.write_text(breaks)
     start = time.monotonic()
     result = torchrun(script, timeout=120)
     assert result.returncode != 0
