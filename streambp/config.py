@@ -10,7 +10,7 @@ from streambp.errors import ConfigError
 
 SAVES = ("attn_out", "kv")
 ATTENTION = ("auto", "cudnn", "flash", "math")
-OFFLOAD = ("none", "cpu")
+OFFLOAD = ("none", "cpu", "auto")
 ON_HOST_FULL = ("keep", "recompute", "raise")
 UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
 
@@ -23,14 +23,20 @@ class StreamConfig:
         chunk_size: positions per row of the batch that are recomputed and differentiated at a time, or "auto".
         saves: what backward keeps on the device instead of recomputing it, out of "attn_out" (the attention output
             with its logsumexp, 2 * h bytes a token and layer in bf16), "kv" (the keys and values) and globs of the names
-            of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept.
+            of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept. "auto", with
+            offloading: as much as the link to the host can carry behind the compute; the first step measures.
         attention: the kernels that attend one block. "auto" takes the fastest that fits; "flash" is FlashAttention on
             CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
         eval_logits: in eval mode, build the logits as well when labels are given (for `compute_metrics`).
         offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
-            ahead of its use.
+            ahead of its use. "auto" does too, chooses `saves` if they are not given, and `gpu_memory` likewise.
         host_memory: bytes of host memory for that, as a number or as "96GiB"; None: nine tenths of what is available.
+        gpu_memory: bytes of device memory for what lives longer than a chunk, as a number or as "8GiB": the keys and values
+            of the layer at work with their gradients, which beyond it are streamed from and to the host; and with what is
+            left, the saved tensors of the last layers, whose backward comes first. Weights, gradients and a chunk's own
+            computation come on top. None: keys and values stay, and all saved tensors leave; with offload="auto", what the
+            device had left in the first step.
         on_host_full: what happens to a tensor that does not fit: "keep" it on the device, "recompute" it in backward (a
             layer's input is kept), or "raise".
 
@@ -39,31 +45,50 @@ class StreamConfig:
     """
 
     chunk_size: int | Literal["auto"] = "auto"
-    saves: tuple[str, ...] = ()
+    saves: tuple[str, ...] | Literal["auto"] = ()
     attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
     head: bool = True
     eval_logits: bool = False
-    offload: Literal["none", "cpu"] = "none"
+    offload: Literal["none", "cpu", "auto"] = "none"
     host_memory: int | str | None = None
+    gpu_memory: int | str | None = None
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
 
     @property
     def products(self) -> tuple[str, ...]:
         """The globs among `saves`."""
-        return tuple(name for name in self.saves if name not in SAVES)
+        return tuple(name for name in self.named_saves if name not in SAVES)
+
+    @property
+    def named_saves(self) -> tuple[str, ...]:
+        """`saves`, or none where they are left to be chosen."""
+        return () if self.saves == "auto" else tuple(self.saves)
+
+    @property
+    def chooses_saves(self) -> bool:
+        """They are chosen by what the first step measures."""
+        return self.saves == "auto" or (self.offload == "auto" and not self.saves)
 
     def __post_init__(self) -> None:
         size = self.chunk_size
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(f'chunk_size is {size!r}; it must be a positive number of tokens, or "auto".')
-        if isinstance(self.saves, str) or not all(isinstance(name, str) for name in self.saves):
-            raise ConfigError(f"saves is {self.saves!r}; it must be a tuple of names, such as saves=('attn_out',).")
-        object.__setattr__(self, "saves", tuple(self.saves))
+        if isinstance(self.saves, list | tuple) and tuple(self.saves) == ("auto",):  # as command lines and JSON give it
+            object.__setattr__(self, "saves", "auto")
+        if self.saves != "auto":
+            if isinstance(self.saves, str) or not all(isinstance(name, str) for name in self.saves):
+                raise ConfigError(f"saves is {self.saves!r}; it must be a tuple of names, such as saves=('attn_out',).")
+            object.__setattr__(self, "saves", tuple(self.saves))
+        elif self.offload == "none":
+            raise ConfigError(
+                "saves='auto' chooses by what the link to the host can carry; set offload='cpu' or 'auto' too."
+            )
         for field, choices in (("attention", ATTENTION), ("offload", OFFLOAD), ("on_host_full", ON_HOST_FULL)):
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")
-        if self.host_memory is not None:
-            object.__setattr__(self, "host_memory", parse_bytes("host_memory", self.host_memory))
+        for field in ("host_memory", "gpu_memory"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
         for field in ("head", "eval_logits"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")

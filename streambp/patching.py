@@ -11,13 +11,16 @@ from transformers import PreTrainedModel
 from streambp.chunks import AUTO_RULE
 from streambp.config import SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
+from streambp.instance_forward import InstanceForward, forwards
 from streambp.layer.products import matching
+from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
 from streambp.stacks import Found, find_stacks
-from streambp.wrappers import BackboneForward, CausalLMForward, InstanceForward, LayerForward, PatchState
+from streambp.wrappers import BackboneForward, CausalLMForward, LayerForward, PatchState
 
 Model = TypeVar("Model", bound=nn.Module)
 
+OWN_ATTENTION = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")
 
 
@@ -33,6 +36,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 
     Raises:
         UnsupportedModelError: it has no decoder layers that can be streamed exactly. The model is left as it was.
+        StreamBPError: it is part of a model that is patched already.
 
     Layers that turn out to mix tokens elsewhere than in their attention (convolutions, recurrences) run under gradient
     checkpointing; their first call finds out, and `describe` names them.
@@ -46,12 +50,15 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
             unpatch(model)
             break
     _check_products(found, config)
+    _check_unwrapped(model)
     layers = [layer for stack in found.stacks for layer in stack.layers]
     state = PatchState(config)
-    if config.offload == "cpu":
-        host_memory = None if config.host_memory is None else int(config.host_memory)
-        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers))
-    wrappers: list[InstanceForward] = []
+    if config.offload != "none":
+        host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
+        sets_budget = config.offload == "auto" and gpu_memory is None
+        auto = Auto(config.chooses_saves, sets_budget) if config.chooses_saves or sets_budget else None
+        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory, auto)
+    wrappers = state.wrappers
     for stack in found.stacks:
         wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
         norm = _final_norm(stack.backbone)
@@ -64,8 +71,23 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
             wrappers.append(CausalLMForward(module, state))  # type: ignore[arg-type]
     for wrapper in wrappers:
         wrapper.install()
-    model._streambp = Patch(state, wrappers, found.left_alone)  # type: ignore[assignment]
+    model._streambp = Patch(state, found.left_alone)  # type: ignore[assignment]
     return model
+
+
+def streamed_head(model: nn.Module) -> CausalLMForward | None:
+    """What computes a patched model's loss, whichever module around or inside the model was given to `patch`."""
+    return next((f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Two patches on the same layers would leave it open whose settings count."""
+    ours = (f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward))
+    if any(not wrapper.retired for wrapper in ours):
+        raise StreamBPError(
+            f"This {type(model).__name__} is part of a model that is patched already. Patch that model again to change its "
+            "settings, or call streambp.unpatch on it first."
+        )
 
 
 def _check_products(found: Found, config: StreamConfig) -> None:
@@ -86,7 +108,6 @@ class Patch:
     """What `unpatch` takes off; kept on the module that was given to `patch`."""
 
     state: PatchState
-    wrappers: list[InstanceForward]
     left_alone: tuple[str, ...]
 
 
@@ -95,7 +116,7 @@ def unpatch(model: Model) -> Model:
     for module in model.modules():
         found = module.__dict__.pop("_streambp", None)
         if found is not None:
-            for wrapper in reversed(found.wrappers):
+            for wrapper in reversed(found.state.wrappers):
                 wrapper.remove()
     return model
 
@@ -169,35 +190,62 @@ def describe(model: nn.Module) -> Description:
         LayerDescription(
             names[id(w.module)],
             type(w.module).__name__,
-            "streams" if w.site.whole_because is None else "checkpoints",
-            w.site.whole_because or "",
+            "checkpoints" if w.site.because else "streams",
+            w.site.because or (OWN_ATTENTION if w.site.cache else ""),
         )
-        for w in found.wrappers
+        for w in found.state.wrappers
         if isinstance(w, LayerForward)
     )
-    chunk = AUTO_RULE if config.chunk_size == "auto" else str(config.chunk_size)
+    chunk = str(found.state.chunk_rule or AUTO_RULE) if config.chunk_size == "auto" else str(config.chunk_size)
     return Description(
-        layers, chunk, config.saves, _describe_offload(found), config.attention, _describe_head(found), _notes(model, found)
+        layers,
+        chunk,
+        _saves(found),
+        _describe_offload(found),
+        config.attention,
+        _describe_head(found),
+        _notes(model, found),
     )
+
+
+def _saves(found: Patch) -> tuple[str, ...]:
+    """As configured, or as chosen for the last forward."""
+    manager, config = found.state.offloader, found.state.config
+    if config.chooses_saves and manager is not None and manager.auto is not None and manager.auto.latest is not None:
+        return manager.auto.latest.saves
+    return config.named_saves
 
 
 def _describe_offload(found: Patch) -> str:
-    manager = found.state.offloader
+    manager, config = found.state.offloader, found.state.config
     if manager is None:
         return "nothing leaves the device"
-    limit = found.state.config.host_memory
+    limit = config.host_memory
     budget = "nine tenths of the host memory available" if limit is None else f"{int(limit) / 2**30:.1f} GiB of host memory"
-    moved = ", ".join(("layer inputs", *found.state.config.saves))
+    moved = ", ".join(("layer inputs", *_saves(found)))
     stats = manager.stats()
-    left = f"; {stats['left']:.0f} tensors did not fit ({found.state.config.on_host_full})" if stats["left"] else ""
-    return f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){left}"
+    parts = [f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated)"]
+    if manager.gpu_memory is not None:
+        parts.append(
+            f"{manager.gpu_memory / 2**30:.2f} GiB on the device for keys, values and their gradients, which stream beyond "
+            f"that, and for the last layers"
+        )
+    if stats["left"]:
+        parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
+    if manager.auto is not None:
+        chosen = manager.auto.latest
+        if chosen is None:
+            parts.append("auto: the first step measures, with layer inputs alone on the host")
+        elif config.chooses_saves:
+            parts.append(str(chosen))
+    return "; ".join(parts)
 
 
 def _describe_head(found: Patch) -> str:
-    heads = [wrapper for wrapper in found.wrappers if isinstance(wrapper, CausalLMForward)]
+    heads = [wrapper for wrapper in found.state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
         return "none (no language-model head)"
-    if not any(head.module.__dict__.get(head.slot) is wrapper for head in heads for wrapper in found.wrappers):
+    if not any(head.reached for head in heads):
         return "as another library computes it: it replaced the model's forward after streambp.patch"
     if not found.state.config.head:
         return "builds the logits (head=False)"
@@ -209,7 +257,7 @@ def _describe_head(found: Patch) -> str:
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     hooked = sum(
         bool(m._forward_hooks or m._forward_pre_hooks)
-        for wrapper in found.wrappers
+        for wrapper in found.state.wrappers
         if isinstance(wrapper, LayerForward)
         for m in wrapper.module.modules()
         if m is not wrapper.module

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streambp.errors import UnsupportedModelError
+from streambp.layer.arguments import CACHES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,10 @@ def find_stacks(model: nn.Module) -> Found:
     Raises:
         UnsupportedModelError: there is none that can be streamed exactly.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
+        )
     stacks: list[Stack] = []
     reasons: list[str] = []
     for module in model.modules():
@@ -61,6 +66,13 @@ def attends(layer: nn.Module) -> bool:
     return bool(_attentions(layer))
 
 
+def cache_argument(layer: nn.Module) -> str | None:
+    """The argument that takes the cache of a layer that attends by itself, over what its cache returns; None for others."""
+    if attends(layer) or not any("update" in _names(m) and set(CACHES) & set(_locals(m)) for m in layer.modules()):
+        return None
+    return next((name for name in _locals(layer) if name in CACHES), None)
+
+
 def counts_positions(layer: nn.Module) -> bool:
     """Whether a module of the layer asks its cache how many tokens came before (llama4's layers without rotary
     positions do; they would count from 0 in every chunk)."""
@@ -80,13 +92,19 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList) -> str | None:
         indexer = next((m for m in layer.modules() if "Indexer" in type(m).__name__), None)
         if indexer is not None:
             return f"its attention is sparse, {type(indexer).__name__} picks keys by their content"
-    if not any(attends(layer) for layer in layers):
-        return "its layers do not attend through transformers' attention interface"
+    if not any(attends(layer) or cache_argument(layer) for layer in layers):
+        return "its layers attend neither through transformers' attention interface nor over what a cache returns"
     return None
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if "ALL_ATTENTION_FUNCTIONS" in _names(module)]
+
+
+def _locals(module: nn.Module) -> tuple[str, ...]:
+    """The arguments and variables of a module's forward."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    return forward.__code__.co_varnames if hasattr(forward, "__code__") else ()
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
@@ -63,7 +64,7 @@ def verify(
     _check(model, seq_len, narrow, wide)
     batch = _make_batch(model, seq_len, seed)
     scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
-    with _set_aside(model):
+    with _set_aside(model), _float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
         streamed, notes = _run_streamed(model, config, batch, scale)
         unpatched = _run(model, batch, scale)
         _check_finite(unpatched, narrow)
@@ -277,6 +278,21 @@ class InFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def _float64_experts(model: nn.Module) -> Iterator[None]:
+    """Within, experts are multiplied one after the other: torch's grouped products know no float64."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+    before = [(config, config._experts_implementation_internal) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._experts_implementation_internal = "eager"
+        yield
+    finally:
+        for config, name in before:
+            config._experts_implementation_internal = name
+
+
 def _run_truth(
     model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[Run, Run]
 ) -> tuple[float, dict[str, Distances]]:
@@ -285,6 +301,7 @@ def _run_truth(
     A gradient of the truth is let go as soon as it has been compared, so the host never holds a whole set of wide ones.
     """
     truth = _on_host(model, wide)
+    experts = _float64_experts(truth) if wide == torch.float64 else contextlib.nullcontext()
     found: dict[str, Distances] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
@@ -296,7 +313,8 @@ def _run_truth(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(functools.partial(compare, name))
     on_host = {name: tensor.cpu() for name, tensor in batch.items()}
-    loss, _ = _backward(truth, on_host, scale, lift=wide == torch.float64)
+    with experts:
+        loss, _ = _backward(truth, on_host, scale, lift=wide == torch.float64)
     return loss, found
 
 

@@ -1,16 +1,9 @@
-"""What `patch` puts in place of three kinds of forward: the layer's, the backbone's and the causal language model's.
-
-[Note: instance forward] A wrapper is a plain object stored as `module.forward`. It refers to its module, and copying or
-pickling the module carries it along, pointing at the copy; a closure would go on running the original, and a bound method
-of a function that the class does not have cannot be pickled. `module.__call__` and all hooks stay as they are. The class
-and its name stay, so that everything that looks for layers by class finds them.
-"""
+"""What `patch` puts in place of three kinds of forward: the layer's, the backbone's and the causal language model's."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,11 +22,13 @@ from streambp.head.blocks import Wanted
 from streambp.head.deferred import Deferred, HeadRecord, Recipe
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.one_pass import Pending
+from streambp.instance_forward import InstanceForward
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
 from streambp.layer.sharded import stream_shard
+from streambp.layer.sharded_call import keeps_kv
 from streambp.offload.manager import OffloadManager
-from streambp.stacks import attends, counts_positions
+from streambp.stacks import attends, cache_argument, counts_positions
 
 
 @dataclasses.dataclass
@@ -43,6 +38,8 @@ class PatchState:
     bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
+    chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
+    wrappers: all that `unpatch` takes off, in the order in which they were put on.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
     """
 
@@ -53,45 +50,10 @@ class PatchState:
     defer_norm: HeadRecord | None = None
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
+    chunk_rule: object | None = None
+    wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
     shards: Shards | None = None
     split_over: int = 1
-
-
-class InstanceForward:
-    """Base of the wrappers: stands in for `module.forward` and can be taken off again. [Note: instance forward]"""
-
-    def __init__(self, module: nn.Module, state: PatchState) -> None:
-        self.module = module
-        self.state = state
-        # accelerate's hooks (device_map) stand in `forward` themselves and call `_old_forward`; stay inside of them.
-        self.slot = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
-        self.previous: Callable[..., Any] | None = module.__dict__.get(self.slot)
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The original's: Trainer, peft and generate look at the parameters of a model's forward."""
-        return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
-
-    def install(self) -> None:
-        setattr(self.module, self.slot, self)
-
-    @property
-    def installed(self) -> bool:
-        """False as well if another library set the module's forward afterwards, as Liger does."""
-        return self.module.__dict__.get(self.slot) is self
-
-    def remove(self) -> None:
-        if not self.installed:
-            return
-        if self.previous is None:
-            del self.module.__dict__[self.slot]
-        else:
-            setattr(self.module, self.slot, self.previous)
 
 
 class LayerForward(InstanceForward):
@@ -102,10 +64,12 @@ class LayerForward(InstanceForward):
     """
 
     def __init__(self, module: nn.Module, state: PatchState, index: int = 0, final_norm: nn.Module | None = None) -> None:
-        super().__init__(module, state)
+        super().__init__(module)
+        self.state = state
         self.site = LayerSite(
-            module, state.config, attends(module), counts_positions(module), offloader=state.offloader, index=index
-        )
+            module, state.config, attends(module), counts_positions(module), cache_argument(module),
+            offloader=state.offloader, index=index,
+        )  # fmt: skip
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None
 
@@ -120,7 +84,7 @@ class LayerForward(InstanceForward):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.bypass or kwargs.get("past_key_values") is not None:
+        if self.retired or self.state.bypass or kwargs.get("past_key_values") is not None:
             return self.original(*args, **kwargs)
         if self.state.shards is None:
             output = stream_layer(self.site, args, kwargs)
@@ -138,12 +102,15 @@ class BackboneForward(InstanceForward):
     """The model around the layers: decides whether this call streams, and keeps caches and masks out of the way."""
 
     def __init__(self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]) -> None:
-        super().__init__(module, state)
+        super().__init__(module)
+        self.state = state
         self.layers = layers
         self.checkpointed: list[nn.Module] = []
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.retired:
+            return self.original(*args, **kwargs)
         kwargs = {**kwargs, **self._positional(args)}
         before = self.state.bypass, self.state.shards
         self.state.bypass, self.state.shards = not self._streams(kwargs), None
@@ -210,8 +177,7 @@ class BackboneForward(InstanceForward):
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if ulysses is None or tokens is None or not ulysses.splits(self.module.training):
             return None
-        config = self.state.config
-        agreed = 1 + (config.on_host_full == "recompute") if "kv" in config.saves else 0
+        agreed = int(keeps_kv(self.state.config))
         batch_size, length = tokens.shape[:2]
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         shards = gather_shards(ulysses.group, batch_size, length, positions, mask, agreed)
@@ -224,6 +190,8 @@ class BackboneForward(InstanceForward):
         return config
 
     def _configs(self) -> list[PreTrainedConfig]:
+        if any(cache_argument(layer) for layer in self.layers):
+            return []  # they attend by themselves, with the masks that their own setting builds
         found = [self._config, *(m.config for layer in self.layers for m in layer.modules() if hasattr(m, "config"))]
         return list({id(config): config for config in found}.values())
 
@@ -232,7 +200,7 @@ class DeferredNorm(InstanceForward):
     """The final norm for one forward: returns a `Deferred` that remembers the norm and its input."""
 
     def __init__(self, module: nn.Module, record: HeadRecord) -> None:
-        super().__init__(module, PatchState(StreamConfig()))
+        super().__init__(module)
         self.record = record
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
@@ -257,10 +225,13 @@ class CausalLMForward(InstanceForward):
     """A causal language model whose loss is computed without logits when labels are given (DESIGN.md section 8)."""
 
     def __init__(self, module: PreTrainedModel, state: PatchState) -> None:
-        super().__init__(module, state)
+        super().__init__(module)
+        self.state = state
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.retired:
+            return self.original(*args, **kwargs)
         want_log_probs = kwargs.pop("output_log_probs", False)
         if args:
             kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
@@ -291,6 +262,7 @@ class CausalLMForward(InstanceForward):
             StreamBPError: the model's loss takes its logits elsewhere than to cross_entropy.
         """
         record = HeadRecord(self.state.pending, wanted, temperature, in_float32)
+        kwargs["return_dict"] = True  # per-token values are fields
         output = self._with_record(kwargs, record)
         if record.values is None:
             raise StreamBPError(
@@ -361,7 +333,7 @@ class DeferredHead(InstanceForward):
     """The output projection for one forward; makes its input `Deferred` where the final norm could not."""
 
     def __init__(self, module: nn.Module, record: HeadRecord) -> None:
-        super().__init__(module, PatchState(StreamConfig()))
+        super().__init__(module)
         self.record = record
 
     def __call__(self, hidden_states: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def test_config_is_frozen():
         lambda: BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)),
         lambda: T5Model(T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)),
         lambda: zoo.build("deepseek_v32"),
-        lambda: zoo.build("bloom"),
+        lambda: zoo.build("mamba"),
         lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)),
     ],
     ids=["bert", "t5", "sparse", "own attention", "no transformer"],
@@ -56,6 +56,11 @@ def test_unsupported_models(make):
     with pytest.raises(streambp.StreamBPError, match="cannot be streamed"):
         streambp.patch(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_not_a_model():
+    with pytest.raises(streambp.StreamBPError, match="This is a str; pass a model"):
+        streambp.patch("Qwen/Qwen3-8B")
 
 
 def test_bidirectional_config():
@@ -81,6 +86,20 @@ def test_mask_of_the_wrong_size():
         streamed()(**make_batch("plain"), attention_mask=mask, use_cache=False)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_mask_that_wants_a_gradient(family):
+    """Of layers that stream and of layers that run whole."""
+    model = streambp.patch(zoo.build(family, torch.float32), streambp.StreamConfig(chunk_size=5))
+    for layer in (w for m in model.modules() if (w := m.__dict__.get("forward")) is not None and hasattr(w, "site")):
+        layer.site.whole_because = "a test wants it" if family == "lfm2" else None
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.full((1, 1, LENGTH, LENGTH), lowest).triu(1).requires_grad_()
+    with pytest.raises(streambp.StreamBPError, match="requires a gradient"):
+        model(**make_batch("plain"), attention_mask=mask, use_cache=False)
+    with torch.no_grad():
+        assert model(**make_batch("plain"), attention_mask=mask, use_cache=False).loss.isfinite()
+
+
 def test_two_dimensional_mask_of_the_wrong_size():
     with pytest.raises(streambp.StreamBPError, match=r"covers 28 keys.*23 tokens"):
         streamed()(**make_batch("plain"), attention_mask=torch.ones(2, LENGTH + 5), use_cache=False)
@@ -96,6 +115,14 @@ def test_labels_outside_the_vocabulary():
     batch["labels"][0, 4] = 999
     with pytest.raises(streambp.StreamBPError, match="999"):
         streamed()(**batch, use_cache=False)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"output_log_probs": True}])
+def test_labels_of_another_length(kwargs):
+    """One label fewer a row would pair every label of the later rows with another position."""
+    batch = make_batch("plain")
+    with pytest.raises(streambp.StreamBPError, match="44 labels for 46 positions"):
+        streamed()(input_ids=batch["input_ids"], labels=batch["labels"][:, :-1], use_cache=False, **kwargs)
 
 
 def test_inner_fsdp_unit():

@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import streambp
 from tests.families import WINDOW, build, make_batch
@@ -142,6 +143,18 @@ def test_two_forwards_before_one_backward(first):
     assert worst_error(found, {n: parts[0][n] + parts[1][n] for n in found}) <= 1e-10
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_a_checkpoint(use_reentrant):
+    """It runs forward again while the first one's backward is pending, and must find the same tensors saved."""
+    stock, ours = model_pair()
+    batch = make_batch("plain")
+    _, expected = gradients(stock, scale=0.5, **batch)
+    factor = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    loss = checkpoint(lambda f: ours(**batch, use_cache=False).loss * f, factor, use_reentrant=use_reentrant)
+    loss.backward()
+    assert worst_error({name: p.grad for name, p in ours.named_parameters()}, expected) <= 1e-10
+
+
 def test_second_backward_raises():
     _, ours = model_pair()
     loss = ours(**make_batch("plain"), use_cache=False).loss
@@ -259,6 +272,17 @@ def test_patching_again_changes_the_settings():
     assert not any("forward" in m.__dict__ for m in ours.modules())
 
 
+def test_a_part_of_a_patched_model_is_not_patched_again():
+    _, ours = model_pair()
+    with pytest.raises(streambp.StreamBPError, match="part of a model that is patched already"):
+        streambp.patch(ours.model)
+    streambp.unpatch(ours)
+    streambp.patch(ours.model)
+    assert streambp.describe(ours).chunk_size != "5"
+    streambp.patch(ours, CONFIG)
+    assert streambp.describe(ours).chunk_size == "5"
+
+
 def test_state_dict_and_save_pretrained(tmp_path):
     stock, ours = model_pair()
     assert stock.state_dict().keys() == ours.state_dict().keys()
@@ -291,7 +315,7 @@ def test_output_hidden_states():
 def test_log_probs_of_the_labels():
     stock, ours = model_pair("gemma3")
     batch = make_batch("left-padded")
-    output = ours(**batch, use_cache=False, output_log_probs=True)
+    output = ours(**batch, use_cache=False, output_log_probs=True, return_dict=False)  # values need names
     logits = stock(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     target = batch["labels"][:, 1:]
     expected = logits[:, :-1].log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)

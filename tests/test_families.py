@@ -10,22 +10,24 @@ import transformers
 from packaging import version
 
 import streambp
+from streambp.chunks import ChunkPlan
+from streambp.layer import cached
 from tests import zoo
 from tests.families import MODES, make_batch
 from tests.oracle import gradients, worst_error
 
 CHUNK_SIZES = (5, 16)
 # One of each mechanism: dense, biases and windows, experts, latent attention, sinks, softcap, several attention calls,
-# shared keys and values, 4-D hidden states, position counting, hybrids with convolutions, SSMs and linear attention.
+# shared keys and values, 4-D hidden states, position counting, hybrids with convolutions, SSMs and linear attention,
+# attention over what a cache returns.
 SAMPLE = (
     "bamba", "cohere2", "deepseek_v3", "diffllama", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss", "granite",
     "granite_swa", "jamba", "lfm2", "llama4_text", "longcat_flash", "nanochat", "nemotron_h", "mixtral", "qwen3_moe",
-    "qwen3_next",
+    "qwen3_next", "bloom", "gptj",
 )  # fmt: skip
 REFUSED = (
-    "axk2", "bloom", "codegen", "cpmant", "ctrl", "deepseek_v32", "deepseek_v4", "dots3_note_text", "falcon",
-    "falcon_mamba", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "mamba", "mamba2", "mpt",
-    "openai-gpt", "recurrent_gemma", "rwkv", "xglm", "xlstm",
+    "axk2", "cpmant", "ctrl", "deepseek_v32", "deepseek_v4", "dots3_note_text", "falcon_mamba", "glm_moe_dsa",
+    "gpt_neox_japanese", "hrm_text", "hy_v4", "mamba", "mamba2", "openai-gpt", "recurrent_gemma", "rwkv", "xlstm",
 )  # fmt: skip
 REFUSED_WHEN_RUN = ("doge", "inkling_text")
 # qwen4_exp_text and zamba cannot be shrunk by their fields; inkling2_text computes in float32 whatever its dtype.
@@ -107,6 +109,21 @@ def test_describe_names_layers_that_run_whole(name, kinds):
     assert all(bool(layer.reason) == (layer.path == "checkpoints") for layer in description.layers)
 
 
+@pytest.mark.parametrize("name", ["falcon_h1", "zamba2", "zaya", "jamba", "qwen3"])
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_few_tokens(name, length):
+    """Fewer than the first call usually tries: layers that attend and mix tokens elsewhere as well are found out."""
+    stock = zoo.build(name)
+    batch = make_batch("plain", length=length)
+    expected_loss, expected = gradients(stock, **batch)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=2))
+    loss, found = gradients(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12
+    assert worst_error(found, expected) <= 1e-10
+    batch = make_batch("plain")
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
+
+
 def test_convolution_inside_a_layer_is_found():
     """A layer that looks like any other but mixes neighbours runs whole, and exactly so."""
     stock = zoo.build("llama")
@@ -146,6 +163,37 @@ def test_experts_that_no_token_hits_have_no_gradient():
     assert len(hit) == 8
     assert 0 < hit.sum() <= 2
     assert torch.equal(found[name].flatten(1).norm(dim=1) > 0, hit)
+
+
+CACHED = {"alibi in the mask": {"alibi": True}, "alibi beside the mask": {"alibi": True, "attn": "eager"}, "rotary": {}}
+
+
+@pytest.mark.parametrize("setting", CACHED)
+def test_attention_over_what_a_cache_returns(setting):
+    changes = {"new_decoder_architecture": False, **CACHED[setting]}
+    attention = changes.pop("attn", "sdpa")
+    stock = zoo.build("falcon", **changes)
+    stock.config._attn_implementation = attention
+    for saves, offload in (((), "none"), (("attn_out", "kv"), "cpu")):
+        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, saves=saves, offload=offload))
+        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+        assert "[T, T] mask" in str(streambp.describe(ours))
+        for mode in MODES:
+            (expected_loss, expected), (loss, found) = (gradients(model, **make_batch(mode)) for model in (stock, ours))
+            assert abs(loss - expected_loss) <= 1e-12
+            assert worst_error(found, expected) <= 1e-10
+
+
+def test_cached_attention_needs_a_mask_that_is_causal_at_chunk_ends():
+    mask = torch.ones(1, 1, 7, 7).tril().log()
+    cached.check_chunk_ends(mask, ChunkPlan(7, 3))
+    cached.check_chunk_ends(mask == 0, ChunkPlan(7, 3))
+    cached.check_chunk_ends(mask != 0, ChunkPlan(7, 3))  # MPT's say what is not read
+    mask[..., 1, 2] = 0  # inside of a chunk it may
+    cached.check_chunk_ends(mask, ChunkPlan(7, 3))
+    mask[..., 1, 3] = 0
+    with pytest.raises(streambp.StreamBPError, match="after its chunk"):
+        cached.check_chunk_ends(mask, ChunkPlan(7, 3))
 
 
 @pytest.mark.full

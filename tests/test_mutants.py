@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 
 import pytest
 import torch
 
-from streambp.attention import kernels, masks, prefix
+from streambp.attention import kernels, keys, masks, prefix
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.distributed import shards
@@ -17,17 +16,17 @@ from streambp.head import blocks, deferred, log_probs, one_pass
 from streambp.layer import arguments, call, function, products, recompute, shadows, sharded, sharded_call
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
+from streambp.offload import stores
+from streambp.planner import auto, count, profile, skeleton
 from tests import test_contract, test_families, test_oracle, test_training
 from tests.distributed import one_rank, test_shards
 from tests.families import build, make_batch
 from tests.head import test_log_probs
 from tests.layer import test_sharded
+from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
-
-pytest.importorskip("trl", reason="TRL is not installed")
-
-from streambp.integrations.trl import values
-from tests.integrations import test_ppo
+from tests.planner import test_against_steps, test_estimates, test_plans
+from tests.planner.test_plans import planning
 
 
 def oracle(family="qwen3", mode="plain", saves=()):
@@ -41,6 +40,11 @@ def dense_mask():
     batch["attention_mask"][:, 12] = 0
     batch["labels"][:, 12:14] = -100
     test_contract.check_agree(stock, ours, **batch)
+
+
+def predicted():
+    difference, _ = test_against_steps.compare("llama", False, "offload", 256)
+    assert abs(difference) <= 0.01
 
 
 def dropout():
@@ -107,11 +111,6 @@ def objective():
     assert masked.masked_mean(x, kept) == 1.5
 
 
-def ppo_gradients():
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        test_ppo.test_gradients_and_one_backward(False, folder, patch)
-
-
 @contextlib.contextmanager
 def default_float64():
     torch.set_default_dtype(torch.float64)
@@ -127,6 +126,28 @@ def only_hidden_states(self, output, chunk, real=layer_gradients.OutputGradients
 
 def hidden_states_alone(self, chunk, gradients, real=layer_gradients.InputGradients.add):
     real(self, chunk, [gradients[0], *[None] * (len(gradients) - 1)])
+
+
+def streamed_prefix():
+    expected = runs.step(runs.model_with((), build("qwen3", torch.float64)), "packed")  # documents start inside tiles
+    runs.assert_same(runs.step(runs.offloaded((), build("qwen3", torch.float64), gpu_memory=1), "packed"), expected)
+
+
+def leave_without_sums(self, indices):
+    for index in [index for index in indices if index >= self.resident]:
+        self._here.pop(index, None)
+
+
+def from_the_start(self, block):
+    for index in self._tiles(block):
+        chunk = self.plan[index]
+        k0, k1 = max(block.k0, chunk.start), min(block.k1, chunk.stop)
+        yield index, slice(0, k1 - k0), slice(k0 - block.k0, k1 - block.k0)
+
+
+def put_once(self, name, chunk, tensor, real=stores.HostTensors.put):
+    if not self.has(name, chunk):
+        real(self, name, chunk, tensor)
 
 
 def plain_causal(mask, batch_size, length, *_):
@@ -169,6 +190,9 @@ MUTANTS = {
     "differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), oracle),
     "skip a parameter accumulation": (shadows.GradientSum, "add", skips_second(shadows.GradientSum.add), oracle),
     "drop dK and dV of earlier chunks": (prefix.CallSite, "grow_accumulators", only_this_chunk, oracle),
+    "a cache that returns no gradient for earlier chunks": (
+        prefix.CallSite, "grow_accumulators", only_this_chunk, lambda: family("bloom"),
+    ),
     "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
     "lose autocast": (recompute.Autocast, "restored", nothing, autocast),
     "top-left instead of bottom-right": (Spans, "_run_blocks", top_left, oracle),
@@ -237,12 +261,39 @@ MUTANTS = {
         several_blocks,
     ),
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
-    "values that do not reach the backbone": (
-        values, "blockwise_values",
-        lambda hidden, norm, head, real=values.blockwise_values: real(hidden.detach(), norm, head), ppo_gradients,
-    ),
     "stream whatever comes": (
         function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
+    ),
+    # The planner's, in one block.
+    "workspaces left out": (count, "_workspace", lambda *_: 0, test_estimates.check_workspaces),
+    "every layer like the first": (
+        skeleton.Reduced, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0, predicted,
+    ),
+    "views taken for new tensors": (
+        count.Shapes, "_remember", lambda self, key, func, args, result: self._known.update({
+            key: (False, [(result.shape, result.stride(), result.dtype)])
+        }) if isinstance(result, torch.Tensor) and key[0] is torch.ops.aten._unsafe_view.default else None, predicted,
+    ),
+    "gradients that were there are left out": (
+        profile, "static",
+        lambda p, s, real=profile.static: dataclasses.replace(real(p, s), gradients=0.0), test_estimates.check_peak_by_hand,
+    ),
+    "experts divided like the rest": (
+        profile, "static",
+        lambda p, s, real=profile.static: real(p, dataclasses.replace(s, expert_parallel=1)),
+        test_estimates.check_static_by_hand,
+    ),
+    "host memory without limit": (
+        planning, "fits", lambda at, memory: at.total <= memory.usable, test_plans.check_longest,
+    ),
+    "chunks whatever is free": (auto.FittingChunk, "tokens", lambda *_: 8192, test_plans.check_chunks_fit),
+    "accumulators that stay behind": (keys.TiledSite, "_leave", leave_without_sums, streamed_prefix),
+    "tiles read from their start": (keys.TiledSite, "_overlaps", from_the_start, streamed_prefix),
+    "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),
+    "a tile of another chunk": (
+        stores.HostTensors, "peek",
+        lambda self, name, chunk, real=stores.HostTensors.peek: real(self, name, chunk - ((name, chunk) == ("k.0", 2))),
+        streamed_prefix,
     ),
     "exchange with the wrong ranks": (
         shards.Shards, "_exchange", exchange_in_other_order, lambda: test_shards.check_exchange(2, 4),
@@ -273,7 +324,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]
-    if check is not autocast:
+    if check not in (autocast, predicted):
         lift_float32_casts(monkeypatch)
     check()
     with monkeypatch.context() as patch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import streambp
+from streambp.patching import streamed_head
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import gradients, relative_l2, worst_error
 
@@ -153,14 +155,16 @@ def test_autocast_covers_the_recomputation():
 
 
 def test_fp16_with_a_gradient_scaler():
-    model = build("qwen3", hidden_size=64)
-    batch = make_batch("plain", length=96)
+    """Weights in float32 under autocast: without the scaler's factor the head's products underflow in float16."""
+    model = build("qwen3", vocab_size=2048)
+    ids = torch.randint(3, 2048, (2, 256), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
     _, truth = gradients(model, **batch)
     found = []
     for patched in (False, True):
         if patched:
-            streambp.patch(model, streambp.StreamConfig(chunk_size=11))
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            streambp.patch(model, streambp.StreamConfig(chunk_size=37))
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with torch.autocast("cpu", torch.float16):
             loss = model(**batch, use_cache=False).loss
@@ -169,7 +173,7 @@ def test_fp16_with_a_gradient_scaler():
         found.append({n: p.grad.clone() for n, p in model.named_parameters()})
         scaler.step(optimizer)
         scaler.update()
-        assert scaler.get_scale() == 1024.0
+        assert scaler.get_scale() == 65536.0
         model.zero_grad()
     assert relative_l2(found[1], truth) <= 1.05 * relative_l2(found[0], truth)
 
@@ -191,6 +195,39 @@ def test_no_grad_streams(training, labels, attended_chunks, float64_oracle):
         assert found.logits is None
     else:
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-10, atol=1e-10)
+
+
+def test_accelerates_mixed_precision_around_the_model(tmp_path):
+    """It binds wrappers of its own to the model: copies run their own weights, it can be unwrapped, unpatched, patched."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    import transformers
+
+    model = streambp.patch(build("qwen3"), CONFIG)
+    batch = make_batch("plain")
+    rows = [{"input_ids": [5] * 8, "labels": [5] * 8}] * 4
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, bf16=True, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    assert model.forward is not streamed_head(model)
+    assert "blockwise" in streambp.describe(model).head
+    model.eval()
+    for unwrapped in (False, True):
+        if unwrapped:
+            trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        expected = model(**batch).loss
+        blank = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in blank.parameters():
+                parameter.zero_()
+        assert blank(**batch).loss.item() == pytest.approx(math.log(VOCABULARY))
+        again = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=3))
+        torch.testing.assert_close(again(**batch).loss, expected, rtol=1e-3, atol=0)
+        assert again(**batch).logits is None
+        bare = streambp.unpatch(copy.deepcopy(model))
+        torch.testing.assert_close(bare(**batch, use_cache=False).loss, expected, rtol=1e-3, atol=0)
+        assert bare(**batch, use_cache=False).logits is not None
 
 
 def test_eval_logits():

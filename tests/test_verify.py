@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import streambp
 import streambp.verify
@@ -15,6 +16,7 @@ from streambp.head import deferred
 from streambp.layer import function, shadows
 from streambp.verdict import Distances, Losses, find_problems, rate
 from streambp.verify import pick_chunk_size, verify
+from tests import zoo
 from tests.families import FAMILIES, build
 from tests.test_mutants import only_this_chunk, skips_second
 
@@ -39,6 +41,19 @@ def test_verify_says_exact(family, dtype, checkpoint, capsys):
     assert "5 chunks of 59, the last of 14" in printed
     if family != "qwen3":
         assert "window of 6 was crossed" in printed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_verify_experts(family, dtype, tmp_path, capsys):
+    """Loaded as they are by default they use grouped products, which know no float64; the model's choice is left alone."""
+    zoo.build(family, torch.float32).save_pretrained(tmp_path)
+    assert cli.main(["verify", str(tmp_path), "--seq-len", "60", "--dtype", dtype]) == 0, capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    before = model.config._experts_implementation
+    assert before == "grouped_mm"
+    assert verify(model, seq_len=60).exact
+    assert model.config._experts_implementation == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

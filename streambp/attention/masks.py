@@ -196,6 +196,11 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
             f"The attention mask has shape {tuple(mask.shape)}; for this batch it must be [{batch_size} or 1, heads or 1, "
             f"{length}, {length}], or 2-D [{batch_size}, {length}] with 1 for tokens and 0 for padding."
         )
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedMaskError(
+            "The attention mask requires a gradient, which streambp does not compute. Pass mask.detach() if it is not "
+            "trained, or run this model unpatched (streambp.unpatch(model))."
+        )
     dense = _dense(mask, batch_size, length, device)
     if mask.dtype != torch.bool:
         for q0 in range(0, length, SCAN):

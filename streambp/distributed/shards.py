@@ -85,8 +85,8 @@ def gather_shards(
         if other != everyones[0]:
             raise StreamBPError(
                 f"Rank 0 of the sequence-parallel group holds [rows, tokens, kind of mask, saved kv] = {everyones[0]}, "
-                f"rank {rank} {other}. Shards must have the same shape, and StreamConfig's saves and on_host_full must be "
-                "the same on all ranks; only chunk_size may differ."
+                f"rank {rank} {other}. Shards must have the same shape, and StreamConfig must be the same on all ranks; "
+                "only chunk_size may differ."
             )
     assert position_ids is not None
     positions = torch.cat(_all_gather(group, position_ids.contiguous()), 1)  # [1 or B, T]

@@ -5,12 +5,14 @@ streamed model computes a loss, its final norm returns a `Deferred` instead: a t
 norm's input. Slicing it slices that input; `F.linear` turns it into deferred logits; multiplication, division and tanh
 are remembered; `F.cross_entropy` finally computes the loss block by block. So no family's head is written again here.
 Any other operation builds the real tensor and goes on with it: exact, at the memory cost that the unpatched model has;
-the operation's name is kept, for `describe`.
+the operation's name is kept, for `describe`. One that writes in place does so to the real tensor, which then stands for the
+deferred one; through a slice or a view it is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,10 +76,15 @@ class Recipe:
 
 
 class Deferred(Tensor):
-    """Shape, dtype and device of a tensor [..., h] or [..., V]; `source` [..., h] and `recipe` say how to compute it."""
+    """Shape, dtype and device of a tensor [..., h] or [..., V]; `source` [..., h] and `recipe` say how to compute it.
+
+    written: the real tensor, once an operation has written to it. derived: a slice or a view of another.
+    """
 
     source: Tensor
     recipe: Recipe
+    written: Tensor | None
+    derived: bool
 
     @staticmethod
     def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
@@ -87,10 +94,13 @@ class Deferred(Tensor):
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=source.requires_grad
         )  # type: ignore[attr-defined]
         self.source, self.recipe = source, recipe
+        self.written, self.derived = None, False
         return self
 
     def build(self) -> Tensor:
         """The real tensor, differentiable."""
+        if self.written is not None:
+            return self.written
         recipe, value = self.recipe, self.source
         if recipe.norm is not None:
             value = recipe.norm(value)
@@ -103,22 +113,36 @@ class Deferred(Tensor):
         return value.to(self.dtype)
 
     def derive(self, source: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
-        return Deferred(self.source if source is None else source, recipe or self.recipe, self.dtype)
+        result = Deferred(self.source if source is None else source, recipe or self.recipe, self.dtype)
+        result.derived = source is not None
+        return result
+
+    def write_for(self, operation: str) -> None:
+        """Make the real tensor what this stands for, because `operation` is about to change it."""
+        if self.derived:
+            raise StreamBPError(
+                f"The model changes a part of its logits in place ({operation}) while its loss is computed without them. "
+                "Use StreamConfig(head=False) for this model."
+            )
+        self.written = self.build()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rule = RULES.get(func) or METHODS.get(getattr(func, "__name__", ""))
-        if rule is not None:
+        name = getattr(func, "__name__", str(func))
+        rule = RULES.get(func) or METHODS.get(name)
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
+        if args and isinstance(args[0], Deferred) and _writes(name):
+            args[0].write_for(name)
+        elif rule is not None and all(getattr(arg, "written", None) is None for arg in args):
             result = rule(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            Deferred, lambda d: _build_for(d, getattr(func, "__name__", str(func))), (args, kwargs)
-        )
+        args, kwargs = torch.utils._pytree.tree_map_only(Deferred, lambda d: _build_for(d, name), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -127,6 +151,12 @@ class Deferred(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _writes(operation: str) -> bool:
+    """Whether a method of this name writes to its tensor: add_, __setitem__, __iadd__."""
+    in_place = operation.endswith("_") and not operation.endswith("__") and operation != "requires_grad_"
+    return in_place or operation in IN_PLACE
 
 
 def _build_for(deferred: Deferred, operation: str) -> Tensor:
@@ -170,6 +200,8 @@ def _same(x: Deferred, *args: Any, **kwargs: Any) -> Any:
 
 def _float(x: Deferred, *args: Any, **kwargs: Any) -> Any:
     wide = torch.promote_types(x.source.dtype, torch.float32)
+    if wide == x.dtype:
+        return x
     return Deferred(x.source, x.recipe, wide)
 
 
@@ -182,12 +214,14 @@ def _to(x: Deferred, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if any(torch.promote_types(d, x.source.dtype) != d for d in dtypes):
         return NotImplemented
-    return Deferred(x.source, x.recipe, dtypes[0]) if dtypes else x
+    return Deferred(x.source, x.recipe, dtypes[0]) if dtypes and dtypes[0] != x.dtype else x
 
 
 def _view(x: Deferred, *shape: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if isinstance(sizes, torch.dtype) or sizes[-1] not in (-1, x.shape[-1]):
+        return NotImplemented
+    if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel():  # tokens would end up in the last dimension
         return NotImplemented
     source = x.source.reshape(*sizes[:-1], x.source.shape[-1])
     return x.derive(source)
@@ -199,18 +233,18 @@ def _flatten(x: Deferred, start_dim: int = 0, end_dim: int = -1) -> Any:
     return x.derive(x.source.flatten(start_dim, end_dim))
 
 
-def _multiply(x: Any, factor: Any) -> Any:
-    if isinstance(factor, Deferred):
-        x, factor = factor, x
-    if isinstance(factor, bool) or not isinstance(factor, int | float):
+def _multiply(x: Any, other: Any) -> Any:
+    if isinstance(other, Deferred):
+        x, other = other, x
+    if isinstance(other, bool) or not isinstance(other, int | float):
         return NotImplemented
-    return x.derive(recipe=x.recipe.scaled(float(factor)))
+    return x.derive(recipe=x.recipe.scaled(float(other)))
 
 
-def _divide(x: Any, divisor: Any, **kwargs: Any) -> Any:
-    if kwargs or not isinstance(x, Deferred) or isinstance(divisor, bool) or not isinstance(divisor, int | float):
+def _divide(x: Any, other: Any, **kwargs: Any) -> Any:
+    if kwargs or not isinstance(x, Deferred) or isinstance(other, bool) or not isinstance(other, int | float):
         return NotImplemented
-    return x.derive(recipe=x.recipe.scaled(1.0 / divisor))
+    return x.derive(recipe=x.recipe.scaled(1.0 / other))
 
 
 def _tanh(x: Deferred) -> Any:
@@ -242,6 +276,11 @@ def _cross_entropy(
     unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
     if unusual or recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
+    if target.shape[0] != x.shape[0]:
+        raise StreamBPError(
+            f"There are {target.shape[0]} labels for {x.shape[0]} positions. labels must be shaped like input_ids, [B, T], "
+            "and shift_labels like labels."
+        )
     check_labels(target, x.shape[-1], ignore_index)
     inputs = make_inputs(x.source, target, recipe.projection(), recipe.norm, ignore_index)
     inputs.in_float32 = recipe.record.in_float32
@@ -296,6 +335,10 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.cross_entropy: _cross_entropy,
 }
+
+IN_PLACE = frozenset(
+    {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
+)
 
 # By name: torch passes whatever stands under that name in `Tensor`, which others may have wrapped.
 METHODS: dict[str, Callable[..., Any]] = {

@@ -5,9 +5,10 @@ computes the gradients at an expected scale while each block's logits are there,
 products, and backward multiplies *everything* by the true upstream gradient over the expected one. That is exactly 1 in
 ordinary training (the expected scale is 1 / number of labels, or 1 / num_items_in_batch); a factor other than a power of
 two would round dhidden a second time, which cost 2 % of the whole gradient's precision in bf16 when it was measured.
-float16 stays with two passes: small
-gradients would underflow that a GradScaler keeps. The gradients (dW in float32) live from forward to backward, so a head
-with one such forward pending does not start a second one (`Pending`).
+float16, the hidden states' own or autocast's, stays with two passes: small gradients would underflow that a GradScaler
+keeps. The gradients (dW in float32) live from forward to backward, so a head with one such forward pending does not start a
+second one (`Pending`). Nor does one inside torch's checkpoint or `save_on_cpu`: a checkpoint runs forward again while the
+first is pending, and must find it saving the same tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class Pending:
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
-    return torch.is_grad_enabled() and hidden.dtype != torch.float16 and not pending
+    device = hidden.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    in_float16 = hidden.dtype == torch.float16 or (autocast and torch.get_autocast_dtype(device) == torch.float16)
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch.is_grad_enabled() and not in_float16 and not hooked and not pending
 
 
 class OnePassNLL(torch.autograd.Function):

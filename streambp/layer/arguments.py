@@ -53,16 +53,21 @@ class Differentiable:
 
 
 class ChunkCache:
-    """Given in place of a cache to layers that ask it how many tokens came before: the chunk's start. Holds nothing."""
+    """Given in place of a cache to layers that ask it how many tokens came before: the chunk's start.
 
-    def __init__(self, start: int) -> None:
+    Args:
+        read: what `update` does, for layers that attend over what it returns; if None, they get back what they gave.
+    """
+
+    def __init__(self, start: int, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None) -> None:
         self.start = start
+        self._read = read
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return self.start
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
+        return (key_states, value_states) if self._read is None else self._read(key_states, value_states)
 
 
 class Arguments:
@@ -88,8 +93,8 @@ class Arguments:
             self.named[name] = _rebuild(value, functools.partial(self._detach, name))
 
     def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor
+        if not (tensor.requires_grad and torch.is_grad_enabled()) or name == "attention_mask":
+            return tensor  # a mask that wants a gradient is refused where it is read
         self.inputs.append(tensor)
         self.differentiable.append(Differentiable(tensor.detach(), TOKEN_DIMS.get(name)))
         self._check_length(name, tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from streambp.attention.interface import routed
+from streambp.attention.keys import CallSite, PrefixMemory
 from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.prefix import Attended, AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
-from streambp.config import StreamConfig
+from streambp.config import SAVES, StreamConfig
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
+from streambp.layer.cached import check_chunk_ends, chunk_arguments
+from streambp.layer.cost import Cost, Product, Watch
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.products import UnreadInHalves, UnreadProducts, captured, known, matching, plain_linears, trace_unread
@@ -35,20 +39,31 @@ class LayerSite:
     Args:
         attends: it hands attention_mask to transformers' attention interface.
         counts_positions: it asks its cache how many tokens came before.
+        cache: the argument that takes its cache, if it attends by itself over what that returns.
         whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
+        mask_because: the same, of the last call's attention mask alone.
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
+        chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
     """
 
     layer: nn.Module
     config: StreamConfig
     attends: bool = True
     counts_positions: bool = False
+    cache: str | None = None
     whole_because: str | None = None
+    mask_because: str | None = None
     offloader: Offloader | None = None
     index: int = 0
+    chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     probed: bool = False
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
+
+    @property
+    def because(self) -> str | None:
+        """Why its last call ran whole; None if it streamed."""
+        return self.whole_because or self.mask_because
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -63,7 +78,8 @@ class LayerCall:
         config = site.config
         self.site = site
         self.layer = site.layer
-        self.saves = config.saves
+        self.saves = config.named_saves
+        self.watch: Watch | None = None
         self.arguments = arguments
         self.hidden_states: Tensor = arguments.hidden_states
         self.device = self.hidden_states.device
@@ -71,8 +87,10 @@ class LayerCall:
         batch_size, length = self.hidden_states.shape[-3:-1]
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
-        self.plan = plan_chunks(length, batch_size, config.chunk_size)
-        self.configs = attention_configs(site.layer)
+        rule = site.chunk_rule
+        size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
+        self.plan = plan_chunks(length, batch_size, size)
+        self.configs = [] if site.cache else attention_configs(site.layer)
         self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
@@ -85,10 +103,31 @@ class LayerCall:
         self.captured: list[tuple[str, Tensor, int]] = []
         self.extras: list[Place] = []  # extra outputs, in the order in which the Function returns them
 
+    def save_to(self, offloader: Offloader) -> None:
+        """Saved tensors go there."""
+        length = self.plan.length
+        self.store = offloader.open(self.site.index, self.device, length)
+        chosen = offloader.chosen_saves(length)
+        self.saves = self.saves if chosen is None else chosen
+        self.watch = offloader.watch(length, self.site.unread)
+
+    def limit_prefix(self, offloader: Offloader) -> None:
+        """Of keys, values and their gradients no more is on the device than the offloader allows.
+
+        Layers that attend by themselves read all of them at once.
+        """
+        if self.site.cache is not None:
+            return
+        saved = self.store if self.moves_kv else None
+        scratch = functools.partial(offloader.scratch, self.device)
+        self.prefix.memory = PrefixMemory(self.plan, offloader.prefix_memory, scratch, saved)
+
     def _layout(self) -> Any:
         named = self.arguments.named
         batch_size, length = self.hidden_states.shape[-3:-1]
         mask = named.get("attention_mask")
+        if self.site.cache is not None and isinstance(mask, Tensor):
+            check_chunk_ends(mask, self.plan)
         if not self.site.attends and not isinstance(mask, LazyMask):
             return Spans.causal(batch_size, length)  # nobody reads it
         positions, cu_seq_lens = named.get("position_ids"), named.get("cu_seq_lens_q")
@@ -124,6 +163,8 @@ class LayerCall:
         """The hidden states out of what a layer returned: a tensor, or a tuple with nothing else in it."""
         self.returns_tuple = isinstance(result, tuple)
         hidden_states, *rest = result if self.returns_tuple else (result,)
+        if self.site.cache is not None:
+            rest = [None] * len(rest)  # attention weights, which nobody asked for
         if not isinstance(hidden_states, Tensor) or any(part is not None for part in rest):
             raise UnsupportedModelError(
                 f"{type(self.layer).__name__} returns more than its hidden states, which streambp does not support yet. "
@@ -161,6 +202,9 @@ class LayerCall:
         named = self.arguments.cut(chunk, leaves)
         if self.site.attends:
             named["attention_mask"] = point
+        elif self.site.cache is not None:
+            assert isinstance(point, ChunkMask)
+            named = chunk_arguments(named, self.site.cache, point)
         before = {name: dict(named[name]) for name in self.arguments.mappings}
         with recording(self.recorded) as recorded:
             try:
@@ -180,10 +224,26 @@ class LayerCall:
             if "attn_out" in self.saves:
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
-            if self.moves_kv:
-                k, v = self.prefix.part(site, chunk)
-                self.store.put(f"k.{site}", chunk.index, k)
-                self.store.put(f"v.{site}", chunk.index, v)
+            whole = self.prefix.part(site, chunk) if self.moves_kv else None  # tiles are in the store already
+            if whole is not None:
+                self.store.put(f"k.{site}", chunk.index, whole[0])
+                self.store.put(f"v.{site}", chunk.index, whole[1])
+        if self.watch is not None:
+            self.watch.chunk_done(self._cost(chunk, hidden_chunk, attended))
+
+    def _cost(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> Cost:
+        tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
+        products = {
+            name: Product(linear.out_features * tokens * hidden_chunk.itemsize, 2.0 * linear.weight.numel() * tokens)
+            for name, linear in plain_linears(self.layer).items()
+        }
+        return Cost(
+            x=hidden_chunk.nbytes,
+            attn_out=sum(part.o.nbytes + part.lse.nbytes for part in attended),
+            kv=(chunk.stop - chunk.start) * sum(size.keys for size in self.prefix.sizes_seen),
+            attention_flops=sum(self.prefix.flops(chunk, part) for part in attended),
+            products=products,
+        )
 
     def keep_products(self, chunk: Chunk) -> None:
         """Save what was captured since the last call."""
@@ -198,9 +258,10 @@ class LayerCall:
 
     def find_products(self) -> None:
         """Which Linears `saves` names; within `streaming`, where no engine's hooks stand in the way."""
-        if self.site.config.products:
+        globs = [name for name in self.saves if name not in SAVES]
+        if globs:
             self.linears = plain_linears(self.layer)
-            self.products = matching(self.linears, self.site.config.products)
+            self.products = matching(self.linears, globs)
 
     @contextlib.contextmanager
     def capturing(self, names: list[str] | None = None) -> Iterator[None]:
@@ -241,13 +302,20 @@ class LayerCall:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
         sites, chunks = range(self.prefix.calls or 0), range(len(self.plan))
         order: list[Access] = []
+        tiled: list[Access] = []  # the first tiles; each visit of one announces the next
         if self.moves_kv:
-            order += [(f"{part}.{site}", chunk) for chunk in chunks for site in sites for part in "kv"]
+            for site, resident in enumerate(self.prefix.resident_tiles(backward=True)):
+                if resident is None:
+                    order += [(f"{part}.{site}", chunk) for chunk in chunks for part in "kv"]
+                else:
+                    tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
         elif "kv" not in self.saves and sites:
             order += [("x", chunk) for chunk in chunks[:-1]]
         products = [name for name in self.product_names if self.store.has(name, 0)]
         attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
-        order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *products, *attended)]
+        for chunk in reversed(chunks):
+            order += [(name, chunk) for name in ("x", *products, *attended)]
+            order += tiled if chunk == chunks[-1] else []
         return order, 1 + len(products) + len(attended)
 
     def restore_kv(self) -> bool:
@@ -255,11 +323,7 @@ class LayerCall:
         sites = range(self.prefix.calls or 0)
         if not all(self.store.has(f"v.{site}", chunk.index) for chunk in self.plan for site in sites):
             return False
-        for chunk in self.plan:
-            for site in sites:
-                parts = (self.store.take(f"{part}.{site}", chunk.index) for part in "kv")
-                self.prefix.restore(site, chunk, *parts)
-        self.prefix.filled_until = self.plan.length
+        self.prefix.find_saved()
         return True
 
     def _saved_attention(self, chunk: Chunk) -> list[Attended] | None:
@@ -284,7 +348,7 @@ class LayerCall:
         with torch.enable_grad(), self.random[0].replayed():
             hidden_chunk = x.detach().requires_grad_(needs_input)
             self.compute(hidden_chunk, Chunk(0, 0, tokens), Stage.RECOMPUTE, prefix)
-        return [(site.k, site.v) for site in prefix.sites]
+        return [(site.k, site.v) for site in prefix.sites if isinstance(site, CallSite)]
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:

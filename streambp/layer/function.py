@@ -15,8 +15,10 @@ from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
+from streambp.layer.cached import why_not
 from streambp.layer.call import LayerCall, LayerSite
 from streambp.layer.engines import gradient_or_zeros
+from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
 from streambp.layer.probe import can_stream
@@ -74,8 +76,10 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     counts_when_alone()
     arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
     mask = arguments.named.get("attention_mask")
-    if site.attends and not (mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)):
-        site.whole_because = "its attention_mask is not for attention alone"
+    site.mask_because = _no_mask_of_attention(mask) if site.attends else None
+    if site.cache is not None:
+        site.mask_because = why_not(mask, arguments.length)
+    if site.mask_because is not None:
         return passes.whole(site, args, kwargs)
     call: LayerCall = passes.make(site, arguments)
     hidden_states = call.hidden_states
@@ -86,7 +90,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
-            call.store = site.offloader.open(site.index, hidden_states.device)
+            call.save_to(site.offloader)
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
@@ -97,10 +101,14 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     """Chunk by chunk, without a graph."""
+    if call.site.offloader is not None:
+        call.limit_prefix(call.site.offloader)
     whole = Whole(call.plan.length)
     with torch.no_grad(), call.streaming():
         if keep:
             call.find_products()
+            if call.watch is not None:
+                call.watch.start()
         for chunk in call.plan:
             if keep:
                 call.snapshot()
@@ -115,7 +123,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
                 whole.put(place, part, chunk)
             del output, attended
     if keep:
-        call.store.seal(*call.accesses())
+        call.store.seal(*call.accesses(), call.prefix.backward_bytes)
     if not keep or "kv" not in call.saves or call.moves_kv:
         call.prefix.drop_buffers()
     return outputs_of(call, whole)
@@ -139,9 +147,11 @@ class StreamedLayer(torch.autograd.Function):
         ctx.passes, ctx.call, ctx.parameters = passes, call, parameters
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
-        outputs = passes.forward(call, True)
+        with explained(call):
+            outputs = passes.forward(call, True)
         if call.store.copies:
-            call.hidden_states = torch.empty_like(hidden_states, device="meta")  # its shape; the rest has left
+            # Its shape without a byte of storage; the rest has left.
+            call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
         return outputs
 
     @staticmethod
@@ -155,9 +165,13 @@ class StreamedLayer(torch.autograd.Function):
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = grad if reuse else mark(torch.empty_like(call.hidden_states, device=call.device))
+            inputs.hidden_states = (
+                grad
+                if reuse
+                else mark(torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format))
+            )
         call.hidden_states = None  # type: ignore[assignment]
-        with call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
+        with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
         call.prefix.drop_buffers()
         values = parameters.current()
@@ -233,6 +247,13 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass) -> None:
     del outputs, upstream, output
     work.inputs.add(chunk, found[: len(targets)])
     work.sums.add(found[len(targets) :])
+
+
+def _no_mask_of_attention(mask: Any) -> str | None:
+    """Why a layer that attends through the interface cannot be cut with this mask; None if it can."""
+    if mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4):
+        return None
+    return "its attention_mask is not for attention alone"
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

@@ -29,16 +29,20 @@ HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 def can_stream(call: LayerCall) -> bool:
     """Whether chunks of the layer compute what the whole computes; if not, the site is told why.
 
-    Without data (meta, fake) or on very few tokens it cannot be tried: layers that attend then stream.
+    Without data (meta, fake) it cannot be tried: layers that attend then stream. A single token has nothing to cut; it runs
+    whole, because some layers would not run on chunks at all. Few tokens are tried as well, and the layer again on more.
     """
     x = call.hidden_states.detach()[..., :TOKENS, :]
     if call.site.probed:
         return True
-    if x.device.type == "meta" or isinstance(x, FakeTensor) or x.shape[-2] <= CHUNK:
+    if x.device.type == "meta" or isinstance(x, FakeTensor):
         return call.site.attends
+    if x.shape[-2] == 1:
+        return False
+    chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
     with torch.no_grad(), call.streaming(), _evaluated(call.layer), RandomState.capture(x.device).replayed():
         try:
-            whole, pieces = (_run(call, x, size) for size in (x.shape[-2], CHUNK))
+            whole, pieces = (_run(call, x, size) for size in (x.shape[-2], chunk_size))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever it is, it comes from cutting the layer
@@ -50,7 +54,7 @@ def can_stream(call: LayerCall) -> bool:
     if bool((whole - pieces).float().norm() > scale):
         call.site.whole_because = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
         return False
-    call.site.probed = True
+    call.site.probed = x.shape[-2] > CHUNK
     return True
 
 

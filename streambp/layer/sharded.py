@@ -37,7 +37,8 @@ from torch import Tensor
 
 from streambp.attention.halves import AfterAttention, BeforeAttention
 from streambp.attention.kernels import choose_backend
-from streambp.attention.prefix import Attended, CallSite, Params, PrefixAttention, attend_blocks
+from streambp.attention.keys import CallSite
+from streambp.attention.prefix import Attended, Params, PrefixAttention, attend_blocks
 from streambp.chunks import Chunk
 from streambp.distributed.shards import Shards
 from streambp.errors import UnsupportedModelError
@@ -55,6 +56,8 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly.
     """
+    if site.cache is not None:
+        site.whole_because = "it attends by itself, to this rank's shard"
     if not site.attends:
         return stream_layer(site, args, kwargs, Passes(LayerCall, run_forward, run_backward, _refuse))
     make = functools.partial(ShardedCall, shards=shards)
@@ -62,7 +65,7 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any) -> Any:
-    reason = site.whole_because or "the shard is too short to try it in chunks"
+    reason = site.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it would see "
         "this rank's shard alone. Train this model without splitting sequences."
@@ -88,6 +91,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 "not support where sequences are split over ranks. Set that dropout to 0."
             )
         o, lse = _attend(call, q, k, v)
+        wide = torch.promote_types(k.dtype, torch.float32).itemsize
+        call.backward_bytes = 2 * o.nbytes + q.nbytes + (k.numel() + v.numel()) * (k.element_size() + wide)
         if keep:
             _keep_attention(call, k, v, o, lse)
         del q, k, v, lse
@@ -109,7 +114,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                     whole.put(place, extra, chunk)
                 del output
     if keep:
-        call.store.seal(*call.accesses())
+        call.store.seal(*call.accesses(), call.backward_bytes)
     return outputs_of(call, whole)
 
 
@@ -205,8 +210,10 @@ def _heads_again(call: ShardedCall) -> list[Tensor]:
     found = _to_heads(call, projected)
     if call.keeps_kv and call.kv is None:
         for chunk in call.attention_plan:
-            call.prefix.restore(0, chunk, *(call.store.take(f"{part}.0", chunk.index) for part in "kv"))
-        call.kv = call.prefix.sites[0].k, call.prefix.sites[0].v
+            call.prefix.restore(0, chunk, call.store.take("k.0", chunk.index), call.store.take("v.0", chunk.index))
+        site = call.prefix.sites[0]
+        assert isinstance(site, CallSite)
+        call.kv = site.k, site.v
     if call.kv is not None:
         found += call.kv
         call.kv = None

@@ -12,6 +12,7 @@ from streambp.attention.masks import resolve_whole
 from streambp.attention.prefix import Params, Prefix
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
+from streambp.config import StreamConfig
 from streambp.distributed.shards import Shards
 from streambp.errors import StreamBPError, UnsupportedMaskError
 from streambp.layer.arguments import Arguments
@@ -19,7 +20,14 @@ from streambp.layer.call import PROBE_TOKENS, LayerCall, LayerSite
 from streambp.layer.products import UnreadInHalves, plain_linears, trace
 from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters
-from streambp.layer.store import Access
+from streambp.layer.store import Access, Offloader
+
+
+def keeps_kv(config: StreamConfig) -> bool:
+    """Whether keys and values are saved, which spares exchanges: never where some of them may go missing on one rank only.
+    [Note: equal exchanges]"""
+    certain = config.offload == "none" or (config.offload == "cpu" and config.on_host_full != "recompute")
+    return certain and "kv" in config.named_saves
 
 
 class ShardedCall(LayerCall):
@@ -34,11 +42,12 @@ class ShardedCall(LayerCall):
                 f"A layer was given {length} tokens, this rank's shard has {shards.length}. Pass all of the shard's tokens "
                 "through every layer."
             )
-        self.attention_plan = plan_chunks(shards.whole_length, batch_size, site.config.chunk_size)
+        self.attention_plan = plan_chunks(shards.whole_length, batch_size, self.plan.size)
         self.prefix = Prefix(self.prefix.layout, shards.whole_length, site.config.attention)
         self.params: Params | None = None
         self.heads: tuple[int, int] = (0, 0)  # of queries, and of keys and values
         self.kv: tuple[Tensor, Tensor] | None = None  # [B, H_kv / P, T, D] each, if saved on the device
+        self.backward_bytes = 0  # of the attention's tensors in backward, on this device
         self.unread = UnreadInHalves()
         self.products_before: list[str] = []
         self.products_after: list[str] = []
@@ -59,9 +68,11 @@ class ShardedCall(LayerCall):
 
     @property
     def keeps_kv(self) -> bool:
-        """Saved keys and values spare exchanges, so they must not go missing on one rank only. [Note: equal exchanges]"""
-        config = self.site.config
-        return "kv" in self.saves and (config.offload == "none" or config.on_host_full != "recompute")
+        return keeps_kv(self.site.config)
+
+    def save_to(self, offloader: Offloader) -> None:
+        """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
+        self.store = offloader.open(self.site.index, self.device, self.plan.length)
 
     def accesses(self) -> tuple[list[Access], int]:
         chunks, whole = range(len(self.plan)), range(len(self.attention_plan))

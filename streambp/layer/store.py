@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from streambp.attention.keys import TileStore
+from streambp.layer.cost import Watch
 
 Access = tuple[str, int]
 
@@ -13,9 +16,10 @@ Access = tuple[str, int]
 class SavedTensors(Protocol):
     """One layer's saved tensors, by name and chunk. chunks are taken last to first.
 
-    `take` gives a tensor back for the last time, `peek` leaves it in place for another read. `seal` ends forward: backward
-    will read `accesses` in this order, `ahead` of them belong to one chunk. copies: what was put in may be freed or changed
-    afterwards.
+    `put` again replaces. `peek` leaves a tensor in place for another read, `take` gives it back for the last time; one that
+    is borrowed may be changed, and is put again. `load` announces that a tensor is wanted soon, `reserve` how many bytes
+    will be put. `seal` ends forward: backward will read `accesses` in this order, `ahead` of them belong to one chunk, and
+    needs `workspace` bytes on the device beside. copies: what was put in may be freed or changed afterwards.
     """
 
     @property
@@ -25,7 +29,13 @@ class SavedTensors(Protocol):
 
     def has(self, name: str, chunk: int) -> bool: ...
 
-    def seal(self, accesses: list[Access], ahead: int) -> None: ...
+    def reserve(self, size: int) -> None: ...
+
+    def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None: ...
+
+    def load(self, name: str, chunk: int) -> None: ...
+
+    def borrow(self, name: str, chunk: int) -> Tensor: ...
 
     def peek(self, name: str, chunk: int) -> Tensor: ...
 
@@ -33,10 +43,26 @@ class SavedTensors(Protocol):
 
 
 class Offloader(Protocol):
-    """Makes the stores of a model whose saved tensors leave the device."""
+    """Makes the stores of a model whose saved tensors leave the device. prefix_memory: bytes that a prefix may use there;
+    None: no limit."""
 
-    def open(self, index: int, device: torch.device) -> SavedTensors:
-        """The store for a call of the model's layer `index`."""
+    @property
+    def prefix_memory(self) -> int | None: ...
+
+    def scratch(self, device: torch.device) -> TileStore:
+        """A store for what lives no longer than one pass over a layer's chunks."""
+        ...
+
+    def open(self, index: int, device: torch.device, length: int) -> SavedTensors:
+        """The store for a call of the model's layer `index` on so many tokens a row."""
+        ...
+
+    def chosen_saves(self, length: int) -> tuple[str, ...] | None:
+        """What to save of a sequence of that length; None: what the configuration says."""
+        ...
+
+    def watch(self, length: int, unread: dict[Any, Any]) -> Watch | None:
+        """Measures this call; None: nothing is to be measured. unread: `LayerSite.unread`."""
         ...
 
 
@@ -54,8 +80,17 @@ class InMemory:
     def has(self, name: str, chunk: int) -> bool:
         return (name, chunk) in self._tensors
 
-    def seal(self, accesses: list[Access], ahead: int) -> None:
+    def reserve(self, size: int) -> None:
         pass
+
+    def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
+        pass
+
+    def load(self, name: str, chunk: int) -> None:
+        pass
+
+    def borrow(self, name: str, chunk: int) -> Tensor:
+        return self._tensors[name, chunk]
 
     def peek(self, name: str, chunk: int) -> Tensor:
         return self._tensors[name, chunk]

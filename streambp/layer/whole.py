@@ -21,7 +21,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
         UnsupportedModelError: the layer reads the model's attention mask itself instead of handing it on.
     """
     kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-    configs = attention_configs(site.layer)
+    configs = [] if site.cache else attention_configs(site.layer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with routed(configs):  # the recomputation runs after the model's forward is over
@@ -35,6 +35,6 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
         if LazyMask.__name__ not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(site.layer).__name__} cannot stream: {site.whole_because}. Nor can it run whole, because it reads the "
+            f"{type(site.layer).__name__} cannot stream: {site.because}. Nor can it run whole, because it reads the "
             f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
         ) from error

@@ -81,8 +81,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
 
         A_t = sum_k (gamma lam)^k d_(t + k),   d_t = r_t + gamma v_(t + 1) - v_t,   v after the last token is 0
 
+    where t counts a row's masked tokens alone: what stands between them (a tool's answer) is no step of the policy.
+
     Args:
-        rewards, values: [B, T]; mask: [B, T], true on completion tokens, which must be one run in each row.
+        rewards, values: [B, T]; mask: [B, T], true on the tokens that the policy wrote.
 
     Returns:
         advantages and returns (advantages + values), [B, T], 0 outside of the mask.
@@ -90,14 +92,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
     check_shapes(rewards, values=values, mask=mask)
     kept = mask.bool()
     values, rewards = values.detach().masked_fill(~kept, 0.0), rewards.masked_fill(~kept, 0.0)
-    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-    deltas = rewards + gamma * following - values
     advantages = torch.zeros_like(values)
-    running = torch.zeros_like(values[:, 0])
+    running = following = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
-        running = (deltas[:, t] + gamma * lam * running).masked_fill(~kept[:, t], 0.0)
+        step = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * running
+        running = torch.where(kept[:, t], step, running)
+        following = torch.where(kept[:, t], values[:, t], following)
         advantages[:, t] = running
-    return advantages, (advantages + values).masked_fill(~kept, 0.0)
+    return advantages.masked_fill(~kept, 0.0), (advantages + values).masked_fill(~kept, 0.0)
 
 
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:

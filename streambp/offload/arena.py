@@ -23,10 +23,12 @@ def padded(size: int) -> int:
 class Stack:
     """Ranges handed out one behind the other, all given back together.
 
+    kind: stacks of one kind serve the same purpose and grow to similar sizes.
     last_read: the event after which its contents have been read and may be written over. [Note: offload order], wait 5
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self.segments: list[Tensor] = []
         self.used = 0
         self.last_read: Any = None
@@ -36,6 +38,13 @@ class Stack:
     @property
     def size(self) -> int:
         return sum(segment.numel() for segment in self.segments)
+
+    @property
+    def left(self) -> int:
+        """Bytes that can still be handed out."""
+        if self._segment >= len(self.segments):
+            return 0
+        return sum(segment.numel() for segment in self.segments[self._segment :]) - self._top
 
     def push(self, size: int) -> Tensor | None:
         """`size` bytes [size]; None if the stack is full."""
@@ -54,16 +63,25 @@ class Stack:
 
 
 class Arena:
-    """Stacks within a budget. A stack that is given back is the next to be handed out."""
+    """Stacks within a budget. A stack that is given back is the next of its kind to be handed out.
 
-    def __init__(self, limit: int, buffer: Callable[[int], Tensor]) -> None:
+    Args:
+        limit: bytes. buffer: allocates as many. settle: waits until no copy reads or writes host memory any more.
+    """
+
+    def __init__(self, limit: int, buffer: Callable[[int], Tensor], settle: Callable[[], None] = lambda: None) -> None:
         self.limit = limit
         self._buffer = buffer
+        self._settle = settle
         self._free: list[Stack] = []
         self.allocated = 0
 
-    def take(self) -> Stack:
-        return self._free.pop() if self._free else Stack()
+    def take(self, kind: str = "") -> Stack:
+        for stack in reversed(self._free):
+            if stack.kind == kind:
+                self._free.remove(stack)
+                return stack
+        return Stack(kind)
 
     def give_back(self, stack: Stack) -> None:
         stack.reset()
@@ -71,6 +89,8 @@ class Arena:
 
     def grow(self, stack: Stack, size: int) -> bool:
         """Add `size` bytes to a stack; False if that would exceed the budget even without the stacks that are free."""
+        if self.allocated + size > self.limit and self._free:
+            self._settle()
         while self.allocated + size > self.limit and self._free:
             self.allocated -= self._free.pop(0).size
         if self.allocated + size > self.limit:

@@ -14,15 +14,28 @@ The manager speaks only this interface, so that `trace.TraceEngine` can check th
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 COMPUTE, OUT, BACK = "compute", "out", "back"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes allocated now, the most there were, and all that this process could have."""
+
+    allocated: int
+    peak: int
+    limit: int
 
 
 class Engine(Protocol):
@@ -44,18 +57,34 @@ class Engine(Protocol):
         """What is put into the queue from now on comes after the event."""
         ...
 
-    def done(self, event: Any) -> bool:
-        """Whether the event has passed already."""
+    def settle(self) -> None:
+        """Wait, on the calling thread, until all copies are done."""
         ...
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None: ...
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
-        """The compute queue has just written `tensor`, or reads it next; for checkers."""
+        """The compute queue has just written `tensor`, or reads or writes it next; for checkers."""
         ...
 
     def stalls(self) -> dict[str, float]:
         """Seconds that compute has waited for copies out and copies back."""
+        ...
+
+    def copying(self) -> dict[str, float]:
+        """Seconds that copies out and copies back took."""
+        ...
+
+    def clock(self) -> Any:
+        """Now, in the compute queue."""
+        ...
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Between two readings of the clock."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """Of the device; None where it is the host's."""
         ...
 
 
@@ -78,8 +107,8 @@ class SynchronousEngine:
     def wait(self, queue: str, event: Any) -> None:
         pass
 
-    def done(self, event: Any) -> bool:
-        return True
+    def settle(self) -> None:
+        pass
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
         start = time.perf_counter()
@@ -92,61 +121,112 @@ class SynchronousEngine:
     def stalls(self) -> dict[str, float]:
         return dict(self._seconds)
 
+    def copying(self) -> dict[str, float]:
+        return dict(self._seconds)
+
+    def clock(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        return float(stop - start)
+
+    def memory(self) -> DeviceMemory | None:
+        return None
+
+
+def pin(buffer: Tensor) -> int:
+    """Lock host memory [size] in place, so that a device can copy from and to it by itself; CUDA's error code or 0."""
+    runtime: Any = torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+    if error == 0:
+        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
+    return error
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """An event and the queue it was recorded in."""
+
+    queue: str
+    event: torch.cuda.Event
+
+
+class Stopwatch:
+    """Adds up what passes between two points of a stream, for each queue; what is done is added up as time goes by."""
+
+    def __init__(self) -> None:
+        self._seconds = {OUT: 0.0, BACK: 0.0}
+        self._running: collections.deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = collections.deque()
+
+    @contextlib.contextmanager
+    def timing(self, queue: str, stream: torch.cuda.Stream) -> Iterator[None]:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        yield
+        after.record(stream)
+        self._running.append((queue, before, after))
+        self.seconds()
+
+    def seconds(self) -> dict[str, float]:
+        while self._running and self._running[0][2].query():
+            queue, before, after = self._running.popleft()
+            self._seconds[queue] += before.elapsed_time(after) / 1e3
+        return dict(self._seconds)
+
 
 class CudaEngine:
-    """Two side streams and events; the compute queue is whatever stream is current."""
+    """Two side streams and events; the compute queue is whatever stream is current.
+
+    Where host memory cannot be pinned, copies are synchronous, and one warning says so.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.pinned = True  # all host memory is
         self._streams = {OUT: torch.cuda.Stream(device), BACK: torch.cuda.Stream(device)}
-        self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._seconds = {OUT: 0.0, BACK: 0.0}
-        self._origin: dict[int, str] = {}
+        self._stalls, self._copies = Stopwatch(), Stopwatch()
 
     def _stream(self, queue: str) -> torch.cuda.Stream:
         return self._streams[queue] if queue in self._streams else torch.cuda.current_stream(self.device)
 
     def host_buffer(self, size: int) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8)
-        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)  # type: ignore[attr-defined]
-        if int(error) != 0:
+        error = pin(buffer)
+        if error and self.pinned:
+            self.pinned = False
             warnings.warn(
-                f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(error)}); copies will be "
-                "synchronous and slow. Raise the limit on locked memory, or lower host_memory.",
+                f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {error}): all copies are "
+                "synchronous from now on, and slow. Raise the limit on locked memory, or lower host_memory.",
                 stacklevel=2,
             )
-        else:
-            weakref.finalize(buffer.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())  # type: ignore[attr-defined]
         return buffer
 
     def like(self, host: Tensor) -> Tensor:
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event()
         event.record(self._stream(queue))
-        self._origin[id(event)] = queue
-        return event
+        return Mark(queue, event)
 
     def wait(self, queue: str, event: Any) -> None:
         if event is None:
             return
-        if queue == COMPUTE and not event.query():
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            stream = self._stream(queue)
-            before.record(stream)
-            stream.wait_event(event)
-            after.record(stream)
-            self._waits.append((self._origin.get(id(event), BACK), before, after))
+        stream = self._stream(queue)
+        if queue != COMPUTE or event.event.query():
+            stream.wait_event(event.event)
             return
-        self._stream(queue).wait_event(event)
+        with self._stalls.timing(event.queue, stream):
+            stream.wait_event(event.event)
 
-    def done(self, event: Any) -> bool:
-        return event is None or bool(event.query())
+    def settle(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream(queue)):
-            target.copy_(source, non_blocking=True)
+        stream = self._stream(queue)
+        with torch.cuda.stream(stream), self._copies.timing(queue, stream):
+            target.copy_(source, non_blocking=self.pinned)
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
         pass
@@ -154,10 +234,25 @@ class CudaEngine:
     def stalls(self) -> dict[str, float]:
         """Waits for the device, so call it outside of a step."""
         torch.cuda.synchronize(self.device)
-        for queue, before, after in self._waits:
-            self._seconds[queue] += before.elapsed_time(after) / 1e3
-        self._waits.clear()
-        return dict(self._seconds)
+        return self._stalls.seconds()
+
+    def copying(self) -> dict[str, float]:
+        torch.cuda.synchronize(self.device)
+        return self._copies.seconds()
+
+    def clock(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream(COMPUTE))
+        return event
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    def memory(self) -> DeviceMemory | None:
+        allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return DeviceMemory(allocated, torch.cuda.max_memory_allocated(self.device), reserved + free)
 
 
 def make_engine(device: torch.device) -> Engine:

@@ -1,140 +1,33 @@
 """Where a model's saved tensors are between forward and backward: on the host, and back a step ahead of their use.
 
-    OffloadManager        one for each patched model: the arena, the queues, the micro-batches in flight
+    OffloadManager        one for each patched model: the budgets, the arena, the copies
       MicroBatch          a forward that waits for its backward: one stack of host memory
         LayerTensors      one layer's saved tensors, by name and chunk (`layer.store.SavedTensors`)
-          Entry           one tensor: on the host, on its way, or still on the device
+      HostTensors         the tiles of the prefix of the layer at work: a stack of its own
 
 Forward puts tensors in; the copy starts when their producer is done. Backward's order of access is known when a layer's
-forward ends, so each access starts the copy of the next one, across layers. The last tensors of a layer stay on the device
-until newer ones push them out: the layer whose backward follows at once finds them there. Micro-batches are independent,
-so any order of their backward passes works (1F1B, interleaved, accumulation, evaluation in between).
+forward ends, so each access starts the copy of the next one, across layers. The sources of the last two chunks stay on the
+device until newer ones push them out: the layer whose backward follows at once finds them there. Micro-batches are
+independent, so any order of their backward passes works (1F1B, interleaved, accumulation, evaluation in between).
+
+[Note: device budget] `gpu_memory` is for the prefix of the layer at work first, because what does not stay of it moves once
+for each chunk; then for the saved tensors of the last layers, which move once and whose copies would hide least.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streambp.errors import BackwardError, HostMemoryError
-from streambp.offload.arena import Arena, Stack, as_tensor, host_limit, padded
-from streambp.offload.engines import BACK, COMPUTE, OUT, Engine, make_engine
-
-IN_FLIGHT = 4  # sources of copies to the host that are kept alive at most
-Access = tuple[str, int]
-
-
-@dataclasses.dataclass(eq=False)
-class Entry:
-    """One saved tensor. `source` holds it on the device, `host` a copy that is complete after `copied_out`."""
-
-    host: Tensor | None = None
-    source: Tensor | None = None
-    copied_out: Any = None
-
-
-@dataclasses.dataclass(eq=False)
-class Departure:
-    """A copy to the host that may be under way: `tensor` must live until it is done."""
-
-    entry: Entry
-    tensor: Tensor
-
-
-class MicroBatch:
-    """One forward's saved tensors: its stack, its layers in the order of their forward, and what is on its way back."""
-
-    def __init__(self, arena: Arena, engine: Engine) -> None:
-        self.stack = arena.take()
-        self.last_index = -1
-        self.layers: list[weakref.ref[LayerTensors]] = []
-        self.arriving: dict[int, tuple[Tensor, Any]] = {}  # by entry: the tensor, and the event that ends its copy
-        # When its graph is gone, used up or thrown away; after an exception copies may still be under way.
-        weakref.finalize(self, _retire, engine, arena, self.stack, self.arriving)
-
-
-def _retire(engine: Engine, arena: Arena, stack: Stack, arriving: dict[int, tuple[Tensor, Any]]) -> None:
-    for _, event in arriving.values():
-        engine.wait(COMPUTE, event)  # [Note: offload order], 4: the tensors' memory goes back to compute
-    arriving.clear()
-    arena.give_back(stack)
-
-
-class LayerTensors:
-    """One layer's saved tensors, moved to the host. chunks are taken last to first; each is taken once.
-
-    Raises:
-        HostMemoryError: the host budget is used up and `on_host_full` is "raise".
-        BackwardError: a tensor is asked for a second time.
-    """
-
-    copies = True  # the tensors put in may be changed or freed afterwards
-
-    def __init__(self, manager: OffloadManager, batch: MicroBatch, index: int) -> None:
-        self._manager = manager
-        self._batch = batch
-        self._before = batch.layers[-1] if batch.layers else None
-        self._entries: dict[Access, Entry] = {}
-        self._accesses: list[Access] = []
-        self._ahead = 1
-        self._position = 0
-        self.index = index
-
-    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        entry = self._manager.push(self._batch.stack, tensor, optional=name != "x")
-        if entry is not None:
-            self._entries[name, chunk] = entry
-
-    def has(self, name: str, chunk: int) -> bool:
-        return (name, chunk) in self._entries
-
-    def seal(self, accesses: list[Access], ahead: int) -> None:
-        """Forward is over; backward will read in this order."""
-        self._accesses = [access for access in accesses if access in self._entries]
-        self._ahead = ahead
-        self._manager.finish_layer(
-            self, [entry for (_, chunk), entry in self._entries.items() if chunk == self._last_chunk]
-        )
-
-    @property
-    def _last_chunk(self) -> int:
-        return max((chunk for _, chunk in self._entries), default=-1)
-
-    def peek(self, name: str, chunk: int) -> Tensor:
-        return self._get(name, chunk, last=False)
-
-    def take(self, name: str, chunk: int) -> Tensor:
-        return self._get(name, chunk, last=True)
-
-    def _get(self, name: str, chunk: int, last: bool) -> Tensor:
-        entry = self._entries.get((name, chunk))
-        if entry is None:
-            raise BackwardError(
-                f"{name} of chunk {chunk} was asked for a second time, or never saved; offloaded tensors are brought back "
-                "once. Compute the loss again, or add losses up and call backward once."
-            )
-        tensor = self._manager.fetch(self._batch, entry)
-        if last:
-            del self._entries[name, chunk]
-        if self._accesses[self._position : self._position + 1] == [(name, chunk)]:
-            self._position += 1
-        self.prefetch(self._ahead)
-        return tensor
-
-    def prefetch(self, count: int) -> None:
-        """Start the copies of what is read next, here and then in the layer whose backward follows."""
-        ahead = self._accesses[self._position : self._position + count]
-        for access in ahead:
-            if access in self._entries:
-                self._manager.load(self._batch, self._entries[access])
-        before = self._before() if self._before is not None else None
-        if before is not None and len(ahead) < count:
-            before.prefetch(count - len(ahead))
+from streambp.errors import HostMemoryError
+from streambp.offload.arena import Arena, as_tensor, host_limit, padded
+from streambp.offload.auto import Auto, LayerWatch
+from streambp.offload.engines import BACK, OUT, Engine, make_engine
+from streambp.offload.stores import HostTensors, LayerTensors, MicroBatch
+from streambp.offload.transfers import Entry, Holding, Transfers
 
 
 class OffloadManager:
@@ -143,67 +36,142 @@ class OffloadManager:
     Args:
         host_memory: bytes of host memory that may be used; None: nine tenths of what is available.
         on_host_full: "keep" what does not fit on the device, "recompute" what can be, or "raise".
-        layers: how many layers a forward has, for the size of a stack.
+        layers: how many layers a forward has, for the size of a stack and for which of them stay on the device.
+        gpu_memory: bytes on the device for a layer's prefix and for saved tensors that stay; None: the prefix is whole,
+            and all saved tensors leave.
+        auto: chooses what to save; None: the configuration says it.
         engine: for tests; made for the device of the first tensor if None.
     """
 
-    def __init__(self, host_memory: int | None, on_host_full: str, layers: int, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        host_memory: int | None,
+        on_host_full: str,
+        layers: int,
+        gpu_memory: int | None = None,
+        auto: Auto | None = None,
+        engine: Engine | None = None,
+    ) -> None:
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
+        self.auto = auto
+        self.workspace = (
+            0  # bytes on the device that the backward of this forward's most demanding layer needs for its prefix
+        )
+        self._given_gpu_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
-        self.bytes = {OUT: 0, BACK: 0}
         self._given_engine = engine
-        self._engine: Engine | None = engine
+        self._transfers: Transfers | None = None
         self._arena: Arena | None = None
         self._current: weakref.ref[MicroBatch] | None = None
-        self._in_flight: collections.deque[Departure] = collections.deque()
+        self._stores: weakref.WeakSet[LayerTensors] = weakref.WeakSet()
+        self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
         """A copied or pickled model starts with an empty manager."""
-        return OffloadManager, (self.host_memory, self.on_host_full, self.layers)
+        auto = None if self.auto is None else self.auto.fresh()
+        return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self._given_gpu_memory, auto)
 
-    def open(self, index: int, device: torch.device) -> LayerTensors:
+    def open(self, index: int, device: torch.device, length: int) -> LayerTensors:
         """The store of one layer's call; a layer that does not come after the last one starts a new micro-batch."""
-        if self._engine is None:
-            self._engine = make_engine(device)
-        if self._arena is None:
-            self._arena = Arena(host_limit(self.host_memory), self._engine.host_buffer)
-        batch = self._current() if self._current is not None else None
-        if batch is None or index <= batch.last_index:
-            batch = MicroBatch(self._arena, self._engine)
+        arena = self._start(device)
+        batch = self._current_batch()
+        if batch is None or batch.retired or index <= batch.last_index:
+            if self.auto is not None:
+                self.auto.begin(length, self.transfers, arena.limit, self.workspace)
+            self.workspace = 0
+            batch = MicroBatch(arena, self.transfers.engine)
             self._current = weakref.ref(batch)
+            self._holdings.add(batch)
         batch.last_index = index
-        tensors = LayerTensors(self, batch, index)
+        tensors = LayerTensors(self, batch, index, self._stays(index, batch))
         batch.layers.append(weakref.ref(tensors))
+        self._stores.add(tensors)
         return tensors
 
-    def push(self, stack: Stack, tensor: Tensor, optional: bool) -> Entry | None:
-        """Start the copy of a tensor to the host; None for one that is optional and is to be recomputed instead."""
-        engine, size = self.engine, tensor.numel() * tensor.element_size()
-        entry = Entry(source=tensor)
-        host = self._reserve(stack, size)
+    def chosen_saves(self, length: int) -> tuple[str, ...] | None:
+        """What the layers save of a sequence of that length; None: what the configuration says."""
+        return None if self.auto is None else self.auto.saves(length)
+
+    def watch(self, length: int, unread: dict[Any, Any]) -> LayerWatch | None:
+        """Measures a layer's forward, if a choice is still to be made."""
+        return None if self.auto is None else self.auto.watch(length, self.transfers.engine, unread)
+
+    def scratch(self, device: torch.device) -> HostTensors:
+        """A store for the tiles of one prefix."""
+        holding = Holding(self._start(device), self.transfers.engine, "prefix")
+        self._holdings.add(holding)
+        return HostTensors(self, holding)
+
+    def _start(self, device: torch.device) -> Arena:
+        if self._transfers is None:
+            self._transfers = Transfers(self._given_engine or make_engine(device))
+        if self._arena is None:
+            engine = self._transfers.engine
+            self._arena = Arena(host_limit(self.host_memory), engine.host_buffer, engine.settle)
+        return self._arena
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self._transfers is not None
+        return self._transfers
+
+    def _current_batch(self) -> MicroBatch | None:
+        return self._current() if self._current is not None else None
+
+    @property
+    def gpu_memory(self) -> int | None:
+        """[Note: device budget]"""
+        return self.auto.gpu_memory if self._given_gpu_memory is None and self.auto is not None else self._given_gpu_memory
+
+    @property
+    def prefix_memory(self) -> int | None:
+        """Bytes on the device that a layer's prefix may take; None: no limit."""
+        return self.auto.prefix_memory if self.gpu_memory is None and self.auto is not None else self.gpu_memory
+
+    @property
+    def kept(self) -> int:
+        """Bytes of saved tensors that stay on the device."""
+        return sum(tensors.kept for tensors in self._stores)
+
+    def has_room(self, size: int) -> bool:
+        """[Note: device budget]"""
+        return self.gpu_memory is not None and self.workspace + self.kept + size <= self.gpu_memory
+
+    def needs(self, workspace: int) -> None:
+        """The backward of a layer will need as many bytes for its prefix."""
+        self.workspace = max(self.workspace, workspace)
+
+    def _stays(self, index: int, batch: MicroBatch) -> bool:
+        """Whether layer `index` and all after it fit on the device, if they are like those before it.
+
+        The first layer's size is not known yet; it leaves, as its backward comes last.
+        """
+        return batch.layer_bytes > 0 and self.has_room((self.layers - index) * batch.layer_bytes)
+
+    def place(self, holding: Holding, tensor: Tensor, optional: bool) -> Entry | None:
+        """Start the copy of a tensor to the host. One that does not fit stays, or is None if it can be recomputed."""
+        host = self._push(holding, tensor.nbytes)
         if host is None:
             self.left += 1
-            return None if optional and self.on_host_full == "recompute" else entry
-        entry.host = as_tensor(host, tensor)
-        engine.compute_access(tensor, write=True)
-        engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1
-        engine.wait(OUT, stack.last_read)  # 5
-        engine.copy(OUT, entry.host, tensor)
-        entry.copied_out = engine.record(OUT)
-        self.bytes[OUT] += size
-        self._in_flight.append(Departure(entry, tensor))
-        while len(self._in_flight) > IN_FLIGHT:
-            self._let_go(self._in_flight.popleft())
+            return None if optional and self.on_host_full == "recompute" else Entry(tensor)
+        entry = Entry(host=as_tensor(host, tensor))
+        self.transfers.send(entry, tensor, holding.free_after)
         return entry
 
-    def _reserve(self, stack: Stack, size: int) -> Tensor | None:
+    def reserve(self, holding: Holding, size: int) -> None:
+        missing = size - holding.stack.left
+        if missing > 0 and self._arena is not None:
+            self._arena.grow(holding.stack, padded(missing))
+
+    def _push(self, holding: Holding, size: int) -> Tensor | None:
+        stack = holding.stack
         host = stack.push(size)
         if host is not None:
             return host
         assert self._arena is not None
-        if self._arena.grow(stack, self._wanted(stack, size)) or self._arena.grow(stack, padded(size)):
+        if self._arena.grow(stack, self._wanted(holding, size)) or self._arena.grow(stack, padded(size)):
             return stack.push(size)
         if self.on_host_full == "raise":
             raise HostMemoryError(
@@ -213,59 +181,15 @@ class OffloadManager:
             )
         return None
 
-    def _wanted(self, stack: Stack, size: int) -> int:
+    def _wanted(self, holding: Holding, size: int) -> int:
         """Bytes to add: what the layers still to come will need if they are like those before."""
-        batch = self._current() if self._current is not None else None
-        done = 0 if batch is None else len(batch.layers) - 1
-        if done == 0 or stack.used == 0:
+        if not isinstance(holding, MicroBatch) or len(holding.layers) < 2 or holding.stack.used == 0:
             return padded(size)
-        return max(padded(size), stack.used // done * (self.layers - done))
-
-    def _let_go(self, departure: Departure) -> None:
-        self.engine.wait(COMPUTE, departure.entry.copied_out)  # 6
-        departure.entry.source = None
-
-    def finish_layer(self, tensors: LayerTensors, last: list[Entry]) -> None:
-        """Keep copies of the last chunk's tensors if they are parts of larger ones, which must not live on for them."""
-        for entry in last:
-            source = entry.source
-            if source is not None and entry.host is not None and source.untyped_storage().nbytes() > source.nbytes:
-                entry.source = source.clone()
-        if tensors.index >= self.layers - 1:  # nothing pushes its sources out before its backward
-            while self._in_flight:
-                departure = self._in_flight.popleft()
-                kept = departure.entry.source if any(departure.entry is entry for entry in last) else None
-                self._let_go(departure)
-                departure.entry.source = kept
-
-    def load(self, batch: MicroBatch, entry: Entry) -> None:
-        """Start the copy back, unless the tensor is on the device or on its way."""
-        if entry.source is not None or id(entry) in batch.arriving:
-            return
-        assert entry.host is not None
-        engine = self.engine
-        tensor = engine.like(entry.host)
-        engine.wait(BACK, engine.record(COMPUTE))  # 2
-        engine.wait(BACK, entry.copied_out)  # 3
-        engine.copy(BACK, tensor, entry.host)
-        batch.stack.last_read = event = engine.record(BACK)
-        batch.arriving[id(entry)] = (tensor, event)
-        self.bytes[BACK] += tensor.nbytes
-
-    def fetch(self, batch: MicroBatch, entry: Entry) -> Tensor:
-        """The tensor, on the device."""
-        if entry.source is not None:
-            return entry.source
-        self.load(batch, entry)
-        tensor, event = batch.arriving.pop(id(entry))
-        self.engine.wait(COMPUTE, event)  # 4
-        self.engine.compute_access(tensor, write=False)
-        return tensor
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
+        done = len(holding.layers) - 1
+        staying = 0
+        if self.gpu_memory is not None:
+            staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
+        return max(padded(size), holding.stack.used // done * max(0, self.layers - done - staying))
 
     @property
     def host_bytes(self) -> int:
@@ -273,19 +197,39 @@ class OffloadManager:
         return 0 if self._arena is None else self._arena.allocated
 
     def stats(self) -> dict[str, float]:
-        """Bytes moved and seconds that compute waited, in each direction; host memory; tensors that did not fit."""
-        stalls = self._engine.stalls() if self._engine is not None else {OUT: 0.0, BACK: 0.0}
+        """Bytes moved, seconds that compute waited and GB/s in each direction; host memory; tensors that did not fit."""
+        zero = {OUT: 0.0, BACK: 0.0}
+        moved, stalls, seconds = zero, zero, zero
+        if self._transfers is not None:
+            engine = self._transfers.engine
+            moved, stalls, seconds = self._transfers.bytes, engine.stalls(), engine.copying()
         return {
-            "bytes_out": self.bytes[OUT],
-            "bytes_back": self.bytes[BACK],
+            "bytes_out": moved[OUT],
+            "bytes_back": moved[BACK],
+            "gb_per_s_out": moved[OUT] / seconds[OUT] / 1e9 if seconds[OUT] else 0.0,
+            "gb_per_s_back": moved[BACK] / seconds[BACK] / 1e9 if seconds[BACK] else 0.0,
             "stall_out": stalls[OUT],
             "stall_back": stalls[BACK],
             "host_bytes": self.host_bytes,
             "left": self.left,
         }
 
+    def abort(self) -> None:
+        """Give up every forward that waits for its backward, after an exception, say: their host memory is free at once.
+
+        Without it that happens when nothing refers to them any more: neither the loss, nor the exception's traceback. Their
+        backward raises BackwardError from now on; the next forward finds everything as it was before.
+        """
+        if self._transfers is not None:
+            self._transfers.let_go()
+            self._transfers.engine.settle()
+        for holding in list(self._holdings):
+            holding.retire()
+        for tensors in list(self._stores):
+            tensors.forget()
+        self._current = None
+
     def close(self) -> None:
-        """Give the host memory back. Graphs that still wait for their backward keep theirs until they are gone."""
-        while self._in_flight:
-            self._let_go(self._in_flight.popleft())
-        self._arena, self._current, self._engine = None, None, self._given_engine
+        """Give the host memory back to the system, and give up what waits for its backward (see `abort`)."""
+        self.abort()
+        self._arena = self._transfers = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import StreamBPError
-from streambp.offload.engines import BACK, COMPUTE, OUT
+from streambp.offload.engines import BACK, COMPUTE, OUT, DeviceMemory
 
 QUEUES = (COMPUTE, OUT, BACK)
 Clock = dict[str, int]
@@ -66,8 +66,10 @@ class TraceEngine:
         for name, when in (event or {}).items():
             self._clocks[queue][name] = max(self._clocks[queue][name], when)
 
-    def done(self, event: Any) -> bool:
-        return False
+    def settle(self) -> None:
+        for queue in QUEUES:
+            for other in (OUT, BACK):
+                self.wait(queue, self.record(other))
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
         device, host = (source, target) if queue == OUT else (target, source)
@@ -80,6 +82,18 @@ class TraceEngine:
 
     def stalls(self) -> dict[str, float]:
         return {OUT: 0.0, BACK: 0.0}
+
+    def copying(self) -> dict[str, float]:
+        return {OUT: 0.0, BACK: 0.0}
+
+    def clock(self) -> Any:
+        return 0.0
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        return float(stop - start)
+
+    def memory(self) -> DeviceMemory | None:
+        return None
 
     def _device(self, tensor: Tensor) -> Place:
         storage = tensor.untyped_storage()

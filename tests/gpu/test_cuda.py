@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import streambp
+from streambp.offload import manager_of
 from tests.families import build, make_batch
-from tests.gpu import report
+from tests.gpu import offload_rows, report
 from tests.oracle import relative_l2
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,20 +34,75 @@ def test_the_report_runs_without_a_gpu(spans):
     assert all(passed for _, passed in rows)
 
 
+def model_and_batch(**settings):
+    model = build("qwen3", torch.bfloat16, num_hidden_layers=4, hidden_size=512, head_dim=128).cuda()
+    streambp.patch(model, streambp.StreamConfig(chunk_size=1024, saves=("attn_out", "kv"), **settings))
+    return model, {name: value.cuda() for name, value in make_batch("plain", length=8192).items()}
+
+
+def gradient_of(**settings):
+    """Of the second step."""
+    model, batch = model_and_batch(**settings)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        model(**batch, use_cache=False).loss.backward()
+    return {name: p.grad.float() for name, p in model.named_parameters()}
+
+
 @pytest.mark.gpu
 @needs_gpu
-def test_offloading_changes_nothing():
+@pytest.mark.parametrize("gpu_memory", [None, 1])
+def test_offloading_changes_nothing(gpu_memory):
     """As close to a run without it as two such runs are to each other (FlashAttention's backward adds in any order)."""
-
-    def gradient(offload):
-        model = build("qwen3", torch.bfloat16, num_hidden_layers=4, hidden_size=512, head_dim=128).cuda()
-        saves = ("attn_out", "kv")
-        streambp.patch(model, streambp.StreamConfig(chunk_size=1024, saves=saves, offload=offload))
-        batch = {name: value.cuda() for name, value in make_batch("plain", length=8192).items()}
-        for _ in range(2):
-            model.zero_grad(set_to_none=True)
-            model(**batch, use_cache=False).loss.backward()
-        return {name: p.grad.float() for name, p in model.named_parameters()}
-
-    plain, again, moved = gradient("none"), gradient("none"), gradient("cpu")
+    plain, again, moved = gradient_of(), gradient_of(), gradient_of(offload="cpu", gpu_memory=gpu_memory)
     assert relative_l2(moved, plain) <= 2 * relative_l2(again, plain)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("gpu_memory", [None, 1, "1GiB"])
+def test_offloading_changes_no_bit_of_deterministic_kernels(gpu_memory, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain = gradient_of(attention="math")
+        moved = gradient_of(attention="math", offload="cpu", gpu_memory=gpu_memory)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plain.keys() == moved.keys()
+    assert all(torch.equal(moved[name], gradient) for name, gradient in plain.items())
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("gpu_memory", [None, 1])
+def test_no_growth_and_stalls_are_counted_on_a_device(gpu_memory):
+    model, batch = model_and_batch(offload="cpu", gpu_memory=gpu_memory)
+    sizes = []
+    for _ in range(20):
+        model(**batch, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        sizes.append((torch.cuda.memory_allocated(), manager_of(model).host_bytes))
+    assert len(set(sizes[2:])) == 1
+    stats = manager_of(model).stats()
+    assert stats["gb_per_s_out"] > 0
+    assert stats["stall_out"] >= 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.full
+@pytest.mark.parametrize("name", offload_rows.ROWS)
+def test_rows(name):
+    found = subprocess.run(
+        [sys.executable, offload_rows.__file__, "--row", name], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["8B 65,536 auto", "8B LoRA step 131,072"])
+def test_the_rows_run_without_a_gpu(name):
+    line, passed = offload_rows.run(name, "cpu", tiny=True)
+    assert passed
+    assert "to the host" in line

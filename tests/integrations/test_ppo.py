@@ -21,7 +21,7 @@ import peft
 from datasets import Dataset
 from transformers import AutoModelForTokenClassification
 
-from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer
+from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer, values
 from tests.integrations.test_trl import tokenizer
 
 WORDS = (5, 9, 14, 20)
@@ -133,8 +133,16 @@ def test_gradients_and_one_backward(separate, tmp_path, monkeypatch):
     assert len(calls) == (2 * layers if separate else layers)
 
 
+def test_a_mutant_whose_values_do_not_reach_the_backbone_turns_that_red(tmp_path, monkeypatch):
+    real = values.blockwise_values
+    monkeypatch.setattr(values, "blockwise_values", lambda hidden, norm, head: real(hidden.detach(), norm, head))
+    with pytest.raises(AssertionError):
+        test_gradients_and_one_backward(False, tmp_path, monkeypatch)
+
+
 def test_checkpoints_hold_policy_and_values_apart(tmp_path):
-    trainer = make(tmp_path, build("qwen3"), save_strategy="steps", save_steps=2, max_steps=4)
+    steered = {"kl_target": 1.0, "kl_horizon": 320}
+    trainer = make(tmp_path, build("qwen3"), save_strategy="steps", save_steps=2, max_steps=4, **steered)
     trainer.train()
     after = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     loaded = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4")
@@ -143,6 +151,7 @@ def test_checkpoints_hold_policy_and_values_apart(tmp_path):
     again._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
     for name, p in again.model.named_parameters():
         assert torch.equal(p, after[name]), name
+    assert again.kl_coef == trainer.kl_coef != trainer.args.kl_coef
     config = copy.deepcopy(build("qwen3").config)
     config.num_labels = 1
     other = make(tmp_path, build("qwen3"), AutoModelForTokenClassification.from_config(config))
@@ -180,6 +189,15 @@ def test_reward_lands_on_the_last_token_and_kl_on_every_one(tmp_path):
     found = trainer._token_rewards(output, log_probs, mask)
     expected = torch.tensor([[-0.25, 0.0, 2.0 + 0.5], [2.0 - 1.0, 0.0, 0.0]])
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss_type", "bnpo"), ("delta", 1.5), ("importance_sampling_level", "sequence"), ("beta", 0.3)]
+)
+def test_settings_of_grpos_loss_are_refused(name, value):
+    with pytest.raises(streambp.StreamBPError, match=f"{name} is set"):
+        StreamPPOConfig(output_dir="x", bf16=False, **{name: value})
+    assert StreamPPOConfig(output_dir="x", bf16=False, kl_coef=0.2, beta=0.2).kl_coef == 0.2
 
 
 def test_another_config_is_refused(tmp_path):

@@ -218,10 +218,20 @@ def test_grpo(loss_type, tmp_path, attended_chunks, checkpoint):
     assert any(entry["reward_std"] > 0 for entry in expected[0])
 
 
-def test_a_patched_model_keeps_its_settings(tmp_path):
-    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=7))
-    _, _, trainer = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, max_steps=1, **STREAMED)
+@pytest.mark.parametrize("given", ["model", "peft", "base of peft"])
+def test_a_patched_model_keeps_its_settings(given, tmp_path, attended_chunks):
+    model = build("qwen3", torch.float64)
+    patched = model if given == "model" else peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    model = patched
+    streambp.patch(patched.base_model if given == "base of peft" else patched, streambp.StreamConfig(chunk_size=7))
+    settings = {"max_steps": 1, "stream_chunk_size": "11"}
+    _, _, trainer = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **settings)
     assert streambp.describe(trainer.model).chunk_size == "7"
+    assert 7 in attended_chunks
+    assert 11 not in attended_chunks
+    assert sum("_streambp" in module.__dict__ for module in trainer.model.modules()) == 1
+    streambp.unpatch(trainer.model)
+    assert not any("_streambp_forwards" in module.__dict__ for module in trainer.model.modules())
 
 
 def test_evaluation_generation_and_resume(tmp_path):
@@ -249,6 +259,8 @@ def test_settings_from_the_command_line():
     assert config.stream_config() == streambp.StreamConfig(chunk_size=512, saves=("kv", "attn_out"))
     with pytest.raises(streambp.StreamBPError, match="chunk_size"):
         StreamSFTConfig(output_dir="x", stream_chunk_size="big", bf16=False).stream_config()
+    with pytest.raises(streambp.StreamBPError, match="saves is 'kv'"):
+        StreamSFTConfig(output_dir="x", stream_saves="kv", bf16=False).stream_config()
 
 
 def test_importing_streambp_does_not_import_trl():

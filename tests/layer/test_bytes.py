@@ -19,7 +19,7 @@ from streambp.layer.function import stream_layer
 from streambp.offload.arena import Arena
 from streambp.offload.engines import SynchronousEngine
 from streambp.offload.manager import OffloadManager
-from tests.counting import LiveBytes
+from streambp.planner.count import LiveBytes
 
 LENGTHS = (512 * 1024, 1024 * 1024)
 KB = 1024
@@ -170,16 +170,34 @@ class HostOnMeta(SynchronousEngine):
             return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
-def test_offloaded_backward_grows_by_21_kb_a_token():
-    """x, attn_out and kv on the host: K and V come back whole, x and attn_out chunk by chunk."""
+def offloaded_peaks(saves, gpu_memory, grad=True):
     layer = qwen3_8b_layer()
 
     def measure(length):
-        offloader = OffloadManager(2**50, "raise", 2, HostOnMeta(torch.device("meta")))
-        offloader._arena = Arena(2**50, offloader.engine.host_buffer)
-        return run_layer(layer, length, streamed(("attn_out", "kv"), offloader))
+        engine = HostOnMeta(torch.device("meta"))
+        offloader = OffloadManager(2**50, "raise", 2, gpu_memory, engine)
+        offloader._arena = Arena(2**50, engine.host_buffer)
+        return run_layer(layer, length, streamed(saves, offloader), grad)
 
-    peaks = {length: measure(length) for length in LENGTHS}
-    for name in ("last layer", "first layer", "forward"):
-        print(f"offloaded, {name}: {slope(lambda length, name=name: peaks[length][name]) / KB:.2f} KB a token")
-    assert slope(lambda length: peaks[length]["first layer"]) <= 21 * KB
+    peaks = [measure(length) for length in LENGTHS]
+    slopes = {name: (peaks[1][name] - peaks[0][name]) / (LENGTHS[1] - LENGTHS[0]) for name in peaks[0]}
+    for name, found in slopes.items():
+        print(f"offloaded, saves {saves}, gpu_memory {gpu_memory}, {name}: {found / KB:.2f} KB a token")
+    return slopes
+
+
+def test_offloaded_backward_grows_by_21_kb_a_token():
+    """x, attn_out and kv on the host: K and V come back whole, x and attn_out chunk by chunk."""
+    assert offloaded_peaks(("attn_out", "kv"), None)["first layer"] <= 21 * KB
+
+
+@pytest.mark.parametrize("saves", [("attn_out", "kv"), ("attn_out",)], ids=["kv saved", "kv computed again"])
+def test_backward_with_a_streamed_prefix_grows_by_9_5_kb_a_token(saves):
+    """What is left are the gradient's buffer (8 KB) and cos and sin (0.5 KB)."""
+    slopes = offloaded_peaks(saves, 2**30)
+    assert slopes["first layer"] <= 9.5 * KB
+    assert slopes["forward"] <= 9.5 * KB  # beyond its input
+
+
+def test_forward_without_grad_streams_its_prefix_too():
+    assert offloaded_peaks((), 2**30, grad=False)["forward"] <= 9.5 * KB

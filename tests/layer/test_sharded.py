@@ -66,11 +66,15 @@ def test_other_layers_are_exact(name, one_rank, float64_everywhere):
 @pytest.mark.parametrize("saves", [(), ("kv", "mlp.gate_proj")])
 def test_offloading_and_recomputing_what_does_not_fit_change_nothing(saves, one_rank):
     expected = shard_gradients(build("qwen3"), make_batch("packed"), saves=saves)[1]
-    for settings in ({}, {"host_memory": 8_000, "on_host_full": "recompute"}):
-        model = build("qwen3")
-        found = shard_gradients(model, make_batch("packed"), saves=saves, offload="cpu", **settings)[1]
-        assert (model._streambp.state.offloader.stats()["left"] > 0) == bool(settings)
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    few = {"host_memory": 8_000, "on_host_full": "recompute"}
+    for settings in ({}, few, {"offload": "auto"}, {"offload": "auto", "saves": "auto"}):
+        chosen = {"saves": saves, "offload": "cpu", **settings}
+        model = streambp.patch(build("qwen3"), StreamConfig(chunk_size=5, **chosen))
+        for _ in range(2):  # what is "auto" is chosen by the first step
+            found = gradients(model, **with_shifted_labels(make_batch("packed")))[1]
+            assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        if chosen["offload"] == "cpu":
+            assert (model._streambp.state.offloader.stats()["left"] > 0) == ("host_memory" in settings)
 
 
 def test_dropout_after_attention_is_drawn_as_in_chunks(monkeypatch, float64_oracle):
@@ -207,6 +211,7 @@ def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
         ("qwen3", {"attention_dropout": 0.1}, "attention dropout"),
         ("gpt_oss", {}, "attention sink"),
         ("diffllama", {}, "attended 2 times"),
+        ("gptj", {}, "attends by itself"),
         ("lfm2", {}, "mixes tokens|does not work on chunks"),
         ("llama4_text", {"attention_chunk_size": 8}, "sliding window"),
     ],

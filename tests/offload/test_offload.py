@@ -1,4 +1,4 @@
-"""Offloaded tensors: the same gradients to the bit, defined behaviour when things go wrong, and no races."""
+"""Offloaded tensors: the same gradients to the bit, host bytes to the formula, models and copies kept apart."""
 
 from __future__ import annotations
 
@@ -10,40 +10,20 @@ import pytest
 import torch
 
 import streambp
-from streambp.offload import arena, engines, manager
-from streambp.offload.arena import host_limit, padded
-from streambp.offload.trace import TraceEngine
+from streambp.offload import arena, engines, manager_of, transfers
 from tests import zoo
-from tests.families import LENGTH, build, make_batch
-
-SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
-
-
-def model_with(saves=(), model=None, **settings):
-    model = build("qwen3", num_hidden_layers=3) if model is None else model
-    return streambp.patch(model, streambp.StreamConfig(chunk_size=5, saves=saves, **settings))
-
-
-def offloaded(saves=("attn_out", "kv"), model=None, **settings):
-    return model_with(saves, model, offload="cpu", **settings)
-
-
-def manager_of(model):
-    return model._streambp.state.offloader
-
-
-def step(model, mode="plain", **batch):
-    model.zero_grad(set_to_none=True)
-    loss = model(**{**make_batch(mode), **batch}, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(found, expected):
-    assert torch.equal(found[0], expected[0])
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert torch.equal(found[1][name], gradient), name
+from tests.families import build, make_batch
+from tests.offload.runs import (
+    SAVES,
+    SCHEDULES,
+    assert_same,
+    expected_host_bytes,
+    forward,
+    model_with,
+    offloaded,
+    run,
+    step,
+)
 
 
 @pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
@@ -65,37 +45,6 @@ def test_families(name):
     assert_same(step(offloaded(("kv",), zoo.build(name, torch.float32))), expected)
 
 
-def forward(model, seed):
-    return model(**make_batch("plain", seed=seed), use_cache=False).loss
-
-
-def gradients_of(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-SCHEDULES = {  # forwards F and backwards B of micro-batches; E is an evaluation
-    "accumulation": "F0 B0 F1 B1 F2 B2",
-    "1F1B": "F0 F1 B0 F2 B1 B2",
-    "interleaved": "F0 F1 F2 B1 B0 B2",
-    "last first": "F0 F1 F2 B2 B1 B0",
-    "evaluation in between": "F0 E F1 B0 E B1 F2 B2",
-}
-
-
-def run(model, schedule):
-    model.zero_grad(set_to_none=True)
-    losses = {}
-    for item in schedule.split():
-        if item == "E":
-            with torch.no_grad():
-                forward(model, 9)
-        elif item[0] == "F":
-            losses[item[1]] = forward(model, int(item[1]))
-        else:
-            losses.pop(item[1]).backward()
-    return gradients_of(model)
-
-
 @pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_schedules(schedule, saves):
@@ -103,24 +52,12 @@ def test_schedules(schedule, saves):
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-def expected_host_bytes(model, rows=2, length=LENGTH, chunk_size=5):
-    """The formula, for every layer and chunk: x [B, C, h], o [B, H, C, D], lse [B, H, C], K and V [B, H_kv, C, D]."""
-    config = model.config
-    total = 0
-    for start in range(0, length, chunk_size):
-        tokens = rows * (min(start + chunk_size, length) - start)
-        heads, kv = config.num_attention_heads, config.num_key_value_heads
-        sizes = [config.hidden_size, heads * config.head_dim, heads, kv * config.head_dim, kv * config.head_dim]
-        total += sum(padded(4 * tokens * size) for size in sizes)
-    return total * config.num_hidden_layers
-
-
 def test_host_bytes_are_the_formulas_to_the_byte():
     model = offloaded()
     expected = expected_host_bytes(model)
     loss = forward(model, 1)
     assert manager_of(model)._current().stack.used == expected
-    assert manager_of(model).bytes[engines.OUT] <= expected
+    assert manager_of(model).transfers.bytes[engines.OUT] <= expected
     loss.backward()
     forward(model, 1).backward()
     assert manager_of(model).host_bytes <= 1.2 * expected
@@ -132,9 +69,9 @@ def test_fifty_steps_do_not_grow():
     for seed in range(50):
         forward(model, seed).backward()
         gc.collect()
-        sizes.append((manager_of(model).host_bytes, len(manager_of(model)._in_flight)))
+        sizes.append((manager_of(model).host_bytes, len(manager_of(model).transfers)))
     assert len(set(sizes[1:])) == 1
-    assert len(manager_of(model)._in_flight) <= manager.IN_FLIGHT
+    assert len(manager_of(model).transfers) <= transfers.GROUPS_IN_FLIGHT * 5  # x, attn_out, lse, k, v
 
 
 def test_longer_sequences_in_the_next_step():
@@ -160,88 +97,13 @@ def test_copies_and_pickles_start_empty():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert manager_of(other) is not manager_of(model)
         assert manager_of(other).host_bytes == 0
-        sites = [w.site for w in other._streambp.wrappers if hasattr(w, "site")]
+        sites = [w.site for w in other._streambp.state.wrappers if hasattr(w, "site")]
         assert all(site.offloader is manager_of(other) for site in sites)
         assert_same(step(other), expected)
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_exception_in_a_step(when, monkeypatch):
-    model = offloaded()
-    expected = step(model)
-    before = manager_of(model).host_bytes
-    mlp = type(model.model.layers[1].mlp)
-    real, calls = mlp.forward, []
-
-    def breaks(self, x):
-        calls.append(x)
-        if self is model.model.layers[1].mlp and len(calls) > (3 if when == "forward" else 18):
-            raise ValueError("injected")
-        return real(self, x)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mlp, "forward", breaks)
-        with pytest.raises(ValueError, match="injected"):
-            step(model)
-    gc.collect()
-    assert_same(step(model), expected)
-    assert manager_of(model).host_bytes <= 2 * before
-
-
-def test_backward_twice_is_an_error():
-    model = offloaded()
-    loss = forward(model, 1)
-    loss.backward(retain_graph=True)
-    with pytest.raises(streambp.StreamBPError, match="second time"):
-        loss.backward()
-    assert_same(step(model), step(model_with(("attn_out", "kv"))))
-
-
-def test_second_load_is_an_error():
-    offloader = manager.OffloadManager(None, "keep", 1)
-    store = offloader.open(0, torch.device("cpu"))
-    store.put("x", 0, torch.randn(3))
-    store.seal([("x", 0)], 1)
-    store.take("x", 0)
-    with pytest.raises(streambp.StreamBPError, match="second time"):
-        store.take("x", 0)
-
-
-@pytest.mark.parametrize("on_host_full", ["keep", "recompute"])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
-def test_host_budget_too_small(share, on_host_full):
-    expected = step(model_with(("attn_out", "kv")))
-    model = offloaded()
-    budget = int(share * expected_host_bytes(model)) + 1
-    model = offloaded(host_memory=budget, on_host_full=on_host_full)
-    for _ in range(2):
-        assert_same(step(model), expected)
-    assert manager_of(model).host_bytes <= budget
-    assert "did not fit" in str(streambp.describe(model))
-
-
-def test_host_budget_too_small_raises_and_the_model_stays_usable():
-    model = offloaded(host_memory=3000, on_host_full="raise")
-    with pytest.raises(streambp.StreamBPError, match="Raise host_memory"):
-        step(model)
-    assert_same(step(offloaded(model=model)), step(model_with(("attn_out", "kv"))))
-
-
-def test_host_limit_reads_what_the_machine_has(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 200 kB\nMemAvailable:      100 kB\n")
-    assert host_limit(None, meminfo, tmp_path) == int(0.9 * 102400)
-    (tmp_path / "memory.max").write_text("50000\n")
-    (tmp_path / "memory.current").write_text("10000\n")
-    assert host_limit(30000, meminfo, tmp_path) == 30000
-    with pytest.raises(streambp.StreamBPError, match="only"):
-        host_limit(60000, meminfo, tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_limit(60000, meminfo, tmp_path) == 60000
-
-
 @pytest.mark.parametrize(
-    ("field", "value"), [("offload", "disk"), ("on_host_full", "ignore"), ("host_memory", "many"), ("host_memory", -1)]
+    ("field", "value"), [("offload", "disk"), ("on_host_full", "ignore"), ("host_memory", "many"), ("gpu_memory", -1)]
 )
 def test_settings(field, value):
     with pytest.raises(streambp.StreamBPError, match=field):
@@ -262,6 +124,11 @@ def test_close_gives_the_memory_back():
     assert_same(step(model), expected)
 
 
+def test_manager_of_a_model_that_keeps_everything():
+    with pytest.raises(streambp.StreamBPError, match="offload='cpu'"):
+        manager_of(model_with())
+
+
 def poisoned(self, size):
     return torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN in every float dtype
 
@@ -269,83 +136,6 @@ def poisoned(self, size):
 def test_nothing_is_read_that_was_not_written(monkeypatch):
     monkeypatch.setattr(engines.SynchronousEngine, "host_buffer", poisoned)
     assert_same(step(offloaded()), step(model_with(("attn_out", "kv"))))
-
-
-def traced(schedule, saves=("attn_out", "kv"), collect=False):
-    """Twice the schedule, with a step between that breaks off in backward, while tensors are on their way back."""
-    model = offloaded(saves)
-    engine = TraceEngine(collect)
-    manager_of(model)._engine = manager_of(model)._given_engine = engine
-    run(model, schedule)
-    break_off(model)
-    return run(model, schedule), engine
-
-
-def break_off(model):
-    """A backward that raises once it has recomputed two chunks of the second layer."""
-    loss = forward(model, 5)
-    mlp = model.model.layers[1].mlp
-    real, calls = type(mlp).forward, []
-
-    def breaks(x):
-        calls.append(x.shape)
-        if len(calls) == 3:
-            raise ValueError("injected")
-        return real(mlp, x)
-
-    mlp.forward = breaks
-    with pytest.raises(ValueError, match="injected"):
-        loss.backward()
-    del mlp.forward, loss
-    gc.collect()
-
-
-@pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_no_races(schedule, saves):
-    found, engine = traced(schedule, saves)
-    assert engine.checked > 100
-    assert all(gradient.isfinite().all() for gradient in found.values())
-
-
-def without(waits):
-    """The checker's `wait` with some of the manager's waits left out, told apart by their queue and their event's."""
-
-    def wait(self, waiting, event, real=TraceEngine.wait):
-        if event is not None and (waiting, event.get("from")) in waits:
-            return
-        real(self, waiting, {k: v for k, v in (event or {}).items() if k != "from"})
-
-    return wait
-
-
-def record(self, queue, real=TraceEngine.record):
-    return {**real(self, queue), "from": queue}
-
-
-WAITS = {  # the wait that is left out, and a race that must be found then
-    "offload before compute": ([(engines.OUT, engines.COMPUTE)], "out reads device"),
-    "reload into memory that compute still uses": ([(engines.BACK, engines.COMPUTE)], "back writes device"),
-    "compute before the reload": ([(engines.COMPUTE, engines.BACK)], "compute reads device"),
-    "source let go before its offload": ([(engines.COMPUTE, engines.OUT)], "writes device"),
-    # Others cover these two as well: only what was let go is loaded, and compute waits for what came back before a
-    # stack is used again. They fail without both.
-    "host memory written before it was read": (
-        [(engines.OUT, engines.BACK), (engines.COMPUTE, engines.BACK)],
-        "out writes host",
-    ),
-    "reload before its offload": ([(engines.BACK, engines.OUT), (engines.COMPUTE, engines.OUT)], "back reads host"),
-}
-
-
-@pytest.mark.parametrize("name", WAITS)
-def test_a_missing_wait_is_a_race(name, monkeypatch):
-    waits, race = WAITS[name]
-    monkeypatch.setattr(TraceEngine, "record", record)
-    monkeypatch.setattr(TraceEngine, "wait", without([]))
-    assert not traced(SCHEDULES["1F1B"], collect=True)[1].races
-    monkeypatch.setattr(TraceEngine, "wait", without(waits))
-    assert any(race in found for found in traced(SCHEDULES["1F1B"], collect=True)[1].races)
 
 
 def test_arena_hands_out_aligned_ranges_that_do_not_overlap():

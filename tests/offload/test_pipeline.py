@@ -39,11 +39,11 @@ def worker(rank, schedule_name, port):
         def forward(self, x):
             return self.backbone(inputs_embeds=x, use_cache=False).last_hidden_state
 
-    def gradients(offload):
+    def gradients(offload, gpu_memory=None):
         mine = [Part(rank + 2 * k).train() for k in range(per_rank)]
         for part in mine:
-            config = streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv"), offload="cpu" if offload else "none")
-            streambp.patch(part, config)
+            settings = {"offload": "cpu", "gpu_memory": gpu_memory} if offload else {}
+            streambp.patch(part, streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv"), **settings))
             part.backbone.embed_tokens.requires_grad_(False)
         made = [pipelining.PipelineStage(part, rank + 2 * k, stages, torch.device("cpu")) for k, part in enumerate(mine)]
         schedule_class = getattr(pipelining, schedule_name)
@@ -54,9 +54,10 @@ def worker(rank, schedule_name, port):
         schedule.step(*arguments[0], **arguments[1])
         return [p.grad for part in mine for p in part.parameters() if p.requires_grad]
 
-    plain, moved = gradients(False), gradients(True)
+    plain = gradients(False)
     assert plain
-    assert all(a is not None and torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+    for moved in (gradients(True), gradients(True, gpu_memory=1)):
+        assert all(a is not None and torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
     print(f"rank {rank}: {len(plain)} gradients equal", flush=True)
     dist.destroy_process_group()
 

@@ -21,8 +21,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
 from streambp.head.blocks import Wanted
-from streambp.patching import Patch, patch
-from streambp.wrappers import CausalLMForward, InstanceForward, Scored
+from streambp.instance_forward import InstanceForward
+from streambp.patching import patch, streamed_head
+from streambp.wrappers import CausalLMForward, Scored
 
 OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
 
@@ -38,7 +39,8 @@ class FusedHead(InstanceForward):
     """
 
     def __init__(self, causal: CausalLMForward, temperature: float, in_float32: bool, outputs: tuple[str, ...]) -> None:
-        super().__init__(causal.module, causal.state)
+        super().__init__(causal.module)
+        self.state = causal.state
         self.causal = causal
         self.temperature = temperature
         self.in_float32 = in_float32
@@ -46,7 +48,7 @@ class FusedHead(InstanceForward):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head:
+        if self.retired or not fused_lm_head:
             return self.original(*args, **kwargs)
         if args:
             kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
@@ -91,11 +93,9 @@ def adder(config: StreamConfig, head_class: type[FusedHead] = FusedHead) -> Call
         cast_lm_head_to_fp32: bool = False,
         outputs: tuple[str, ...] = ("log_probs",),
     ) -> None:
-        found: Patch | None = model.__dict__.get("_streambp")
-        if found is None:  # a model that its user patched keeps its own settings
-            patch(model, config)
-            found = model.__dict__["_streambp"]
-        causal = next((w for w in found.wrappers if isinstance(w, CausalLMForward) and w.module is model), None)
+        causal = streamed_head(model)
+        if causal is None:  # a model that its user patched keeps its own settings
+            causal = streamed_head(patch(model, config))
         if causal is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no language-model head of its own, so TRL's losses have nothing to score. "
@@ -103,6 +103,6 @@ def adder(config: StreamConfig, head_class: type[FusedHead] = FusedHead) -> Call
             )
         head = head_class(causal, temperature, cast_lm_head_to_fp32, outputs)
         head.install()
-        found.wrappers.append(head)
+        causal.state.wrappers.append(head)
 
     return add_fused_lm_head

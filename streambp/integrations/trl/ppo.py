@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import trl.trainer.grpo_trainer
 from accelerate.utils import is_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
-from streambp.errors import StreamBPError
+from streambp.distributed.zero import full_shape
+from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead, ValueHead
@@ -28,12 +30,13 @@ from streambp.losses.ppo import gae, ppo_loss, whiten
 from streambp.patching import patch
 
 VALUE_FILE = "value.safetensors"
+GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")
 
 
 @dataclasses.dataclass
 class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL is not typed
     """TRL's `GRPOConfig`, of which `num_iterations` (epochs), `epsilon` (clip range) and `entropy_coef` mean the same here,
-    with PPO's own fields. `beta`, `loss_type` and what else shapes GRPO's loss are not used.
+    with PPO's own fields. What shapes GRPO's loss alone (`loss_type`, `delta`, ...) is refused; its `beta` is `kl_coef`.
 
     Args:
         kl_coef: penalty a token on log p_old - log p_ref; 0 leaves the reference model out.
@@ -57,7 +60,14 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
     whiten_rewards: bool = dataclasses.field(default=False, metadata={"help": "Rewards to variance 1."})
 
     def __post_init__(self) -> None:
-        self.beta = self.kl_coef  # TRL loads a reference model and scores rollouts with it if this is not 0
+        defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+        ignored = [name for name in GRPOS_OWN if getattr(self, name) != defaults[name]]
+        if ignored or self.beta not in (defaults["beta"], self.kl_coef):
+            raise ConfigError(
+                f"{', '.join(ignored) or 'beta'} is set, which shapes GRPO's loss and not PPO's. Leave it out; the clip "
+                "range is epsilon, the KL penalty kl_coef."
+            )
+        self.beta: float = self.kl_coef  # TRL loads a reference model and scores rollouts with it if this is not 0
         super().__post_init__()
 
 
@@ -87,7 +97,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         else:
             weight = policy.get_output_embeddings().weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
-            policy.add_module(VALUE_HEAD, ValueHead(weight.shape[1], weight.device, dtype))
+            policy.add_module(VALUE_HEAD, ValueHead(full_shape(weight)[1], weight.device, dtype))
 
     def _copy_as_reference(self) -> Any:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -113,11 +123,11 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
             old = self._score(self.model, output)
         log_probs = output.setdefault("old_per_token_logps", old.log_probs)
         rewards = self._token_rewards(output, log_probs, mask)
-        advantages, returns = gae(rewards, old.values, mask, gamma=self.args.gamma, lam=self.args.lam)
-        self._log_rollout(old.values, returns, mask)
+        advantages, returns = gae(rewards, old.state_values, mask, gamma=self.args.gamma, lam=self.args.lam)
+        self._log_rollout(old.state_values, returns, mask)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask)
-        output.update(advantages=advantages, old_values=old.values, returns=returns)
+        output.update(advantages=advantages, old_values=old.state_values, returns=returns)
         return output
 
     def _token_rewards(self, output: dict[str, Any], log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -159,7 +169,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """log_probs, entropy and values of the completion tokens, [B, T]."""
+        """log_probs, entropy and state_values of the completion tokens, [B, T]."""
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         kept = inputs["completion_ids"].shape[1]
@@ -169,7 +179,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
             output = model(
                 input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, values=True
             )
-        for name in ("log_probs", "entropy", "values"):
+        for name in ("log_probs", "entropy", "state_values"):
             output[name] = output[name][:, -kept:]
         return output
 
@@ -177,7 +187,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         mode = "train" if self.model.training else "eval"
         scored, mask = self._score(model, inputs), self._mask(inputs)
         found = ppo_loss(
-            scored.log_probs, inputs["old_per_token_logps"], inputs["advantages"], mask, scored["values"],
+            scored.log_probs, inputs["old_per_token_logps"], inputs["advantages"], mask, scored.state_values,
             inputs["old_values"], inputs["returns"], clip_range=self.epsilon_low,
             value_clip_range=self.args.value_clip_range, value_coef=self.args.value_coef, entropy=scored.entropy,
             entropy_coef=self.args.entropy_coef,
@@ -194,11 +204,13 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         values = {name: tensor for name, tensor in state.items() if _is_value(name)}
         super()._save(str(folder), {name: tensor for name, tensor in state.items() if name not in values})
         short = {name[name.index("value_") :]: tensor.contiguous() for name, tensor in values.items()}
-        save_file(short, str(folder / VALUE_FILE))
+        save_file(short, str(folder / VALUE_FILE), metadata={"kl_coef": repr(self.kl_coef)})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        state = load_file(str(Path(resume_from_checkpoint) / VALUE_FILE))
+        with safe_open(str(Path(resume_from_checkpoint) / VALUE_FILE), "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            self.kl_coef = float((file.metadata() or {}).get("kl_coef", self.kl_coef))
         missing = self._policy().load_state_dict(state, strict=False)
         if missing.unexpected_keys:
             raise StreamBPError(

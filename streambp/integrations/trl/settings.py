@@ -13,9 +13,10 @@ class StreamArguments:
 
     Args:
         stream_chunk_size: tokens of each row that are recomputed and differentiated at a time, or "auto".
-        stream_saves: what backward keeps instead of recomputing it ("attn_out", "kv").
-        stream_offload: "cpu" moves what is kept to host memory.
+        stream_saves: what backward keeps instead of recomputing it ("attn_out", "kv", or "auto" alone).
+        stream_offload: "cpu" moves what is kept to host memory; "auto" chooses what to keep as well.
         stream_host_memory: how much of it may be used, such as "96GiB".
+        stream_gpu_memory: how much of the device's may be used for what lives longer than a chunk.
     """
 
     stream_chunk_size: str = dataclasses.field(
@@ -31,13 +32,19 @@ class StreamArguments:
         default=None, metadata={"help": 'Host memory that may be used, such as "96GiB".'}
     )
 
+    stream_gpu_memory: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": 'With offloading, device memory for what lives longer than a chunk, such as "8GiB".'},
+    )
+
     def stream_config(self) -> StreamConfig:
         """Raises ConfigError for a value that StreamConfig does not take."""
         size = self.stream_chunk_size
         chunk_size = int(size) if isinstance(size, str) and size.isdigit() else size
         return StreamConfig(
             chunk_size=chunk_size,  # type: ignore[arg-type]
-            saves=tuple(self.stream_saves),
+            saves=self.stream_saves,  # type: ignore[arg-type]  # a list; text is refused
             offload=self.stream_offload,  # type: ignore[arg-type]
             host_memory=self.stream_host_memory,
+            gpu_memory=self.stream_gpu_memory,
         )

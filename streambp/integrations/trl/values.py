@@ -46,7 +46,7 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
 
 
 class PolicyAndValueHead(FusedHead):
-    """`FusedHead` that also returns `values`, aligned with log_probs: the value of the state before each label."""
+    """`FusedHead` that also returns `state_values`, aligned with log_probs: the value of the state before each label."""
 
     def __call__(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
         self.with_values = values
@@ -55,7 +55,7 @@ class PolicyAndValueHead(FusedHead):
     def output(self, scored: Scored, kwargs: dict[str, Any]) -> Any:
         result = super().output(scored, kwargs)
         if self.with_values:
-            result["values"] = self._values(scored, kwargs)
+            result["state_values"] = self._values(scored, kwargs)
         return result
 
     def _values(self, scored: Scored, kwargs: dict[str, Any]) -> Tensor:

@@ -1,0 +1,222 @@
+"""Runs one (method, shape, length) at a time in a process of its own, and keeps the rows in a CSV file.
+
+[Note: measurement] Forward and backward, gradients None at the start, the second iteration counts. On a GPU the peak is the
+allocator's; on a CPU it is counted: the bytes of all storages made since the step began and still alive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paper_repro.methods import METHODS, Method, Unavailable
+from paper_repro.shapes import build, make_batch
+from tests.counting import LiveBytes
+
+ROOT = Path(__file__).parents[1]
+Objective = Callable[[Method, PreTrainedModel, Tensor, int], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a table. seconds and bytes are of the second forward and backward; [Note: measurement]."""
+
+    experiment: str
+    objective: str
+    shape: str
+    trained: str
+    method: str
+    tokens: int
+    rows: int
+    chunk_size: str
+    status: str
+    seconds: float | None
+    peak_gib: float | None
+    reserved_gib: float | None
+    host_gib: float | None
+    seed: int
+    device: str
+    versions: str
+    commit: str
+    date: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a child process measures."""
+
+    experiment: str
+    method: str
+    shape: str
+    lengths: tuple[int, ...]
+    objective: str = "sft"
+    lora: bool = False
+    rows: int = 1
+    chunk_size: int | str = "auto"
+    budget_gib: float | None = None
+    seed: int = 0
+    device: str = "cuda"
+    until_oom: bool = True
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="CSV file; its rows are kept and new ones added")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def run(job: Job, output: Path) -> list[Row]:
+    """Measure a job in a fresh process, print and store its rows."""
+    command = [sys.executable, "-m", "paper_repro.harness", json.dumps(dataclasses.asdict(job))]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = [json.loads(line.removeprefix("ROW ")) for line in result.stdout.splitlines() if line.startswith("ROW ")]
+    if not found:
+        raise RuntimeError(f"{job}: no row came back.\n{result.stderr[-3000:]}")
+    rows = [Row(**row) for row in found]
+    for row in rows:
+        show(row)
+    store(rows, output)
+    return rows
+
+
+def show(row: Row) -> None:
+    seconds = f"{row.seconds:9.3f} s" if row.seconds is not None else " " * 11
+    peak = f"{row.peak_gib:8.3f} GiB" if row.peak_gib is not None else " " * 12
+    what = f"{row.shape:<10} {row.trained:<5} {row.objective:<5} {row.method:<22}"
+    print(f"{what} {row.rows} x {row.tokens:>8} {seconds} {peak} {row.status}", flush=True)
+
+
+def store(rows: list[Row], output: Path) -> None:
+    new = not output.exists()
+    with output.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)
+
+
+def child(job: Job) -> None:
+    device = torch.device(job.device)
+    if device.type == "cuda" and job.budget_gib:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.budget_gib * 2**30 / total))
+    try:
+        model = build(job.shape, job.lora, device, job.seed)
+        method = METHODS[job.method]()
+        method.prepare(model, job.chunk_size)
+    except Unavailable as error:
+        print("ROW", json.dumps(row_of(job, job.lengths[0], str(error))))
+        return
+    except torch.OutOfMemoryError:
+        print("ROW", json.dumps(row_of(job, job.lengths[0], "out of memory")))
+        return
+    from paper_repro.objectives import OBJECTIVES
+
+    for length in job.lengths:
+        try:
+            figures = measure(method, model, OBJECTIVES[job.objective], length, job)
+            print("ROW", json.dumps(row_of(job, length, "ok", **figures)), flush=True)
+        except Unavailable as error:
+            print("ROW", json.dumps(row_of(job, length, str(error))))
+            return
+        except torch.OutOfMemoryError:
+            print("ROW", json.dumps(row_of(job, length, "out of memory")), flush=True)
+            if job.until_oom:
+                return
+
+
+def measure(method: Method, model: PreTrainedModel, objective: Objective, length: int, job: Job) -> dict[str, float | None]:
+    """[Note: measurement]"""
+    ids = make_batch(model, length, job.seed, job.rows)
+    on_gpu = model.device.type == "cuda"
+    figures: dict[str, float | None] = {}
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with method.step(model):
+            loss = objective(method, model, ids, job.seed)
+        loss.backward()
+        del loss
+        if on_gpu:
+            torch.cuda.synchronize()
+        figures["seconds"] = time.perf_counter() - start
+    if on_gpu:
+        figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        figures["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    else:  # counting slows the step down, so it has one of its own
+        model.zero_grad(set_to_none=True)
+        with LiveBytes() as count:
+            with method.step(model):
+                loss = objective(method, model, ids, job.seed)
+            loss.backward()
+        figures["peak_gib"] = count.peak / 2**30
+    patched = getattr(model, "_streambp", None)
+    if patched is not None and patched.state.offloader is not None:
+        figures["host_gib"] = patched.state.offloader.host_bytes / 2**30
+    return figures
+
+
+def row_of(job: Job, length: int, status: str, **figures: float | None) -> dict[str, object]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    empty = {"seconds": None, "peak_gib": None, "reserved_gib": None, "host_gib": None}
+    rounded = {name: None if value is None else round(value, 4) for name, value in {**empty, **figures}.items()}
+    return dataclasses.asdict(
+        Row(
+            job.experiment,
+            job.objective,
+            job.shape,
+            "LoRA" if job.lora else "full",
+            job.method,
+            length,
+            job.rows,
+            str(job.chunk_size),
+            status,
+            rounded["seconds"],
+            rounded["peak_gib"],
+            rounded["reserved_gib"],
+            rounded["host_gib"],
+            job.seed,
+            device_name(job.device),
+            versions(),
+            commit.stdout.strip() or "unknown",
+            datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        )
+    )
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def versions() -> str:
+    """Of everything that takes part, "torch 2.13.0; ..."."""
+    found = []
+    for name in ("torch", "transformers", "trl", "peft", "liger-kernel", "deepspeed"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "; ".join(found)
+
+
+if __name__ == "__main__":
+    values = json.loads(sys.argv[1])
+    child(Job(**{**values, "lengths": tuple(values["lengths"])}))

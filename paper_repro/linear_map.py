@@ -1,0 +1,66 @@
+"""The idea on a linear map: y = relu(x W1) W2 differentiated whole, and in D pieces of the rows of x.
+
+python -m paper_repro.linear_map [--output FILE]
+
+The chain rule is linear in the output: dW = sum over pieces i of J_i(W)^T g_i (paper, section 3.1). The gradients are the
+same numbers in another order of addition, the products the same, and the intermediate of one piece is all that lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.counting import LinearFlops, LiveBytes
+
+TOKENS, WIDTH, INNER = 8192, 512, 2048
+
+
+def whole(x: Tensor, weights: list[Tensor]) -> Tensor:
+    return torch.relu(x @ weights[0]) @ weights[1]
+
+
+def differentiate(x: Tensor, weights: list[Tensor], upstream: Tensor, pieces: int) -> list[Tensor]:
+    """dW1 and dW2, one piece of the rows at a time."""
+    sums = [torch.zeros_like(weight) for weight in weights]
+    for part, gradient in zip(x.chunk(pieces), upstream.chunk(pieces), strict=True):
+        for total, found in zip(sums, torch.autograd.grad(whole(part, weights), weights, gradient), strict=True):
+            total += found
+    return sums
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="CSV file")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    x, upstream = (torch.randn(TOKENS, WIDTH, dtype=torch.float64, device=args.device) for _ in range(2))
+    sizes = ((WIDTH, INNER), (INNER, WIDTH))
+    weights = [torch.randn(*size, dtype=torch.float64, device=args.device).requires_grad_() for size in sizes]
+    truth = torch.autograd.grad(whole(x, weights), weights, upstream)
+    rows = []
+    for pieces in (1, 2, 4, 8, 16, 32):
+        with LiveBytes() as count, LinearFlops() as flops:
+            found = differentiate(x, weights, upstream, pieces)
+        start = time.perf_counter()
+        differentiate(x, weights, upstream, pieces)
+        seconds = time.perf_counter() - start
+        error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
+        memory = {"pieces": pieces, "peak_mib": round(count.peak / 2**20, 2), "gflop": round(flops.total / 1e9, 2)}
+        rows.append({**memory, "seconds": round(seconds, 3), "relative_error": f"{error:.1e}"})
+        print("  ".join(f"{name} {value:>8}" for name, value in rows[-1].items()), flush=True)
+    if args.output:
+        with args.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Gradient error against float64 of bf16 and float32 backward, unpatched and streamed, in chunks of several sizes.
+
+python -m paper_repro.precision --output paper_repro/results/precision.csv [--device cuda] [--tokens 8192]
+
+The oracle is the unpatched model in float64 with its inner float32 casts lifted (on a GPU: in float32). Errors are relative
+L2 norms over the whole gradient, every parameter included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+import streambp
+from paper_repro.harness import device_name, versions
+from tests.families import build, make_batch
+from tests.oracle import Gradients, gradients, lift_float32_casts, relative_l2
+
+SIZES = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    rows = [row for seed in range(args.seeds) for row in measure(seed, args)]
+    with args.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def measure(seed: int, args: argparse.Namespace) -> list[dict[str, object]]:
+    model = build("qwen3", seed=seed, **SIZES).to(args.device).bfloat16().float()  # the same weights in every dtype
+    batch = {name: x.to(args.device) for name, x in make_batch("plain", length=args.tokens, seed=seed).items()}
+    truth = oracle(model, batch)
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        if args.device == "cuda" and dtype == torch.float32:
+            continue  # that is the oracle there
+        model.to(dtype)
+        noise = relative_l2(gradients(model, **batch)[1], truth)
+        for chunks in (1, 4, 16):
+            streambp.patch(model, streambp.StreamConfig(chunk_size=args.tokens // chunks))
+            error = relative_l2(gradients(model, **batch)[1], truth)
+            streambp.unpatch(model)
+            row = {"dtype": str(dtype).removeprefix("torch."), "tokens": args.tokens, "chunks": chunks, "seed": seed}
+            errors = {"unpatched": f"{noise:.4e}", "streambp": f"{error:.4e}", "ratio": f"{error / noise:.4f}"}
+            print("  ".join(str(value) for value in (*row.values(), *errors.values())), flush=True)
+            rows.append({**row, **errors, "device": device_name(args.device), "versions": versions()})
+    model.to(torch.float32)
+    return rows
+
+
+def oracle(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Gradients:
+    if batch["input_ids"].is_cuda:
+        return gradients(model, **batch)[1]
+    with pytest.MonkeyPatch.context() as patcher:
+        lift_float32_casts(patcher)
+        found = gradients(model.double(), **batch)[1]
+    model.float()
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Where the keys and values of one attention call are, and the accumulators of their gradients.
+
+    CallSite    the whole sequence in one buffer on the device
+    TiledSite   a tile for each chunk; some stay on the device, the others come from the host and go back there
+
+Attention asks both for the keys and values of its blocks, one block after the other, and adds to their gradients.
+
+[Note: tiles] Chunk i reads tiles 0 .. i, so tile j is read by all chunks but the first j: the first tiles are those that
+stay on the device. Blocks are visited in the order of their keys, so that a tile comes in once for each chunk: into the
+next tile's copies falls the work on this one. A tile of accumulators is written back after each visit; in a chunk's own
+tile they are complete and never go back. [Note: prefix accumulation order]. What is computed with which numbers in which
+order is the same as in one buffer: gradients are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from streambp.attention.spans import Block
+from streambp.chunks import Chunk, ChunkPlan
+
+WORKING = 4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
+Visit = Iterator[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and V of its rows and keys
+
+
+class Site(Protocol):
+    """Keys and values of one attention call over T tokens, and the accumulators of their gradients."""
+
+    @property
+    def value_size(self) -> int:
+        """D_v."""
+        ...
+
+    def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+        """Keep K [B, H_kv, C, D] and V of a chunk. Chunks come in order."""
+        ...
+
+    def visit(self, blocks: list[Block], gradients: bool = False) -> Visit:
+        """The blocks with their K and V. gradients: `add` will be called for each before the next."""
+        ...
+
+    def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
+        """Add to the accumulators of a block that is being visited."""
+        ...
+
+    def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """dK [B, H_kv, C, D] and dV of a chunk, in promote_types(dtype, float32); for the last time."""
+        ...
+
+
+@dataclasses.dataclass
+class CallSite:
+    """Buffers of one attention call of the layer. B rows, T tokens of the whole sequence."""
+
+    k: Tensor  # [B, H_kv, T, D]
+    v: Tensor  # [B, H_kv, T, D_v]
+    dk: Tensor | None = None  # [B, H_kv, T, D] in promote_types(dtype, float32)
+    dv: Tensor | None = None
+
+    @property
+    def value_size(self) -> int:
+        return self.v.shape[3]
+
+    def grow_accumulators(self) -> tuple[Tensor, Tensor]:
+        if self.dk is None or self.dv is None:
+            dtype = torch.promote_types(self.k.dtype, torch.float32)
+            self.dk, self.dv = torch.zeros_like(self.k, dtype=dtype), torch.zeros_like(self.v, dtype=dtype)
+        return self.dk, self.dv
+
+    def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """K [B, H_kv, C, D] and V of a chunk, as views."""
+        return self.k[:, :, chunk.start : chunk.stop], self.v[:, :, chunk.start : chunk.stop]
+
+    def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+        for buffer, part in zip(self.part(chunk), (k, v), strict=True):
+            buffer.copy_(part)
+
+    def visit(self, blocks: list[Block], gradients: bool = False) -> Visit:
+        if gradients:
+            self.dk, self.dv = self.grow_accumulators()
+        for block in blocks:
+            rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
+            yield block, self.k[rows, :, keys], self.v[rows, :, keys]
+
+    def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
+        rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
+        assert self.dk is not None
+        assert self.dv is not None
+        self.dk[rows, :, keys] += dk
+        self.dv[rows, :, keys] += dv
+
+    def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        dk, dv = self.grow_accumulators()
+        return dk[:, :, chunk.start : chunk.stop], dv[:, :, chunk.start : chunk.stop]
+
+
+class TileStore(Protocol):
+    """Tensors by name and chunk, most of them on the host or on their way."""
+
+    def reserve(self, size: int) -> None:
+        """Make room for that many bytes at once."""
+        ...
+
+    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+        """Keep a tensor; one that was there before by that name is replaced."""
+        ...
+
+    def has(self, name: str, chunk: int) -> bool: ...
+
+    def load(self, name: str, chunk: int) -> None:
+        """Start to bring it to the device."""
+        ...
+
+    def peek(self, name: str, chunk: int) -> Tensor:
+        """It, on the device; not to be changed."""
+        ...
+
+    def take(self, name: str, chunk: int) -> Tensor:
+        """It, on the device, for the last time."""
+        ...
+
+    def borrow(self, name: str, chunk: int) -> Tensor:
+        """It, on the device, to be changed and put back."""
+        ...
+
+
+@dataclasses.dataclass
+class Tile:
+    """One chunk's K [B, H_kv, C, D] and V on the device; their accumulators once they are needed."""
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+class TiledSite:
+    """Keys and values in tiles, one for each chunk. [Note: tiles]
+
+    Args:
+        index: which of the layer's attention calls.
+        keys: where K and V are kept. scratch: where the accumulators are between two chunks.
+        resident: how many of the first tiles stay on the device.
+        keeps_all: `keys` gets the resident tiles too, because they are saved for backward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        plan: ChunkPlan,
+        keys: TileStore,
+        scratch: TileStore,
+        resident: int,
+        keeps_all: bool,
+        value_size: int,
+    ) -> None:
+        self.plan = plan
+        self.resident = resident
+        self.keeps_all = keeps_all
+        self.value_size = value_size
+        self._keys, self._scratch = keys, scratch
+        self._k, self._v, self._dk, self._dv = (f"{part}.{index}" for part in ("k", "v", "dk", "dv"))
+        self._here: dict[int, Tile] = {}
+
+    def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+        self._leave(list(self._here))
+        tile = Tile(*(part.clone(memory_format=torch.contiguous_format) for part in (k, v)))
+        if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:  # nobody else reads the last
+            for name, part in ((self._k, tile.k), (self._v, tile.v)):
+                self._keys.put(name, chunk.index, part)
+                if not self._keys.has(name, chunk.index):  # to be computed again in backward; this pass needs it
+                    self._scratch.put(name, chunk.index, part)
+        self._here[chunk.index] = tile
+
+    def visit(self, blocks: list[Block], gradients: bool = False) -> Visit:
+        wanted = [self._tiles(block) for block in blocks]
+        own = blocks[0].q0 // self.plan.size if blocks else None
+        self._leave([index for index in self._here if index != own and index not in wanted[0]])
+        for number, block in enumerate(blocks):
+            for index in wanted[number]:
+                self._enter(index, gradients)
+            following = wanted[number + 1] if number + 1 < len(blocks) else range(0)
+            for index in following:
+                self._load(index, gradients)
+            yield block, self._part(block, lambda tile: tile.k), self._part(block, lambda tile: tile.v)
+            self._leave(index for index in wanted[number] if index not in following and index != own)
+
+    def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
+        rows = slice(block.b0, block.b1)
+        for index, inside, of_block in self._overlaps(block):
+            tile = self._here[index]
+            assert tile.dk is not None
+            assert tile.dv is not None
+            tile.dk[rows, :, inside] += dk[:, :, of_block]
+            tile.dv[rows, :, inside] += dv[:, :, of_block]
+
+    def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        self._enter(chunk.index, gradients=True)
+        tile = self._here.pop(chunk.index)
+        assert tile.dk is not None
+        assert tile.dv is not None
+        return tile.dk, tile.dv
+
+    def _enter(self, index: int, gradients: bool) -> None:
+        if index not in self._here:
+            self._here[index] = Tile(*(self._home(name, index).peek(name, index) for name in (self._k, self._v)))
+        tile = self._here[index]
+        if gradients and tile.dk is None:
+            if self._scratch.has(self._dk, index):
+                tile.dk, tile.dv = self._scratch.borrow(self._dk, index), self._scratch.borrow(self._dv, index)
+            else:
+                wide = torch.promote_types(tile.k.dtype, torch.float32)
+                tile.dk, tile.dv = torch.zeros_like(tile.k, dtype=wide), torch.zeros_like(tile.v, dtype=wide)
+
+    def _load(self, index: int, gradients: bool) -> None:
+        if index not in self._here:
+            for name in (self._k, self._v):
+                self._home(name, index).load(name, index)
+            if gradients and self._scratch.has(self._dk, index):
+                self._scratch.load(self._dk, index)
+                self._scratch.load(self._dv, index)
+
+    def _leave(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index >= self.resident and index in self._here:
+                tile = self._here.pop(index)
+                if tile.dk is not None and tile.dv is not None:
+                    self._scratch.put(self._dk, index, tile.dk)
+                    self._scratch.put(self._dv, index, tile.dv)
+
+    def _home(self, name: str, index: int) -> TileStore:
+        return self._keys if self._keys.has(name, index) else self._scratch
+
+    def _tiles(self, block: Block) -> range:
+        return range(block.k0 // self.plan.size, -(-block.k1 // self.plan.size))
+
+    def _overlaps(self, block: Block) -> Iterator[tuple[int, slice, slice]]:
+        """The tiles of a block's keys: which, which of the tile's keys, and where these are among the block's."""
+        for index in self._tiles(block):
+            chunk = self.plan[index]
+            k0, k1 = max(block.k0, chunk.start), min(block.k1, chunk.stop)
+            yield index, slice(k0 - chunk.start, k1 - chunk.start), slice(k0 - block.k0, k1 - block.k0)
+
+    def _part(self, block: Block, which: Callable[[Tile], Tensor]) -> Tensor:
+        rows = slice(block.b0, block.b1)
+        parts = [which(self._here[index])[rows, :, inside] for index, inside, _ in self._overlaps(block)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)  # [b, H_kv, k, D]
+
+
+@dataclasses.dataclass
+class PrefixMemory:
+    """How much of the device the prefixes of one layer call may use, and where tiles go.
+
+    Args:
+        room: bytes; None: no limit, every prefix is one buffer.
+        scratch: a store for what lives no longer than one pass over the chunks.
+        saved: the store that keeps K and V for backward; None if they are not saved there.
+    """
+
+    plan: ChunkPlan
+    room: int | None
+    scratch: Callable[[], TileStore]
+    saved: TileStore | None = None
+
+    def resident_tiles(self, sizes: list[int]) -> list[int | None]:
+        """For each attention call, how many of its tiles stay on the device; None: all, in one buffer.
+
+        Args:
+            sizes: bytes a token of each.
+        """
+        room, found = self.room, list[int | None]()
+        for size in sizes:
+            whole, tile = size * self.plan.length, size * self.plan.size
+            if room is None or whole <= room:
+                found.append(None)
+                room = None if room is None else room - whole
+            else:
+                resident = max(0, room // tile - WORKING)
+                found.append(resident)
+                room = max(0, room - (resident + WORKING) * tile)
+        return found

@@ -1,0 +1,231 @@
+"""What to save when the user leaves it open: as much recomputation as fits behind the compute (DESIGN.md section 5).
+
+The first forward of a length saves nothing but the layers' inputs and measures: the time of each chunk, the rate of the
+copies, what could be saved and what that would spare. From the second on, in this order and as long as the bytes that leave
+in a forward are at most compute time x link bandwidth, and the host has room:
+
+    attn_out   if attending again takes longer than copying: for causal attention, if the sequence is longer than attention
+               FLOP/s over link bytes/s
+    kv
+    products   the outputs of Linears, those first that cost the most FLOPs a byte
+
+The forward decides: a backward takes twice as long, and the link is no slower in its direction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from streambp.layer.cost import Cost
+from streambp.offload.engines import OUT, DeviceMemory, Engine
+from streambp.offload.transfers import Transfers
+
+GIB = 2**30
+FREE_SHARE = 0.9  # of what a step left free on the device; the rest is for fragments
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One forward over `length` tokens a row: seconds of its layers' compute, bytes/s to the host, attention FLOP/s."""
+
+    length: int
+    seconds: float
+    link: float
+    attention: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is saved, and why the rest is not. bytes: that leave in a forward. spared: seconds of attention, and FLOPs of
+    Linears, that backward does not compute again."""
+
+    measured: Measured
+    saves: tuple[str, ...]
+    bytes: int
+    spared_attention: float
+    spared_flops: float
+    left_out: dict[str, str]
+
+    @property
+    def copying(self) -> float:
+        """Seconds."""
+        return self.bytes / self.measured.link
+
+    def __str__(self) -> str:
+        m = self.measured
+        hidden = min(1.0, m.seconds / self.copying) if self.copying else 1.0
+        spared = [f"{self.spared_attention:.3g} s of attention"] if self.spared_attention else []
+        spared += [f"{self.spared_flops:.3g} FLOPs of Linears"] if self.spared_flops else []
+        kept_out = "; ".join(f"not {name}: {why}" for name, why in self.left_out.items())
+        rates = f"{m.link / 1e9:.3g} GB/s to the host, attention {m.attention / 1e12:.3g} TFLOP/s"
+        return (
+            f"auto chose {', '.join(self.saves) or 'layer inputs alone'} at {m.length} tokens "
+            f"({m.seconds:.3g} s of forward, {rates}): "
+            f"{self.bytes / GIB:.3g} GiB leave in {self.copying:.3g} s, {hidden:.0%} of it behind the compute, and spare "
+            f"{' and '.join(spared) or 'nothing'} in backward" + (f"; {kept_out}" if kept_out else "")
+        )
+
+
+def choose(cost: Cost, measured: Measured, host_bytes: float) -> Choice:
+    """What to save of a forward that costs `cost`, with so much host memory for it."""
+    fits = measured.seconds * measured.link
+    saves: list[str] = []
+    left_out: dict[str, str] = {}
+    taken = cost.x
+    spared_attention = cost.attention_flops / measured.attention
+
+    def consider(name: str, size: int, worth: bool = True) -> None:
+        nonlocal taken
+        if not worth:
+            left_out[name] = "attending again is faster than copying"
+        elif taken + size > fits:
+            left_out[name] = "the link has no room"
+        elif taken + size > host_bytes:
+            left_out[name] = "the host has no room"
+        else:
+            saves.append(name)
+            taken += size
+
+    if cost.attn_out:
+        consider("attn_out", cost.attn_out, spared_attention > cost.attn_out / measured.link)
+    if cost.kv:
+        consider("kv", cost.kv)
+    products = sorted(cost.products.items(), key=lambda item: (-item[1].flops / item[1].bytes, -item[1].bytes))
+    for name, product in products:
+        consider(name, product.bytes)
+    spared_flops = sum(product.flops for name, product in products if name in saves)
+    return Choice(measured, tuple(saves), taken, spared_attention * ("attn_out" in saves), spared_flops, left_out)
+
+
+@dataclasses.dataclass
+class LayerWatch:
+    """One layer's forward while it is measured: the time at its start and after each chunk, and what each chunk cost.
+
+    unread: of the layer, filled by its backward: situations in which some products need not be computed again.
+    """
+
+    engine: Engine
+    unread: dict[Any, Any]
+    marks: list[Any] = dataclasses.field(default_factory=list)
+    chunks: list[Cost] = dataclasses.field(default_factory=list)
+
+    def start(self) -> None:
+        self.marks.append(self.engine.clock())
+
+    def chunk_done(self, cost: Cost) -> None:
+        self.marks.append(self.engine.clock())
+        self.chunks.append(cost)
+
+    @property
+    def complete(self) -> bool:
+        """Forward went through, and a backward has run."""
+        return bool(self.unread) and 0 < len(self.chunks) == len(self.marks) - 1
+
+    def seconds(self) -> list[float]:
+        """Of each chunk."""
+        return [self.engine.seconds(a, b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+    def cost(self) -> Cost:
+        """Of all chunks, without the products that backward leaves out anyway."""
+        total = sum(self.chunks, Cost())
+        unread = {name for products in self.unread.values() for name in products.recompute}
+        return dataclasses.replace(total, products={k: v for k, v in total.products.items() if k not in unread})
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """As a measured forward began: bytes moved to the host so far and the seconds that took, and the device's memory."""
+
+    moved: float
+    copying: float
+    memory: DeviceMemory | None
+
+
+class Auto:
+    """Measures the first forward of each length (within a factor of two), and chooses for those that follow.
+
+    Args:
+        chooses_saves: what is saved. sets_budget: what may stay on the device, out of what the measured step left free.
+    """
+
+    def __init__(self, chooses_saves: bool = True, sets_budget: bool = False) -> None:
+        self.chooses_saves = chooses_saves
+        self.sets_budget = sets_budget
+        self.choices: dict[int, Choice] = {}
+        self.latest: Choice | None = None
+        self.gpu_memory: int | None = None  # chosen
+        self.prefix_memory: int | None = None  # before that, for prefixes: half of what was free at first
+        self._watches: list[LayerWatch] = []
+        self._length = 0
+        self._before = Before(0.0, 0.0, None)
+
+    def fresh(self) -> Auto:
+        """One that has measured nothing."""
+        return Auto(self.chooses_saves, self.sets_budget)
+
+    def saves(self, length: int) -> tuple[str, ...] | None:
+        """What a forward over that many tokens a row saves; None: what the configuration says."""
+        self.latest = self.choices.get(length.bit_length())
+        if not self.chooses_saves:
+            return None
+        return self.latest.saves if self.latest is not None else ()
+
+    def begin(self, length: int, transfers: Transfers, host_bytes: float, workspace: int) -> None:
+        """A forward begins. The one before needed `workspace` bytes for a prefix; if it was measured, choose."""
+        if self._watches and all(watch.complete for watch in self._watches):
+            self.choices[self._length.bit_length()] = self._decide(transfers, host_bytes)
+            self._set_budget(transfers.engine.memory(), workspace)
+        self._watches = []
+        if length.bit_length() not in self.choices:
+            engine = transfers.engine
+            self._length = length
+            self._before = Before(transfers.bytes[OUT], engine.copying()[OUT], engine.memory())
+            memory = self._before.memory
+            if self.sets_budget and self.prefix_memory is None and memory is not None:
+                self.prefix_memory = (memory.limit - memory.allocated) // 2
+
+    def _set_budget(self, memory: DeviceMemory | None, workspace: int) -> None:
+        before = self._before.memory
+        if not self.sets_budget or memory is None or before is None or self.prefix_memory is None:
+            return
+        grown = max(0, memory.allocated - before.allocated)  # the optimizer's states, born after the peak
+        free = memory.limit - memory.peak - grown
+        self.gpu_memory = min(workspace, self.prefix_memory) + max(0, int(FREE_SHARE * free))
+        self.prefix_memory = self.gpu_memory
+
+    def watch(self, length: int, engine: Engine, unread: dict[Any, Any]) -> LayerWatch | None:
+        """For one layer's forward; None if there is nothing to measure."""
+        if length.bit_length() in self.choices:
+            return None
+        self._watches.append(LayerWatch(engine, unread))
+        return self._watches[-1]
+
+    def _decide(self, transfers: Transfers, host_bytes: float) -> Choice:
+        moved = transfers.bytes[OUT] - self._before.moved
+        copying = transfers.engine.copying()[OUT] - self._before.copying
+        warm = self._watches[1:] or self._watches  # the first layer's kernels may have been made while it ran
+        times = [watch.seconds() for watch in warm]
+        flops = [[cost.attention_flops for cost in watch.chunks] for watch in warm]
+        seconds = sum(map(sum, times)) * len(self._watches) / len(warm)
+        link = moved / copying if moved and copying else 1.0
+        measured = Measured(self._length, seconds, link, attention_rate(flops, times))
+        return choose(sum((watch.cost() for watch in self._watches), Cost()), measured, host_bytes)
+
+
+def attention_rate(flops: list[list[float]], seconds: list[list[float]]) -> float:
+    """FLOP/s of attention, from the slope of the chunks' times: they differ in nothing but how much they attend to.
+
+    Args:
+        flops: of each chunk's attention, layer by layer. seconds: of each chunk.
+
+    Returns:
+        Infinity if longer spans take no longer.
+    """
+    above = below = 0.0
+    for work, times in zip(flops, seconds, strict=True):
+        whole = list(zip(work, times, strict=True))[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
+        mean_work, mean_time = (sum(values) / len(whole) for values in zip(*whole, strict=True))
+        above += sum((w - mean_work) ** 2 for w, _ in whole)
+        below += sum((w - mean_work) * (t - mean_time) for w, t in whole)
+    return above / below if below > 0 else float("inf")

@@ -1,0 +1,154 @@
+"""Tensors on their way: copies between the device and one stack of host memory, ordered by six waits.
+
+Holding     a stack, and the tensors on their way back from it
+Entry       one tensor: on the host, on its way, or on the device
+Transfers   the copies of a model, and the sources that must live until theirs are done
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.offload.arena import Arena, Stack
+from streambp.offload.engines import BACK, COMPUTE, OUT, Engine
+
+GROUPS_IN_FLIGHT = 2  # chunks, or tiles, whose copies to the host may be under way before compute waits
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """One tensor. `source` holds it on the device, `host` a copy that is complete after `copied_out`.
+
+    read: the event after which the last copy back is done.
+    version: of a source that others may change in place while it waits on the device.
+    budgeted: it stays on the device and counts against `gpu_memory`.
+    """
+
+    source: Tensor | None = None
+    host: Tensor | None = None
+    copied_out: Any = None
+    read: Any = None
+    version: int | None = None
+    budgeted: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Departure:
+    """A copy to the host that may be under way: `tensor` must live until `event`."""
+
+    entry: Entry
+    tensor: Tensor
+    event: Any
+    group: int
+
+
+class Holding:
+    """A stack of host memory in use, given back when nobody refers to this any more, or by `retire`."""
+
+    def __init__(self, arena: Arena, engine: Engine, kind: str) -> None:
+        self.stack = arena.take(kind)
+        self.free_after = self.stack.last_read
+        self.arriving: dict[Entry, tuple[Tensor, Any]] = {}  # the tensor, and the event that ends its copy
+        self._finalizer = weakref.finalize(self, _retire, engine, arena, self.stack, self.arriving)
+        self._finalizer.atexit = False
+
+    @property
+    def retired(self) -> bool:
+        return not self._finalizer.alive
+
+    def retire(self) -> None:
+        self._finalizer()
+
+
+def _retire(engine: Engine, arena: Arena, stack: Stack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
+    for _, event in arriving.values():
+        engine.wait(COMPUTE, event)  # [Note: offload order], 4: the tensors' memory goes back to compute
+    arriving.clear()
+    arena.give_back(stack)
+
+
+class Transfers:
+    """Starts copies and makes compute wait for them. A group is what belongs to one chunk, or to one tile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.bytes = {OUT: 0.0, BACK: 0.0}
+        self._in_flight: collections.deque[Departure] = collections.deque()
+        self._group = 0
+        self._key: tuple[Any, int] | None = None
+
+    def __len__(self) -> int:
+        """How many sources are kept for their copies."""
+        return len(self._in_flight)
+
+    def begin(self, owner: object, chunk: int) -> None:
+        """What is sent next belongs to this chunk of this owner; sources of groups long past are let go."""
+        key = (weakref.ref(owner), chunk)
+        if key == self._key:
+            return
+        self._key, self._group = key, self._group + 1
+        while self._in_flight and self._in_flight[0].group <= self._group - GROUPS_IN_FLIGHT:
+            self._let_go(self._in_flight.popleft())
+
+    def send(self, entry: Entry, tensor: Tensor, host_is_free: Any) -> None:
+        """Start the copy of a tensor to `entry.host`, which may be written after the event `host_is_free`."""
+        assert entry.host is not None
+        part = tensor.untyped_storage().nbytes() > tensor.nbytes  # of something that need not live as long
+        tensor = tensor.clone(memory_format=torch.contiguous_format) if part else tensor.contiguous()
+        engine = self.engine
+        engine.compute_access(tensor, write=True)
+        engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1
+        engine.wait(OUT, host_is_free)  # 5
+        engine.copy(OUT, entry.host, tensor)
+        entry.source, entry.copied_out = tensor, engine.record(OUT)
+        self.bytes[OUT] += tensor.nbytes
+        self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
+
+    def _let_go(self, departure: Departure) -> None:
+        self.engine.wait(COMPUTE, departure.event)  # 6
+        if departure.entry.source is departure.tensor:
+            departure.entry.source = None
+
+    def let_go(self, entry: Entry | None = None) -> None:
+        """Let an entry's sources go, or all: compute waits for their copies."""
+        for departure in [d for d in self._in_flight if entry is None or d.entry is entry]:
+            self._in_flight.remove(departure)
+            self._let_go(departure)
+
+    def load(self, holding: Holding, entry: Entry) -> None:
+        """Start the copy back, unless the tensor is on the device or on its way."""
+        if entry.source is not None or entry in holding.arriving:
+            return
+        assert entry.host is not None
+        engine = self.engine
+        tensor = engine.like(entry.host)
+        engine.wait(BACK, engine.record(COMPUTE))  # 2
+        engine.wait(BACK, entry.copied_out)  # 3
+        engine.copy(BACK, tensor, entry.host)
+        holding.stack.last_read = entry.read = event = engine.record(BACK)
+        holding.arriving[entry] = (tensor, event)
+        self.bytes[BACK] += tensor.nbytes
+
+    def fetch(self, holding: Holding, entry: Entry) -> Tensor:
+        """The tensor, on the device, to be read."""
+        if entry.source is not None:
+            return entry.source
+        self.load(holding, entry)
+        tensor, event = holding.arriving.pop(entry)
+        self.engine.wait(COMPUTE, event)  # 4
+        self.engine.compute_access(tensor, write=False)
+        return tensor
+
+    def borrow(self, holding: Holding, entry: Entry) -> Tensor:
+        """The tensor, on the device, to be changed and sent again."""
+        tensor = self.fetch(holding, entry)
+        if tensor is entry.source:
+            self.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
+        self.engine.compute_access(tensor, write=True)
+        return tensor

@@ -1,0 +1,159 @@
+"""What offloading is to reach on one GPU, row by row: `python tests/gpu/offload_rows.py [--row NAME]`.
+
+Each row trains two steps of a Qwen3-shaped model with random weights in a process of its own, and prints the second step's
+seconds, the allocator's peak, the share of the step that compute waited for copies, and the process' host memory.
+
+Exit code 0 if every row holds, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU, where
+nothing is measured against a bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import streambp
+from streambp.offload import manager_of
+
+GIB = 2**30
+SHAPES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """bars: GiB on the device, share of stalls, GiB on the host; None: not judged. limit: GiB that the allocator may have.
+
+    train: makes the optimizer's step, given the model; None: forward and backward alone, gradients None at the start.
+    """
+
+    shape: str
+    length: int
+    config: streambp.StreamConfig
+    bars: tuple[float | None, float | None, float | None]
+    limit: float | None = None
+    lora: bool = False
+    optimizer: Callable[[Any, bool], Any] | None = None
+
+
+def adamw(model: Any, on_gpu: bool) -> Any:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=on_gpu)
+
+
+def adamw_on_the_host(model: Any, on_gpu: bool) -> Any:
+    if not on_gpu:
+        return adamw(model, on_gpu)
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True)
+
+
+LEAN = {"saves": ("attn_out",), "offload": "cpu"}
+ROWS = {
+    "8B 65,536": Row("8B", 65536, streambp.StreamConfig(**LEAN), (34.6, 0.02, None)),
+    "8B 65,536 auto": Row("8B", 65536, streambp.StreamConfig(offload="auto"), (None, 0.02, None)),
+    "8B 262,144": Row("8B", 262144, streambp.StreamConfig(offload="cpu", gpu_memory="4GiB"), (40.0, None, None)),
+    "8B LoRA step 131,072": Row(
+        "8B", 131072, streambp.StreamConfig(**LEAN, host_memory="90GiB"), (80.0, None, 115.0), 80.0, True, adamw
+    ),
+    "4B full step 131,072": Row(
+        "4B", 131072, streambp.StreamConfig(offload="cpu", host_memory="60GiB"), (80.0, None, 115.0), 80.0, False,
+        adamw_on_the_host,
+    ),
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--row", choices=list(ROWS), help="this one alone, in this process")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("No CUDA device: nothing was measured. Try the script itself with --device cpu --tiny.", file=sys.stderr)
+        return 2
+    if args.row:
+        line, passed = run(args.row, args.device, args.tiny)
+        print(line, flush=True)
+        return 0 if passed else 1
+    codes = [
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--row", name], check=False).returncode for name in ROWS
+    ]
+    return int(any(codes))
+
+
+def build(row: Row, device: str, tiny: bool) -> tuple[Any, torch.Tensor]:
+    sizes = SHAPES["tiny" if tiny else row.shape]
+    layers, heads, kv_heads, vocabulary = (4, 2, 1, 128) if tiny else (36, 32, 8, 151936)
+    config = Qwen3Config(
+        **sizes, vocab_size=vocabulary, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=128, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = Qwen3ForCausalLM(config).train()
+            ids = torch.randint(0, config.vocab_size, (1, 512 if tiny else row.length))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if row.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model, ids
+
+
+def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
+    """One line, and whether the row's bars hold."""
+    row, on_gpu = ROWS[name], device == "cuda"
+    if on_gpu and row.limit is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, row.limit * GIB / total))
+    model, ids = build(row, device, tiny)
+    streambp.patch(model, dataclasses.replace(row.config, host_memory=None) if tiny else row.config)
+    optimizer = None if row.optimizer is None else row.optimizer(model, on_gpu)
+    for _ in range(2):
+        if optimizer is None:
+            model.zero_grad(set_to_none=True)
+        before = manager_of(model).stats() if on_gpu else {"stall_out": 0.0, "stall_back": 0.0}
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    stats = manager_of(model).stats()
+    stall = sum(stats[key] - before[key] for key in ("stall_out", "stall_back")) / seconds
+    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    bars = zip((peak, stall, host), row.bars, strict=True)
+    passed = not on_gpu or all(bar is None or value <= bar for value, bar in bars)
+    shown = " / ".join("-" if bar is None else f"{bar:g}" for bar in row.bars)
+    return (
+        f"{name:<24}{seconds:>9.2f} s  peak {peak:6.2f} GiB  stalls {stall:6.2%}  host {host:6.1f} GiB  "
+        f"{stats['gb_per_s_out']:5.1f} out {stats['gb_per_s_back']:5.1f} back GB/s  bars {shown}  "
+        f"{'holds' if passed else 'FAILED'}\n    {streambp.describe(model).offload}"
+    ), passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

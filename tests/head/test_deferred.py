@@ -1,0 +1,73 @@
+"""Losses that models and users write on logits that do not exist: computed exactly, and without logits where possible."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import streambp
+from tests.families import VOCABULARY, build, make_batch
+from tests.oracle import gradients, worst_error
+
+pytestmark = pytest.mark.usefixtures("float64_oracle")
+
+
+def flat(logits, labels):
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.flatten())
+
+
+def written(logits, labels):
+    logits.mul_(0.5)
+    return flat(logits, labels)
+
+
+def forbidden(logits, labels):
+    """As Chameleon keeps its image tokens out of the loss."""
+    logits = logits / 2.0
+    logits[:, :, 7:9] = -9.0
+    return flat(logits[:, :-1], labels[:, 1:].clamp(max=6))
+
+
+BLOCKWISE = {
+    "labelled positions": lambda z, y: F.cross_entropy(z[:, :-1][y[:, 1:] > 9], y[:, 1:][y[:, 1:] > 9]),
+    "last position": lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
+    "chosen positions": lambda z, y: flat(z[:, torch.tensor([1, 5, 7])], y[:, [2, 6, 8]]),
+    "squares": lambda z, y: F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), reduction="none").square().mean(),
+    "two losses": lambda z, y: flat(z, y) * flat(z / 2.0, y.roll(1, 1)),
+    "by keyword": lambda z, y: F.cross_entropy(
+        input=torch.mul(input=z, other=0.5).view(-1, VOCABULARY), target=y.flatten()
+    ),
+}
+BUILT = {
+    "classes second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "label smoothing": lambda z, y: F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), label_smoothing=0.1),
+    "a part of the vocabulary": lambda z, y: F.cross_entropy(z[..., :40].reshape(-1, 40), y.flatten().clamp(max=39)),
+    "tokens in the last dimension": lambda z, y: flat(z.view(z.shape[0], -1), y),
+    "written": written,
+    "forbidden": forbidden,
+}
+
+
+@pytest.mark.parametrize("name", [*BLOCKWISE, *BUILT])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_loss_on_logits(family, name):
+    loss = {**BLOCKWISE, **BUILT}[name]
+    runs = []
+    for patched in (False, True):
+        model = build(family, torch.float64)
+        model.loss_function = lambda logits, labels, *_, **__: loss(logits, labels)
+        if patched:
+            streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+        runs.append(gradients(model, **make_batch("plain")))
+    (expected_loss, expected), (found_loss, found) = runs
+    assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+    assert streambp.describe(model).head.startswith("blockwise" if name in BLOCKWISE else "builds the logits")
+
+
+def test_writing_through_a_slice_is_refused():
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5))
+    model.loss_function = lambda logits, labels, *_, **__: (logits[:, 2:].mul_(0.5), flat(logits, labels))[1]
+    with pytest.raises(streambp.StreamBPError, match=r"mul_.*head=False"):
+        model(**make_batch("plain"), use_cache=False)

@@ -1,0 +1,196 @@
+"""offload="auto": what it chooses from what it measures, and that it says so."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+import streambp
+from streambp.layer.cost import Cost, Product
+from streambp.offload import manager_of
+from streambp.offload.auto import Measured, attention_rate, choose
+from streambp.offload.engines import OUT, DeviceMemory, SynchronousEngine
+from tests.families import LENGTH, build, make_batch
+from tests.offload.runs import assert_same, layer_bytes, model_with, prefix_bytes, step
+
+LAYERS = 36
+
+
+def qwen3_8b(length):
+    """A forward of 36 layers in bf16."""
+    tokens = length * LAYERS
+    products = {
+        "mlp.gate_proj": Product(tokens * 12288 * 2, 2.0 * tokens * 4096 * 12288),
+        "mlp.up_proj": Product(tokens * 12288 * 2, 2.0 * tokens * 4096 * 12288),
+        "self_attn.q_proj": Product(tokens * 4096 * 2, 2.0 * tokens * 4096 * 4096),
+    }
+    return Cost(tokens * 8192, tokens * (8192 + 128), tokens * 4096, 4.0 * 128 * 32 * length / 2 * tokens, products)
+
+
+def h200(length, **changes):
+    """Sustained rates of DESIGN.md, and the seconds they give."""
+    cost = qwen3_8b(length)
+    dense = 2.0 * length * LAYERS * 193e6
+    seconds = cost.attention_flops / 606e12 + dense / 600e12
+    return Measured(length, **{"seconds": seconds, "link": 46e9, "attention": 606e12, **changes})
+
+
+@pytest.mark.parametrize(("length", "worth"), [(8192, False), (12800, False), (13600, True), (131072, True)])
+def test_attention_is_saved_from_13k_tokens_on(length, worth):
+    choice = choose(qwen3_8b(length), h200(length, seconds=1e9), math.inf)
+    assert ("attn_out" in choice.saves) == worth
+    assert ("attending again is faster" in str(choice)) != worth
+
+
+def test_saves_come_in_order_until_the_link_is_full():
+    cost = qwen3_8b(65536)
+    sizes = {"x": cost.x, "attn_out": cost.attn_out, "kv": cost.kv}
+    sizes |= {name: product.bytes for name, product in cost.products.items()}
+    order = ["attn_out", "kv", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj"]
+    for count in range(len(order) + 1):
+        room = sum(sizes[name] for name in ["x", *order[:count]])
+        choice = choose(cost, h200(65536, seconds=(room + 1) / 46e9), math.inf)
+        assert choice.saves[:count] == tuple(order[:count])
+        assert choice.bytes <= room
+        assert all(sizes[name] <= sizes[order[count]] for name in choice.saves[count:])
+        assert choice.copying <= choice.measured.seconds
+
+
+def test_nothing_is_saved_that_the_host_has_no_room_for():
+    cost = qwen3_8b(65536)
+    choice = choose(cost, h200(65536, seconds=1e9), cost.x + cost.attn_out + 1)
+    assert choice.saves == ("attn_out",)
+    assert choice.left_out["kv"] == "the host has no room"
+
+
+def test_a_link_that_inputs_fill_carries_nothing_else():
+    choice = choose(qwen3_8b(65536), h200(65536, link=1e9), math.inf)
+    assert choice.saves == ()
+    assert choice.bytes == qwen3_8b(65536).x
+    assert "layer inputs alone" in str(choice)
+
+
+def test_attention_rate_is_the_slope_of_the_chunks_times():
+    work = [1e12, 3e12, 5e12, 7e12, 1e12]  # the last chunk is a short one
+    layers = [[0.5 + w / 4e14 for w in work], [0.25 + w / 4e14 for w in work]]
+    assert attention_rate([work, work], layers) == pytest.approx(4e14)
+    assert attention_rate([[1e12]], [[0.5]]) == math.inf
+    assert attention_rate([work], [[0.5] * 5]) == math.inf
+
+
+class Injected(SynchronousEngine):
+    """Copies at a given rate, and a clock that goes on by the attention done so far."""
+
+    def __init__(self, link=1e12, step=1.0, memory=None):
+        super().__init__(torch.device("cpu"))
+        self.link, self.step, self.given = link, step, memory
+        self.moved, self.now = 0, 0.0
+
+    def copy(self, queue, target, source):
+        super().copy(queue, target, source)
+        self.moved += source.nbytes if queue == OUT else 0
+
+    def copying(self):
+        return {**super().copying(), OUT: self.moved / self.link}
+
+    def clock(self):
+        self.now += self.step
+        self.step *= 1.1  # later chunks attend to more
+        return self.now
+
+    def memory(self):
+        return self.given
+
+
+def auto(engine, model=None, offload="auto", **settings):
+    model = model_with(settings.pop("saves", ()), model, offload=offload, **settings)
+    manager_of(model)._given_engine = engine
+    return model
+
+
+def test_the_first_step_measures_and_the_second_saves():
+    model = auto(Injected())
+    assert "the first step measures" in str(streambp.describe(model))
+    assert_same(step(model), step(model_with()))
+    found = step(model)
+    saves = streambp.describe(model).saves
+    assert {"attn_out", "kv", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj"} <= set(saves)
+    assert "mlp.down_proj" not in saves  # its product is never computed again
+    assert_same(found, step(model_with(saves)))
+    printed = str(streambp.describe(model))
+    for part in ("auto chose attn_out, kv", "GB/s to the host", "behind the compute", "FLOPs of Linears in backward"):
+        assert part in printed
+    assert "auto chose" not in str(streambp.describe(model_with()))
+
+
+def test_a_slow_link_carries_inputs_alone():
+    model = auto(Injected(link=10.0))
+    for _ in range(2):
+        assert_same(step(model), step(model_with()))
+    assert streambp.describe(model).saves == ()
+    assert "the link has no room" in str(streambp.describe(model))
+
+
+def test_each_length_is_measured_once():
+    model = auto(Injected())
+    for length in (LENGTH, LENGTH, 3 * LENGTH, 3 * LENGTH, LENGTH):
+        batch = make_batch("plain", length=length)
+        found = step(model, **batch)
+        assert_same(found, step(model_with(streambp.describe(model).saves), **batch))
+    assert len(manager_of(model).auto.choices) == 2
+
+
+def test_layers_stay_on_what_the_device_had_free():
+    for free in (0, 10 * layer_bytes()):
+        model = auto(Injected(link=10.0, memory=DeviceMemory(10, 1000, 1000 + free)))
+        expected = step(model)
+        assert manager_of(model).kept == 0
+        loss = model(**make_batch("plain"), use_cache=False).loss
+        assert (manager_of(model).kept > 0) == (free > 0)
+        assert manager_of(model).gpu_memory <= prefix_bytes() + 0.9 * free
+        loss.backward()
+        assert_same(step(model), expected)
+
+
+def test_named_saves_are_kept_to():
+    model = auto(Injected(), saves=("kv",), offload="auto")
+    for _ in range(2):
+        assert_same(step(model), step(model_with(("kv",))))
+    assert streambp.describe(model).saves == ("kv",)
+
+
+def test_saves_auto_with_offload_cpu():
+    model = auto(Injected(), saves="auto", offload="cpu")
+    step(model)
+    step(model)
+    assert "attn_out" in streambp.describe(model).saves
+    assert manager_of(model).gpu_memory is None
+
+
+def test_copies_measure_for_themselves():
+    model = auto(Injected())
+    step(model)
+    step(model)
+    other = copy.deepcopy(model)
+    assert manager_of(other).auto.choices == {}
+    assert_same(step(other), step(model_with()))
+
+
+def test_saves_auto_needs_a_link():
+    with pytest.raises(streambp.StreamBPError, match="set offload="):
+        streambp.StreamConfig(saves="auto")
+
+
+def test_saves_auto_in_a_list():
+    assert streambp.StreamConfig(saves=["auto"], offload="cpu") == streambp.StreamConfig(saves="auto", offload="cpu")
+    assert streambp.StreamConfig(saves=["auto"], offload="cpu").named_saves == ()
+
+
+def test_forwards_without_a_backward_decide_nothing():
+    model = auto(Injected(), model=build("qwen3", num_hidden_layers=3))
+    for _ in range(3):
+        assert model(**make_batch("plain"), use_cache=False).loss.requires_grad
+    assert manager_of(model).auto.choices == {}

@@ -1,0 +1,146 @@
+"""A budget for the device: the last layers' tensors stay while there is room, prefixes stream when there is none."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import streambp
+from streambp.offload import engines, manager_of, stores
+from tests import zoo
+from tests.families import LENGTH, make_batch
+from tests.offload.runs import (
+    SAVES,
+    assert_same,
+    forward,
+    layer_bytes,
+    model_with,
+    offloaded,
+    prefix_bytes,
+    step,
+)
+
+
+@pytest.mark.parametrize("layers", [0.5, 1, 2.2, 4])
+def test_last_layers_stay_while_the_device_has_room(layers):
+    expected = step(model_with(("attn_out", "kv")))
+    model = offloaded(gpu_memory=prefix_bytes() + int(layers * layer_bytes()))
+    for _ in range(2):
+        loss = forward(model, 1)
+        kept = [layer().kept for layer in manager_of(model)._current().layers]
+        stay = min(int(layers), 2)  # the first layer's size is not known before it has run
+        assert [bool(k) for k in kept] == [index >= 3 - stay for index in range(3)]
+        assert manager_of(model).kept <= layers * layer_bytes()
+        loss.backward()
+        assert manager_of(model).kept == 0
+        assert_same(step(model), expected)
+    assert "on the device" in str(streambp.describe(model))
+
+
+def test_a_second_micro_batch_finds_the_device_full():
+    model = offloaded(gpu_memory=prefix_bytes() + 2 * layer_bytes())
+    first, second = forward(model, 1), forward(model, 2)
+    assert manager_of(model).kept <= 2 * layer_bytes()
+    moved = manager_of(model).transfers.bytes[engines.OUT]
+    del first, second
+    gc.collect()
+    assert manager_of(model).kept == 0
+    forward(model, 1)
+    assert manager_of(model).transfers.bytes[engines.OUT] - moved < moved / 2
+
+
+def test_inputs_that_stay_must_not_change():
+    model = offloaded(gpu_memory="1GiB")
+    changed = []
+    hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: changed.append(args[0]))
+    loss = forward(model, 1)
+    hook.remove()
+    with torch.no_grad():
+        changed[0].add_(1.0)
+    with pytest.raises(streambp.StreamBPError, match="changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.95])
+@pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
+@pytest.mark.parametrize("mode", ["plain", "left-padded", "packed"])
+def test_streamed_prefixes_change_no_bit(mode, saves, share):
+    """share: of the prefix, that the device has room for; nothing of it stays, or some of its tiles."""
+    length = 64
+    expected = step(model_with(saves), **make_batch(mode, length=length))
+    model = offloaded(saves, gpu_memory=int(share * prefix_bytes(2 * length)))
+    for _ in range(2):
+        assert_same(step(model, **make_batch(mode, length=length)), expected)
+    plain = offloaded(saves)
+    step(plain, **make_batch(mode, length=length))
+    assert manager_of(model).stats()["bytes_back"] > manager_of(plain).stats()["bytes_back"]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n_text", "gpt_oss", "deepseek_v3", "mistral", "gptj"])
+def test_streamed_prefixes_of_other_attentions(name):
+    """Softcap, windows, sinks, shared keys and values, values of another size than keys, an attention of its own."""
+    batch = make_batch("plain", length=40)
+    expected = step(model_with(("kv",), zoo.build(name, torch.float32)), **batch)
+    assert_same(step(offloaded(("kv",), zoo.build(name, torch.float32), gpu_memory=1), **batch), expected)
+
+
+@pytest.mark.parametrize("on_host_full", ["keep", "recompute"])
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_streamed_prefixes_with_a_host_that_is_too_small(share, on_host_full):
+    expected = step(model_with(("attn_out", "kv")))
+    host_memory = int(share * 3 * (layer_bytes() + prefix_bytes())) + 1
+    model = offloaded(gpu_memory=1, host_memory=host_memory, on_host_full=on_host_full)
+    for _ in range(2):
+        assert_same(step(model), expected)
+    assert manager_of(model).host_bytes <= host_memory
+
+
+def test_streamed_prefixes_under_autocast_and_frozen_attention():
+    def frozen(**settings):
+        model = model_with(("kv",), **settings)
+        for parameter in [*model.model.embed_tokens.parameters(), *model.model.layers[0].self_attn.parameters()]:
+            parameter.requires_grad_(False)
+        return model
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (step(frozen(**settings)) for settings in ({}, {"offload": "cpu", "gpu_memory": 1}))
+    assert_same(found, expected)
+
+
+def test_evaluation_streams_its_prefix(monkeypatch):
+    expected, model = model_with(), offloaded(gpu_memory=1)
+    with torch.no_grad():
+        assert torch.equal(forward(model, 1), forward(expected, 1))
+    assert manager_of(model).stats()["bytes_back"] > 0
+    gc.collect()
+    assert not list(manager_of(model)._holdings)
+
+
+@pytest.mark.parametrize("saves", [(), ("kv",)], ids=["kv computed again", "kv saved"])
+def test_host_bytes_of_a_streamed_prefix_are_the_formulas(saves):
+    """All tiles but the last: accumulators, and K and V unless they are saved; one layer's, used again by the next."""
+    model = offloaded(saves, gpu_memory=1)
+    step(model)
+    used = []
+    real = stores.HostTensors.reserve
+
+    def reserve(self, size):
+        real(self, size)
+        used.append((self._holding.stack, size))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stores.HostTensors, "reserve", reserve)
+        step(model)
+    tokens = 2 * (LENGTH // 5) * 5
+    assert len({id(stack) for stack, _ in used}) == 1
+    assert max(size for _, size in used) == prefix_bytes(tokens) // (2 if saves else 1)
+    assert used[0][0].size == max(size for _, size in used)
+
+
+def test_a_forward_brings_nothing_back_that_only_backward_reads():
+    model = offloaded(gpu_memory=1)
+    loss = forward(model, 1)
+    assert not manager_of(model)._current().arriving
+    loss.backward()

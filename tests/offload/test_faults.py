@@ -1,0 +1,214 @@
+"""Offloading when things go wrong: defined behaviour, nothing lost, the next step exact."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import streambp
+from streambp.offload import engines, manager, manager_of
+from streambp.offload.arena import host_limit
+from streambp.offload.trace import TraceEngine
+from tests.offload.runs import assert_same, expected_host_bytes, forward, model_with, offloaded, run, step
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_exception_in_a_step(when, monkeypatch):
+    model = offloaded()
+    expected = step(model)
+    before = manager_of(model).host_bytes
+    mlp = type(model.model.layers[1].mlp)
+    real, calls = mlp.forward, []
+
+    def breaks(self, x):
+        calls.append(x)
+        if self is model.model.layers[1].mlp and len(calls) > (3 if when == "forward" else 18):
+            raise ValueError("injected")
+        return real(self, x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp, "forward", breaks)
+        with pytest.raises(ValueError, match="injected"):
+            step(model)
+    gc.collect()
+    assert_same(step(model), expected)
+    assert manager_of(model).host_bytes <= 2 * before
+
+
+def test_backward_twice_is_an_error():
+    model = offloaded()
+    loss = forward(model, 1)
+    loss.backward(retain_graph=True)
+    with pytest.raises(streambp.StreamBPError, match="second time"):
+        loss.backward()
+    assert_same(step(model), step(model_with(("attn_out", "kv"))))
+
+
+def test_second_load_is_an_error():
+    offloader = manager.OffloadManager(None, "keep", 1)
+    store = offloader.open(0, torch.device("cpu"), 3)
+    store.put("x", 0, torch.randn(3))
+    store.seal([("x", 0)], 1)
+    store.take("x", 0)
+    with pytest.raises(streambp.StreamBPError, match="second time"):
+        store.take("x", 0)
+
+
+@pytest.mark.parametrize("on_host_full", ["keep", "recompute"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_host_budget_too_small(share, on_host_full):
+    expected = step(model_with(("attn_out", "kv")))
+    model = offloaded()
+    budget = int(share * expected_host_bytes(model)) + 1
+    model = offloaded(host_memory=budget, on_host_full=on_host_full)
+    for _ in range(2):
+        assert_same(step(model), expected)
+    assert manager_of(model).host_bytes <= budget
+    assert "did not fit" in str(streambp.describe(model))
+
+
+def test_host_budget_too_small_raises_and_the_model_stays_usable():
+    model = offloaded(host_memory=3000, on_host_full="raise")
+    with pytest.raises(streambp.StreamBPError, match="Raise host_memory"):
+        step(model)
+    assert_same(step(offloaded(model=model)), step(model_with(("attn_out", "kv"))))
+
+
+def test_host_limit_reads_what_the_machine_has(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 200 kB\nMemAvailable:      100 kB\n")
+    assert host_limit(None, meminfo, tmp_path) == int(0.9 * 102400)
+    (tmp_path / "memory.max").write_text("50000\n")
+    (tmp_path / "memory.current").write_text("10000\n")
+    assert host_limit(30000, meminfo, tmp_path) == 30000
+    with pytest.raises(streambp.StreamBPError, match="only"):
+        host_limit(60000, meminfo, tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_limit(60000, meminfo, tmp_path) == 60000
+
+
+def failed_step(model):
+    """A step whose backward raised, and what keeps its tensors alive: its loss and its exception."""
+    loss = forward(model, 5)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = None  # not callable
+    with pytest.raises(TypeError) as error:
+        loss.backward()
+    del mlp.forward
+    return loss, error
+
+
+@pytest.mark.parametrize("gpu_memory", [None, 1])
+def test_abort_frees_what_a_failed_step_holds(gpu_memory):
+    model = offloaded(gpu_memory=gpu_memory)
+    expected = step(model)
+    allocated = manager_of(model).host_bytes
+    held = failed_step(model)
+    manager_of(model).abort()
+    assert_same(step(model), expected)
+    assert manager_of(model).host_bytes == allocated
+    again = forward(model, 1)
+    manager_of(model).abort()
+    with pytest.raises(streambp.StreamBPError, match="given up"):
+        again.backward()
+    assert_same(step(model), expected)
+    assert manager_of(model).host_bytes == allocated
+    del held
+
+
+def test_without_abort_a_failed_step_holds_its_host_memory_while_its_exception_lives():
+    model = offloaded()
+    expected = step(model)
+    allocated = manager_of(model).host_bytes
+    held = failed_step(model)
+    assert_same(step(model), expected)
+    assert manager_of(model).host_bytes > allocated
+    del held
+    gc.collect()
+    assert_same(step(model), expected)
+
+
+def test_abort_leaves_no_race_behind():
+    model = offloaded(gpu_memory=1)
+    manager_of(model)._given_engine = engine = TraceEngine()
+    for _ in range(2):
+        held = failed_step(model)
+        manager_of(model).abort()
+        run(model, "F0 F1 B0 B1")
+        del held
+    assert engine.checked > 1000
+
+
+class FakeEvent:
+    """Passed once the device was waited for."""
+
+    passed = False
+
+    def __init__(self, enable_timing=False):
+        self.timed = enable_timing
+
+    def record(self, stream):
+        pass
+
+    def query(self):
+        return FakeEvent.passed
+
+    def elapsed_time(self, other):
+        assert self.timed
+        assert other.timed
+        return 2.0
+
+
+class FakeStream:
+    def __init__(self, device=None):
+        pass
+
+    def wait_event(self, event):
+        assert isinstance(event, FakeEvent)
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """torch.cuda's streams and events on the CPU, where every copy is done at once; whether copies may be asynchronous."""
+    asynchronous = []
+    real = Tensor.copy_
+
+    def copy(self, source, non_blocking=None):
+        if non_blocking is not None:
+            asynchronous.append(non_blocking)
+        return real(self, source)
+
+    monkeypatch.setattr(Tensor, "copy_", copy)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: monkeypatch.setattr(FakeEvent, "passed", True))
+    monkeypatch.setattr(FakeEvent, "passed", False)
+    monkeypatch.setattr(manager, "make_engine", engines.CudaEngine)
+    return asynchronous
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_memory_that_cannot_be_pinned_is_copied_synchronously_with_one_warning(error, fake_cuda, monkeypatch):
+    monkeypatch.setattr(engines, "pin", lambda buffer: error)
+    expected = step(model_with(("attn_out", "kv")))
+    model = offloaded(gpu_memory=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert_same(step(model), expected)
+    assert [str(w.message) for w in caught if "could not be pinned" in str(w.message)][1:] == []
+    assert bool(caught) == bool(error)
+    assert set(fake_cuda) == {not error}
+    stats = manager_of(model).stats()
+    assert stats["stall_back"] > 0
+    assert stats["gb_per_s_out"] > 0

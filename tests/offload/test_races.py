@@ -1,0 +1,95 @@
+"""The manager's copies under the race checker: no races, and one for each wait that is left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streambp.offload import engines, manager_of, transfers
+from streambp.offload.trace import TraceEngine
+from tests.offload.runs import SAVES, SCHEDULES, break_off, model_with, offloaded, prefix_bytes, run
+
+
+def traced(schedule, saves=("attn_out", "kv"), collect=False, gpu_memory=None):
+    """Twice the schedule, with a step between that breaks off in backward, while tensors are on their way back."""
+    model = offloaded(saves, gpu_memory=gpu_memory)
+    engine = TraceEngine(collect)
+    manager_of(model)._given_engine = engine
+    run(model, schedule)
+    break_off(model)
+    return run(model, schedule), engine
+
+
+@pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_no_races(schedule, saves):
+    found, engine = traced(schedule, saves)
+    assert engine.checked > 100
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+@pytest.mark.parametrize("saves", [(), ("attn_out", "kv")], ids=["none", "attn_out+kv"])
+@pytest.mark.parametrize("gpu_memory", [1, 0.9])
+@pytest.mark.parametrize("schedule", ["interleaved", "evaluation in between"])
+def test_no_races_while_prefixes_stream(schedule, gpu_memory, saves):
+    """With none of a prefix on the device, and with some of it."""
+    found, engine = traced(SCHEDULES[schedule], saves, gpu_memory=int(gpu_memory * prefix_bytes()) + 1)
+    assert engine.checked > 1000
+    expected = run(model_with(saves), SCHEDULES[schedule])
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def without(waits):
+    """The checker's `wait` with some of the manager's waits left out, told apart by their queue and their event's."""
+
+    def wait(self, waiting, event, real=TraceEngine.wait):
+        if event is not None and (waiting, event.get("from")) in waits:
+            return
+        real(self, waiting, {k: v for k, v in (event or {}).items() if k != "from"})
+
+    return wait
+
+
+def record(self, queue, real=TraceEngine.record):
+    return {**real(self, queue), "from": queue}
+
+
+WAITS = {  # the wait that is left out, and a race that must be found then
+    "offload before compute": ([(engines.OUT, engines.COMPUTE)], "out reads device"),
+    "reload into memory that compute still uses": ([(engines.BACK, engines.COMPUTE)], "back writes device"),
+    "compute before the reload": ([(engines.COMPUTE, engines.BACK)], "compute reads device"),
+    "source let go before its offload": ([(engines.COMPUTE, engines.OUT)], "writes device"),
+    # Others cover these two as well: only what was let go is loaded, and compute waits for what came back before a
+    # stack is used again. They fail without both.
+    "host memory written before it was read": (
+        [(engines.OUT, engines.BACK), (engines.COMPUTE, engines.BACK)],
+        "out writes host",
+    ),
+    "reload before its offload": ([(engines.BACK, engines.OUT), (engines.COMPUTE, engines.OUT)], "back reads host"),
+}
+
+
+@pytest.mark.parametrize("gpu_memory", [None, 1])
+@pytest.mark.parametrize("name", WAITS)
+def test_a_missing_wait_is_a_race(name, gpu_memory, monkeypatch):
+    waits, race = WAITS[name]
+
+    def races():
+        return traced(SCHEDULES["1F1B"], collect=True, gpu_memory=gpu_memory)[1].races
+
+    monkeypatch.setattr(TraceEngine, "record", record)
+    monkeypatch.setattr(TraceEngine, "wait", without([]))
+    assert not races()
+    monkeypatch.setattr(TraceEngine, "wait", without(waits))
+    assert any(race in found for found in races())
+
+
+def test_a_tile_must_not_be_changed_while_it_is_copied_out(monkeypatch):
+    def borrow(self, holding, entry):
+        tensor = self.fetch(holding, entry)
+        self.engine.compute_access(tensor, write=True)
+        return tensor
+
+    monkeypatch.setattr(transfers.Transfers, "borrow", borrow)
+    races = traced(SCHEDULES["1F1B"], collect=True, gpu_memory=1)[1].races
+    assert any("compute writes device" in race and "out may still be reading" in race for race in races)
