@@ -56,9 +56,7 @@ class OffloadManager:
         self.on_host_full = on_host_full
         self.layers = layers
         self.auto = auto
-        self.workspace = (
-            0  # bytes on the device that the backward of this forward's most demanding layer needs for its prefix
-        )
+        self.workspace = 0  # bytes of the largest prefix of this forward, as backward will need it
         self._given_gpu_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
         self._given_engine = engine

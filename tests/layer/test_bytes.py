@@ -175,7 +175,7 @@ def offloaded_peaks(saves, gpu_memory, grad=True):
 
     def measure(length):
         engine = HostOnMeta(torch.device("meta"))
-        offloader = OffloadManager(2**50, "raise", 2, gpu_memory, engine)
+        offloader = OffloadManager(2**50, "raise", 2, gpu_memory, engine=engine)
         offloader._arena = Arena(2**50, engine.host_buffer)
         return run_layer(layer, length, streamed(saves, offloader), grad)
 

@@ -41,6 +41,15 @@ def test_last_layers_stay_while_the_device_has_room(layers):
     assert "on the device" in str(streambp.describe(model))
 
 
+@pytest.mark.parametrize("gpu_memory", [None, 1, "1GiB"])
+def test_products_are_moved_or_stay(gpu_memory):
+    saves = ("attn_out", "mlp.*", "self_attn.?_proj")
+    expected = step(model_with(saves), "left-padded")
+    model = offloaded(saves, gpu_memory=gpu_memory)
+    for _ in range(2):
+        assert_same(step(model, "left-padded"), expected)
+
+
 def test_a_second_micro_batch_finds_the_device_full():
     model = offloaded(gpu_memory=prefix_bytes() + 2 * layer_bytes())
     first, second = forward(model, 1), forward(model, 2)
