@@ -109,7 +109,8 @@ class StreamedLayer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs = _run_forward(call, keep=True)
         if call.store.copies:
-            call.hidden_states = torch.empty_like(hidden_states, device="meta")  # its shape; the rest has left
+            # Its shape; the rest has left. Without storage on meta as well, where memory is counted.
+            call.hidden_states = torch.empty((), dtype=hidden_states.dtype, device="meta").expand(hidden_states.shape)
         return outputs
 
     @staticmethod
@@ -123,7 +124,7 @@ class StreamedLayer(torch.autograd.Function):
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = grad if reuse else mark(torch.empty_like(call.hidden_states, device=call.device))
+            inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
         call.hidden_states = None  # type: ignore[assignment]
         with call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             linears = plain_linears(call.layer)
@@ -137,6 +138,10 @@ class StreamedLayer(torch.autograd.Function):
         values = parameters.current()
         gradients = [gradient_or_zeros(g, p) for g, p in zip(sums.result(values), values, strict=True)]
         return None, None, inputs.hidden_states, *inputs.result(), *gradients
+
+
+def _gradient_buffer(call: LayerCall) -> Tensor:
+    return torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format)
 
 
 def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
