@@ -6,6 +6,7 @@ streambp.patch(model)
 
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
-from streambp.patching import describe, patch, unpatch
+from streambp.patching import describe, unpatch
+from streambp.planner.auto import patch
 
 __all__ = ["StreamBPError", "StreamConfig", "describe", "patch", "unpatch"]

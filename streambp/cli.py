@@ -1,4 +1,4 @@
-"""The command line: `streambp verify PATH_OR_ID`."""
+"""The command line: `streambp verify`, `streambp plan` and `streambp profile`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from streambp.errors import StreamBPError
-from streambp.verdict import Verification
+from streambp.chunks import plan_chunks
+from streambp.config import StreamConfig
+from streambp.errors import ConfigError, StreamBPError
+from streambp.planner.measure import compare_step
+from streambp.planner.plan import plan
+from streambp.planner.profile import Setting
+from streambp.planner.report import comparison_table, plan_table
 from streambp.verify import verify
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 EXACT, NOT_EXACT, FAILED = 0, 1, 2
+FITS, DOES_NOT_FIT = 0, 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 is success (for verify: exact), 1 is not exact, 2 is bad usage or a model that cannot be judged."""
+    """Run a command; 0 is success (exact, fits), 1 the opposite, 2 bad usage or a model that cannot be judged."""
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
@@ -44,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="streambp", description="Exact training on long sequences.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verify(commands)
+    _add_plan(commands)
+    _add_profile(commands)
     return parser
 
 
@@ -77,6 +87,124 @@ def _run_verify(arguments: argparse.Namespace) -> int:
     return EXACT if result.exact else NOT_EXACT
 
 
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="what fits into my GPU?",
+        description="Count a model's training steps without weights or GPU, and say how to train it on long sequences. "
+        "Exit code 0: it fits; 1: it does not; 2: the model could not be counted.",
+    )
+    command.add_argument("model", metavar="MODEL", help="an id on the Hub, a checkpoint's folder, or a config.json")
+    command.add_argument(
+        "--seq-len", default="max", help='positions per row, such as 64k or 1M; "max": the longest that fit'
+    )
+    command.add_argument("--gpu-memory", required=True, metavar="BYTES", help="of each GPU, such as 80GiB")
+    command.add_argument(
+        "--host-memory", metavar="BYTES", help="of the whole machine, for all its GPUs (default: no limit)"
+    )
+    command.add_argument("--reserve", type=float, default=0.05, help="part of the GPU left alone (default %(default)s)")
+    command.add_argument("--gpus", type=int, default=1, help="data-parallel ranks (default %(default)s)")
+    command.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage, 3 for FSDP2")
+    command.add_argument("--batch-size", type=int, default=1, help="rows on each GPU (default %(default)s)")
+    command.add_argument(
+        "--lora", type=int, metavar="RANK", help="train adapters of this rank on every Linear of the layers"
+    )
+    command.add_argument("--bits", type=int, choices=(4, 8, 16), default=16, help="of a frozen base (default %(default)s)")
+    command.add_argument(
+        "--optimizer-bytes",
+        type=float,
+        default=12,
+        help="a trained parameter: 12 is Adam with float32 weights, 4 Adam in bf16, 0 none (default %(default)s)",
+    )
+    command.add_argument("--optimizer-on-host", action="store_true", help="its state waits in host memory (ZeRO-Offload)")
+    command.add_argument("--accumulate", action="store_true", help="steps add to gradients that exist")
+    command.add_argument("--dtype", choices=DTYPES[1:], default="bfloat16", help="of the weights (default %(default)s)")
+    command.add_argument("--kernels", choices=("cudnn", "flash"), default="cudnn", help="attention kernels on the GPU")
+    command.add_argument("--json", action="store_true", help="print JSON, with every line that peaks are computed from")
+    command.set_defaults(run=_run_plan)
+
+
+def _run_plan(arguments: argparse.Namespace) -> int:
+    setting = Setting(
+        gpus=positive("--gpus", arguments.gpus),
+        zero=arguments.zero,
+        optimizer=arguments.optimizer_bytes,
+        optimizer_on_host=arguments.optimizer_on_host,
+        accumulate=arguments.accumulate,
+    )
+    found = plan(
+        arguments.model,
+        parse_length(arguments.seq_len),
+        gpu_memory=arguments.gpu_memory,
+        host_memory=arguments.host_memory,
+        setting=setting,
+        reserve=arguments.reserve,
+        batch_size=arguments.batch_size,
+        lora=arguments.lora,
+        bits=arguments.bits,
+        dtype=getattr(torch, arguments.dtype),
+        kernels=arguments.kernels,
+    )
+    print(_to_json(found) if arguments.json else plan_table(found))
+    return FITS if found.choice is not None else DOES_NOT_FIT
+
+
+def _add_profile(commands: Any) -> None:
+    command = commands.add_parser(
+        "profile",
+        help="a real step beside its prediction",
+        description="Run one streamed training step and compare the memory of its phases with what the planner predicts.",
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command.add_argument("model", metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")
+    command.add_argument("--seq-len", default="8k", help="tokens (default %(default)s)")
+    command.add_argument("--chunk-size", type=int, help="default: streambp's own choice")
+    command.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as stored)")
+    command.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
+    command.add_argument("--saves", default="", help="comma-separated, of attn_out, kv and globs of Linears")
+    command.add_argument("--offload", choices=("none", "cpu"), default="none", help="default %(default)s")
+    command.add_argument("--snapshot", type=Path, metavar="FILE", help="write torch's memory snapshot of the step (CUDA)")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(run=_run_profile)
+
+
+def _run_profile(arguments: argparse.Namespace) -> int:
+    length = parse_length(arguments.seq_len)
+    if length == "max":
+        raise ConfigError("--seq-len of a profile must be a number of tokens: the step is run.")
+    model = _load(arguments.model, arguments.dtype).to(arguments.device).train()
+    saves = tuple(name for name in arguments.saves.split(",") if name)
+    chunk = plan_chunks(length, 1, arguments.chunk_size or "auto").size
+    config = StreamConfig(chunk_size=chunk, saves=saves, offload=arguments.offload)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (1, length), device=arguments.device)  # [B, T]
+    rows = compare_step(model, ids, config, chunk, arguments.snapshot)
+    print(_to_json({"phases": rows}) if arguments.json else comparison_table(rows, length, chunk))
+    return FITS
+
+
+def parse_length(text: str) -> Any:
+    """Tokens from "65536", "64k" or "1M" (powers of 1,024); "max" stays.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text == "max":
+        return text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)", text)
+    number = 0 if match is None else int(float(match[1]) * {"": 1, "k": 2**10, "M": 2**20}[match[2]])
+    if number < 1:
+        raise ConfigError(f'--seq-len is {text!r}; it must be a positive number such as 65536, 64k or 1M, or "max".')
+    return number
+
+
+def positive(option: str, value: int) -> int:
+    """Raise unless value is at least 1."""
+    if value < 1:
+        raise ConfigError(f"{option} is {value}; it must be at least 1.")
+    return value
+
+
 def _load(path_or_id: str, dtype: str) -> PreTrainedModel:
     """The checkpoint with transformers' default attention: sdpa wherever the model has it."""
     try:
@@ -90,14 +218,16 @@ def _load(path_or_id: str, dtype: str) -> PreTrainedModel:
     return model
 
 
-def _to_json(result: Verification) -> str:
-    """JSON has no NaN or infinity: they become null."""
+def _to_json(result: Any) -> str:
+    """Of a dataclass, or of dicts and lists of such. JSON has no NaN or infinity: they become null."""
 
     def finite(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return finite(dataclasses.asdict(value))
         if isinstance(value, dict):
             return {name: finite(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
             return [finite(inner) for inner in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(finite(dataclasses.asdict(result)), indent=2, allow_nan=False)
+    return json.dumps(finite(result), indent=2, allow_nan=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class StreamBPError(RuntimeError):
     """Base class. A message says what was found, what was expected and what to do next."""
@@ -25,3 +27,7 @@ class BackwardError(StreamBPError):
 
 class HostMemoryError(StreamBPError):
     """The host memory that offloading may use does not suffice."""
+
+
+class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
+    """The device ran out of memory in a streamed step. Still a torch.OutOfMemoryError, for those who wait for one."""

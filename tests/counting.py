@@ -1,52 +1,13 @@
-"""Counts bytes of live storages and Linear FLOPs, on meta tensors as well."""
+"""Counts Linear FLOPs and written bytes, on meta tensors as well; live bytes are counted by the planner's `LiveBytes`."""
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations created while this mode was on and that are still alive;
-    their peak, and the largest of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self.largest = 0
-        self._seen: set[int] = set()
-
-    def reset_peak(self) -> None:
-        self.peak = self.live
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                if storage._cdata not in before and storage._cdata not in self._seen:
-                    self._track(storage)
-        return result
-
-    def _track(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        self.largest = max(self.largest, size)
-
-        def gone() -> None:
-            self._seen.discard(key)
-            self.live -= size
-
-        weakref.finalize(storage, gone)
 
 
 class LinearFlops(TorchDispatchMode):

@@ -7,18 +7,23 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "streambp"
 ORDER = (
-    "errors", "config", "chunks", "distributed.zero", "distributed.sequence_parallel", "attention.spans",
-    "attention.masks", "attention.kernels", "attention.keys", "attention.prefix", "attention.interface",
+    "errors", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
+    "attention.spans", "attention.masks", "attention.kernels", "attention.keys", "attention.prefix", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.call", "layer.gradients", "layer.probe",
-    "layer.whole", "layer.function", "head.triton_fold", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred",
+    "layer.whole", "layer.exhausted",
+    "layer.function", "head.triton_fold", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
     "offload.manager", "stacks", "instance_forward", "wrappers", "patching", "integrations.deepspeed",
+    "planner.count", "planner.profile", "planner.skeleton", "planner.step", "planner.compose", "planner.tree",
+    "planner.survey", "planner.estimate", "planner.plan", "planner.auto", "planner.measure", "planner.report",
+    "planner.megatron",
     "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo",
     "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip
 PACKAGES = ("", "attention", "layer", "head", "losses", "offload", "distributed", "integrations", "integrations.trl")
+PACKAGES += ("planner",)
 
 
 def module_names():

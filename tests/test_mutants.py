@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,17 +17,17 @@ from streambp.head import blocks, deferred, log_probs, one_pass
 from streambp.layer import arguments, call, function, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
-from streambp.offload import stores
+from streambp.offload import arena, stores
+from streambp.planner import auto, count, profile, skeleton
 from tests import test_contract, test_families, test_oracle, test_training
+from tests.distributed import test_host
 from tests.families import build, make_batch
-from tests.head import test_log_probs
+from tests.head import test_expected_scale, test_log_probs
+from tests.layer import test_inner_leaves
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
-
-pytest.importorskip("trl", reason="TRL is not installed")
-
-from streambp.integrations.trl import values
-from tests.integrations import test_ppo
+from tests.planner import test_against_steps, test_estimates, test_plans
+from tests.planner.test_plans import planning
 
 
 def oracle(family="qwen3", mode="plain", saves=()):
@@ -40,6 +41,11 @@ def dense_mask():
     batch["attention_mask"][:, 12] = 0
     batch["labels"][:, 12:14] = -100
     test_contract.check_agree(stock, ours, **batch)
+
+
+def predicted():
+    difference, _ = test_against_steps.compare("llama", False, "offload", 256)
+    assert abs(difference) <= 0.01
 
 
 def dropout():
@@ -106,11 +112,6 @@ def objective():
     assert masked.masked_mean(x, kept) == 1.5
 
 
-def ppo_gradients():
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        test_ppo.test_gradients_and_one_backward(False, folder, patch)
-
-
 @contextlib.contextmanager
 def default_float64():
     torch.set_default_dtype(torch.float64)
@@ -118,6 +119,23 @@ def default_float64():
         yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def inner_leaves():
+    with default_float64():
+        test_inner_leaves.test_an_inner_leaf_is_reduced_once_with_all_its_gradients(torch.float64)
+
+
+def shared_memory():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        meminfo = Path(folder) / "meminfo"
+        meminfo.write_text("MemAvailable: 100000 kB\n")
+        test_host.check_shared(meminfo, patch)
+
+
+def expected_scale():
+    with default_float64(), pytest.MonkeyPatch.context() as patch:
+        test_expected_scale.check_late_factors(test_expected_scale.record_late_factors(patch))
 
 
 def only_hidden_states(self, output, chunk, real=layer_gradients.OutputGradients.of):
@@ -229,14 +247,38 @@ MUTANTS = {
         lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
         several_blocks,
     ),
-    "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
-    "values that do not reach the backbone": (
-        values, "blockwise_values",
-        lambda hidden, norm, head, real=values.blockwise_values: real(hidden.detach(), norm, head), ppo_gradients,
+    "host memory of other ranks taken": (arena, "local_ranks", lambda: 1, shared_memory),
+    "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
+    "inner leaves not reduced": (
+        function, "reduced_after_backward", lambda layer, hidden_states: hidden_states, inner_leaves,
     ),
+    "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "stream whatever comes": (
         function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
     ),
+    # The planner's, in one block.
+    "workspaces left out": (count, "_workspace", lambda *_: 0, test_estimates.check_workspaces),
+    "every layer like the first": (
+        skeleton.Reduced, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0, predicted,
+    ),
+    "views taken for new tensors": (
+        count.Shapes, "_remember", lambda self, key, func, args, result: self._known.update({
+            key: (False, [(result.shape, result.stride(), result.dtype)])
+        }) if isinstance(result, torch.Tensor) and key[0] is torch.ops.aten._unsafe_view.default else None, predicted,
+    ),
+    "gradients that were there are left out": (
+        profile, "static",
+        lambda p, s, real=profile.static: dataclasses.replace(real(p, s), gradients=0.0), test_estimates.check_peak_by_hand,
+    ),
+    "experts divided like the rest": (
+        profile, "static",
+        lambda p, s, real=profile.static: real(p, dataclasses.replace(s, expert_parallel=1)),
+        test_estimates.check_static_by_hand,
+    ),
+    "host memory without limit": (
+        planning, "fits", lambda at, memory: at.total <= memory.usable, test_plans.check_longest,
+    ),
+    "chunks whatever is free": (auto.FittingChunk, "tokens", lambda *_: 8192, test_plans.check_chunks_fit),
     "accumulators that stay behind": (keys.TiledSite, "_leave", leave_without_sums, streamed_prefix),
     "tiles read from their start": (keys.TiledSite, "_overlaps", from_the_start, streamed_prefix),
     "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),
@@ -255,7 +297,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]
-    if check is not autocast:
+    if check not in (autocast, predicted):
         lift_float32_casts(monkeypatch)
     check()
     with monkeypatch.context() as patch:

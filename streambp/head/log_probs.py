@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import (
+    TOKENS_PER_BLOCK,
     Projection,
     Statistics,
     Upstream,
@@ -80,9 +82,10 @@ class HeadInputs:
     in_float32: bool = False
 
     def rows(self) -> Tensor | None:
-        """Positions with a label, in order; None if all have one, or if that cannot be known (meta tensors)."""
-        if self.labels.device.type == "meta":
-            return None
+        """Positions with a label, in order; None if all have one. Labels without data (a count of bytes) get what most
+        batches get: the last position of a row has no next token, so that not all have one."""
+        if _no_data(self.labels):
+            return torch.arange(self.labels.shape[0], device=self.labels.device)
         valid = self.labels != self.ignore_index
         return None if bool(valid.all()) else valid.nonzero().squeeze(-1)
 
@@ -170,7 +173,7 @@ def _check(hidden_states: Tensor, weight: Tensor, labels: Tensor, ignore_index: 
 
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
     """Raise for a label outside the vocabulary; it would select nothing and look like a log-probability."""
-    if labels.device.type == "meta" or labels.numel() == 0:
+    if _no_data(labels) or labels.numel() == 0:
         return
     wrong = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)
     if bool(wrong.any()):
@@ -178,6 +181,10 @@ def check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
             f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}) or be {ignore_index} (ignored). "
             "Check that the tokenizer belongs to this model."
         )
+
+
+def _no_data(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
 
 
 class BlockwiseLogProbs(torch.autograd.Function):
@@ -297,11 +304,20 @@ class HeadGradients:
         ]
         sums = [self.d_hidden, self.d_weight, self.d_bias, *d_norm]
         if upstream is not None:
-            sums = [None if total is None else total.mul_(upstream) for total in sums]
+            sums = [None if total is None else _scaled(total, upstream) for total in sums]
         d_hidden, d_weight, d_bias, *d_norm = sums
         d_weight = None if d_weight is None else d_weight.to(self.weight.dtype)
         d_bias = None if d_bias is None or self.bias is None else d_bias.to(self.bias.dtype)
         return d_hidden, d_weight, d_bias, *d_norm
+
+
+def _scaled(total: Tensor, factor: Tensor) -> Tensor:
+    """`total` times a scalar tensor, in place. On a GPU, mul_ would first round the factor to total's dtype."""
+    if total.dtype == factor.dtype:
+        return total.mul_(factor)
+    for block in total.split(TOKENS_PER_BLOCK):
+        block.copy_(block.to(factor.dtype) * factor)
+    return total
 
 
 def _select(hidden: Tensor, rows: Tensor | None, block: slice) -> Tensor:

@@ -41,7 +41,9 @@ class LayerSite:
         counts_positions: it asks its cache how many tokens came before.
         cache: the argument that takes its cache, if it attends by itself over what that returns.
         whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
+        mask_because: the same, of the last call's attention mask alone.
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
+        chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
     """
 
     layer: nn.Module
@@ -50,10 +52,17 @@ class LayerSite:
     counts_positions: bool = False
     cache: str | None = None
     whole_because: str | None = None
+    mask_because: str | None = None
     offloader: Offloader | None = None
     index: int = 0
+    chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     probed: bool = False
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
+
+    @property
+    def because(self) -> str | None:
+        """Why its last call ran whole; None if it streamed."""
+        return self.whole_because or self.mask_because
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -77,7 +86,9 @@ class LayerCall:
         batch_size, length = self.hidden_states.shape[-3:-1]
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
-        self.plan = plan_chunks(length, batch_size, config.chunk_size)
+        rule = site.chunk_rule
+        size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
+        self.plan = plan_chunks(length, batch_size, size)
         self.configs = [] if site.cache else attention_configs(site.layer)
         self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)

@@ -15,7 +15,8 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
 from streambp.layer.cached import why_not
 from streambp.layer.call import LayerCall, LayerSite
-from streambp.layer.engines import gradient_or_zeros
+from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
+from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
 from streambp.layer.probe import can_stream
@@ -41,13 +42,11 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     counts_when_alone()
     arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
     mask = arguments.named.get("attention_mask")
-    if site.attends and not (mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)):
-        site.whole_because = "its attention_mask is not for attention alone"
-        return run_whole(site, args, kwargs)
+    site.mask_because = _no_mask_of_attention(mask) if site.attends else None
     if site.cache is not None:
-        site.whole_because = why_not(mask, arguments.length)
-        if site.whole_because is not None:
-            return run_whole(site, args, kwargs)
+        site.mask_because = why_not(mask, arguments.length)
+    if site.mask_because is not None:
+        return run_whole(site, args, kwargs)
     call = LayerCall(site, arguments)
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer, hidden_states.device)
@@ -58,6 +57,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
             call.save_to(site.offloader)
+        hidden_states = reduced_after_backward(site.layer, hidden_states)
         output, *extras = StreamedLayer.apply(call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
@@ -107,10 +107,11 @@ class StreamedLayer(torch.autograd.Function):
         ctx.call, ctx.parameters = call, parameters
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
-        outputs = _run_forward(call, keep=True)
+        with explained(call):
+            outputs = _run_forward(call, keep=True)
         if call.store.copies:
-            # Its shape; the rest has left. Without storage on meta as well, where memory is counted.
-            call.hidden_states = torch.empty((), dtype=hidden_states.dtype, device="meta").expand(hidden_states.shape)
+            # Its shape without a byte of storage; the rest has left.
+            call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
         return outputs
 
     @staticmethod
@@ -126,7 +127,7 @@ class StreamedLayer(torch.autograd.Function):
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
             inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
         call.hidden_states = None  # type: ignore[assignment]
-        with call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
+        with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             linears = plain_linears(call.layer)
             unread = call.unread_products(linears, parameters.names, needs_input)
             with left_out(linears, unread.refill):
@@ -200,6 +201,13 @@ def _chunk_backward(
     del outputs, upstream, output
     inputs.add(chunk, found[: len(targets)])
     sums.add(found[len(targets) :])
+
+
+def _no_mask_of_attention(mask: Any) -> str | None:
+    """Why a layer that attends through the interface cannot be cut with this mask; None if it can."""
+    if mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4):
+        return None
+    return "its attention_mask is not for attention alone"
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

@@ -35,6 +35,6 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
         if LazyMask.__name__ not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(site.layer).__name__} cannot stream: {site.whole_because}. Nor can it run whole, because it reads the "
+            f"{type(site.layer).__name__} cannot stream: {site.because}. Nor can it run whole, because it reads the "
             f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
         ) from error

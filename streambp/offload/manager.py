@@ -55,6 +55,7 @@ class OffloadManager:
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
+        self.set_aside = 0  # bytes of host memory that an engine will take
         self.auto = auto
         self.workspace = 0  # bytes of the largest prefix of this forward, as backward will need it
         self._given_gpu_memory = gpu_memory
@@ -107,7 +108,7 @@ class OffloadManager:
             self._transfers = Transfers(self._given_engine or make_engine(device))
         if self._arena is None:
             engine = self._transfers.engine
-            self._arena = Arena(host_limit(self.host_memory), engine.host_buffer, engine.settle)
+            self._arena = Arena(host_limit(self.host_memory, set_aside=self.set_aside), engine.host_buffer, engine.settle)
         return self._arena
 
     @property

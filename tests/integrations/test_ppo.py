@@ -21,7 +21,7 @@ import peft
 from datasets import Dataset
 from transformers import AutoModelForTokenClassification
 
-from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer
+from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer, values
 from tests.integrations.test_trl import tokenizer
 
 WORDS = (5, 9, 14, 20)
@@ -131,6 +131,13 @@ def test_gradients_and_one_backward(separate, tmp_path, monkeypatch):
     assert worst_error(found, expected) <= 1e-9
     layers = len(stock.model.layers)
     assert len(calls) == (2 * layers if separate else layers)
+
+
+def test_a_mutant_whose_values_do_not_reach_the_backbone_turns_that_red(tmp_path, monkeypatch):
+    real = values.blockwise_values
+    monkeypatch.setattr(values, "blockwise_values", lambda hidden, norm, head: real(hidden.detach(), norm, head))
+    with pytest.raises(AssertionError):
+        test_gradients_and_one_backward(False, tmp_path, monkeypatch)
 
 
 def test_checkpoints_hold_policy_and_values_apart(tmp_path):

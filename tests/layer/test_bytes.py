@@ -19,7 +19,7 @@ from streambp.layer.function import stream_layer
 from streambp.offload.arena import Arena
 from streambp.offload.engines import SynchronousEngine
 from streambp.offload.manager import OffloadManager
-from tests.counting import LiveBytes
+from streambp.planner.count import LiveBytes
 
 LENGTHS = (512 * 1024, 1024 * 1024)
 KB = 1024

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streambp.head import token_log_probs
 from streambp.losses import dpo_loss, grpo_loss, ppo_loss, sft_loss
-from tests.counting import LiveBytes
+from streambp.planner.count import LiveBytes
 from tests.layer.test_bytes import KB, empty, slope
 
 WIDTH, VOCABULARY = 4096, 151936

@@ -1,0 +1,116 @@
+"""What the planner computes for the paper's tables: no GPU, no weights. Forward and backward, optimizer left out.
+
+python -m paper_repro.predicted --output paper_repro/results      memory.csv and longest.csv, and the figure of the README
+
+Figures of the planner are computed, not measured; where it was held against measurements stands in docs/planner.md. The
+budget of the longest sequences is that of `longest_sequence`: 79 GiB of the GPU, here with 115 GiB of host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from transformers import Qwen3Config
+
+from paper_repro.shapes import SHAPES
+from streambp.planner import Setting, plan
+from streambp.planner.plan import Memory, longest
+from streambp.planner.profile import Profile, peak
+
+GIB = 2**30
+EXPERIMENTS = (("Qwen3-4B", None), ("Qwen3-8B", None), ("Qwen3-14B", None), ("Qwen3-32B", 8))
+LENGTHS = [2**n for n in range(11, 21)]
+BACKWARD_ONLY = Setting(optimizer=0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--gpu-gib", type=float, default=79.0)
+    parser.add_argument("--host-gib", type=float, default=115.0)
+    args = parser.parse_args()
+    memory = Memory(int(args.gpu_gib * GIB), int(args.host_gib * GIB), reserve=0.0)
+    curves, lengths = [], []
+    for shape, lora in EXPERIMENTS:
+        config = Qwen3Config(**SHAPES[shape], architectures=["Qwen3ForCausalLM"])
+        profile = plan(
+            config, gpu_memory=memory.gpu, host_memory=memory.host, reserve=0.0, setting=BACKWARD_ONLY, lora=lora
+        ).profile
+        named = {"shape": shape, "trained": f"LoRA {lora}" if lora else "full"}
+        for method in profile.methods:
+            found = longest(profile, method, memory, BACKWARD_ONLY)
+            lengths.append({**named, "method": found.method, "tokens": found.seq_len, "stopped_by": found.binds})
+            print("  ".join(str(value) for value in lengths[-1].values()), flush=True)
+        curves += [{**named, **row} for row in peaks(profile)]
+    write(args.output / "predicted_longest.csv", lengths)
+    write(args.output / "predicted_memory.csv", curves)
+    draw([row for row in curves if row["shape"] == "Qwen3-8B"], args.output / "predicted_memory.png")
+
+
+def peaks(profile: Profile) -> list[dict[str, object]]:
+    """Peak GiB against length, in chunks of 8,192 tokens or the whole of a shorter sequence."""
+    rows = []
+    for method in profile.methods:
+        for length in LENGTHS:
+            at = peak(profile, method, length, min(8192, length), BACKWARD_ONLY)
+            rows.append(
+                {
+                    "method": method.name,
+                    "tokens": length,
+                    "peak_gib": round(at.total / GIB, 3),
+                    "host_gib": round(at.host / GIB, 3),
+                }
+            )
+    return rows
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+SHOWN = {
+    "plain": "no checkpointing",
+    "checkpointing": "gradient checkpointing",
+    "checkpointing, fused head": "checkpointing, fused head",
+    "streambp": "streambp",
+    "streambp saves attn_out, offload": "streambp, attn_out saved, offload",
+}
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7.5, 4.4))
+    for method, label in SHOWN.items():
+        points = [(row["tokens"], row["peak_gib"]) for row in rows if row["method"] == method and row["peak_gib"] <= 400]
+        ours = method.startswith("streambp")
+        axes.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            markersize=4,
+            linewidth=2.6 if ours else 1.5,
+            linestyle="-" if ours else "--",
+            label=label,
+        )
+    axes.axhline(80, color="grey", linewidth=1)
+    axes.annotate("80 GiB", (LENGTHS[0], 82), fontsize=8, color="grey")
+    axes.set(xscale="log", xlabel="tokens in one sequence", ylabel="GPU memory (GiB)", ylim=(0, 140))
+    axes.set_xticks(LENGTHS, [f"{n // 1024}k" if n < 2**20 else "1M" for n in LENGTHS])
+    axes.minorticks_off()
+    axes.set_title("Qwen3-8B, every parameter trained, forward and backward, bf16 (computed by the planner)", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.93))
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""When a streamed layer runs out of device memory: an error that says what to change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from streambp.chunks import ChunkPlan
+from streambp.config import StreamConfig
+from streambp.errors import DeviceMemoryError
+from streambp.layer.call import LayerCall
+
+SMALL_CHUNK = 1024
+
+
+@contextlib.contextmanager
+def explained(call: LayerCall) -> Iterator[None]:
+    """Within, running out of device memory raises an error that carries the next lever.
+
+    Raises:
+        DeviceMemoryError: from the torch.OutOfMemoryError.
+    """
+    try:
+        yield
+    except DeviceMemoryError:
+        raise
+    except torch.OutOfMemoryError as error:
+        details = str(error).splitlines()[0] if str(error) else "torch gave no details"
+        raise DeviceMemoryError(
+            f"The device ran out of memory in {type(call.layer).__name__} on {call.plan.length} positions a row in "
+            f"chunks of {call.plan.size}. {next_lever(call.site.config, call.plan)} `streambp plan` computes what fits. "
+            f"({details})"
+        ) from error
+
+
+def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
+    """The least costly change that lowers the peak, as a sentence."""
+    if config.offload == "none":
+        saved = f" and saves={config.named_saves!r}" if config.named_saves else ""
+        return f"Set offload='cpu' in StreamConfig: it moves layer inputs{saved} to host memory."
+    if min(plan.size, plan.length) > SMALL_CHUNK:
+        return f"Set chunk_size={max(SMALL_CHUNK, plan.size // 2)} in StreamConfig."
+    if not config.head:
+        return "Set head=True in StreamConfig: it computes the loss without logits."
+    return (
+        "No setting of streambp's is left: divide weights and gradients over GPUs (ZeRO-3, FSDP2), train adapters, keep "
+        "the optimizer's state on the host, or shorten the sequence."
+    )

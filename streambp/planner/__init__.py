@@ -1,0 +1,10 @@
+"""What a step costs before it is run: bytes by phase and by module, FLOPs, and what fits.
+
+count -> profile, skeleton, step -> compose, tree -> survey -> estimate -> plan -> report
+"""
+
+from streambp.planner.estimate import Estimate, estimate
+from streambp.planner.plan import Memory, Plan, plan
+from streambp.planner.profile import Profile, Setting, peak
+
+__all__ = ["Estimate", "Memory", "Plan", "Profile", "Setting", "estimate", "peak", "plan"]

@@ -1,0 +1,96 @@
+"""From the phases of a few layers at a few lengths to those of the whole model at any length.
+
+A phase's bytes are what was alive before it plus its own work. What a layer leaves behind, and its work, are the same for
+every layer of its kind; so the phases of all layers follow from those of the kept ones (DESIGN.md section 6: "affine in T
+and linear in layers").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from streambp.planner.profile import Phase
+from streambp.planner.skeleton import Reduced
+from streambp.planner.step import Span
+
+Point = tuple[int, int]  # T, C
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A phase of the whole model at one point. start: bytes alive, gradients: bytes in `.grad` when it begins."""
+
+    name: str
+    start: float
+    peak: float
+    gradients: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Of a whole step at one point."""
+
+    host: float
+    linear_flops: float
+    attention_flops: float
+
+
+def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Totals]:
+    """The phases of a step of all layers, from a step of the kept ones."""
+    depth = len(reduced.kinds)
+    forward = {span.layer: span for span in spans if span.name == "forward"}
+    backward = {span.layer: span for span in spans if span.name == "backward"}
+    order: list[tuple[str, Span]] = []
+    for span in spans:
+        if span.layer is None:
+            order.append((span.name, span))
+        elif span.layer == 0 and span.name == "forward":
+            order += [(f"forward {index}", forward[reduced.stand_in(index)]) for index in range(depth)]
+        elif span.layer == len(reduced.kept) - 1 and span.name == "backward":
+            down = [index for index in reversed(range(depth)) if reduced.stand_in(index) in backward]
+            order += [(f"backward {index}", backward[reduced.stand_in(index)]) for index in down]
+    before = {id(span): (last.gradients, last.host) for last, span in itertools.pairwise(spans)}
+    live = gradients = host = 0.0
+    counted = []
+    for name, span in order:
+        counted.append(Counted(name, live, live + span.peak - span.start, gradients))
+        gradients_before, host_before = before.get(id(span), (0, 0))
+        live += span.end - span.start
+        gradients += span.gradients - gradients_before
+        host += span.host - host_before
+    flops = [span for _, span in order]
+    return counted, Totals(host, sum(s.linear_flops for s in flops), sum(s.attention_flops for s in flops))
+
+
+def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced) -> tuple[Phase, ...]:
+    """Lines through the same phases counted at several points; of the layers of one kind, the first and the last. A phase
+    with two lines is as large as the larger.
+
+    In between, bytes go up or down evenly from one layer of a kind to the next, so these two bound the others.
+    """
+    fitted = []
+    for column in zip(*phases, strict=True):
+        name, gradients = column[0].name, column[0].gradients
+        line = solve(points, [phase.peak for phase in column])
+        fitted.append(Phase(name, *line, gradients=gradients))
+        start = solve(points, [phase.start for phase in column])
+        if start[1] > line[1]:  # where it begins is its peak in the end
+            fitted.append(Phase(name, *start, gradients=gradients))
+    ends: dict[int, tuple[int, int]] = {}
+    for index, kind in enumerate(reduced.kinds):
+        ends[kind] = (ends.get(kind, (index, index))[0], index)
+    shown = {index for pair in ends.values() for index in pair} | {0, len(reduced.kinds) - 1}
+    return tuple(p for p in fitted if not p.name.split()[-1].isdigit() or int(p.name.split()[-1]) in shown)
+
+
+def solve(points: Sequence[Point], values: Sequence[float]) -> tuple[float, float, float]:
+    """constant, per T and per C of the plane through the values; without a slope in C where all points share C = 0."""
+    columns = 3 if any(c for _, c in points) else 2
+    rows = torch.tensor([(1, t, c)[:columns] for t, c in points], dtype=torch.float64)
+    line = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)[:, None]).solution.flatten().tolist()
+    constant, per_token, per_chunk_token = (round(value, 6) + 0.0 for value in (*line, 0.0)[:3])
+    return constant, per_token, per_chunk_token

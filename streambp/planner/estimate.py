@@ -1,0 +1,96 @@
+"""`estimate`: what one step of a model costs, by method, phase and module."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from streambp.chunks import plan_chunks
+from streambp.config import StreamConfig
+from streambp.errors import ConfigError
+from streambp.planner.profile import Peak, Profile, Setting, flops, peak
+from streambp.planner.skeleton import Device, Skeleton, Source
+from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, PLAIN, streamed, survey
+
+UNPATCHED = (PLAIN, CHECKPOINTING, CHECKPOINTING_HEAD)
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodEstimate:
+    """One method's step: bytes on one rank, FLOPs over the ranks that share the sequence."""
+
+    name: str
+    peak: Peak
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What steps of `seq_len` positions a row cost; `profile` serves other lengths and settings (`profile.peak`)."""
+
+    profile: Profile
+    setting: Setting
+    seq_len: int
+    chunk_size: int
+    methods: tuple[MethodEstimate, ...]
+
+    def method(self, name: str) -> MethodEstimate:
+        return next(method for method in self.methods if method.name == name)
+
+    @property
+    def streamed(self) -> MethodEstimate:
+        return next(method for method in self.methods if method.name.startswith("streambp"))
+
+
+def estimate(
+    model_or_config: Source,
+    seq_len: int,
+    *,
+    chunk_size: int | Literal["auto"] = "auto",
+    saves: tuple[str, ...] = (),
+    offload: Literal["none", "cpu"] = "none",
+    batch_size: int = 1,
+    setting: Setting | None = None,
+    lora: int | None = None,
+    bits: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    device: Device = "cuda",
+    kernels: Literal["cudnn", "flash"] = "cudnn",
+) -> Estimate:
+    """Bytes and FLOPs of one training step, counted without weights and without a GPU (DESIGN.md section 6).
+
+    Args:
+        model_or_config: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model.
+        seq_len: positions per row. batch_size: rows. Packed documents cost the same memory as one long one.
+        chunk_size, saves, offload: as in `StreamConfig`; "auto" is the rule that applies where no limit is known.
+        setting: GPUs, ZeRO stage, optimizer and so on; `Setting()` if None.
+        lora: rank of adapters on every Linear of the layers; the rest is frozen. A PeftModel brings its own.
+        bits: 4 or 8 for a quantised frozen base. dtype: of the weights, where no model is given.
+        device: "cpu" counts the kernels that a CPU would run. kernels: whose workspaces count on a GPU.
+
+    Returns:
+        Peaks of no checkpointing, checkpointing, checkpointing with a fused head, and streambp.
+
+    Raises:
+        StreamBPError: the model is unknown, or has no layers that stream.
+    """
+    check_length("seq_len", seq_len)
+    check_length("batch_size", batch_size)
+    StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
+    setting = setting or Setting()
+    skeleton = Skeleton(model_or_config, dtype, lora, bits, device)
+    chunk = plan_chunks(seq_len, batch_size, chunk_size).size
+    recipes = (*UNPATCHED, streamed(saves, offload))
+    profile = survey(skeleton, recipes, batch_size, (seq_len, chunk), kernels)
+    methods = tuple(
+        MethodEstimate(m.name, peak(profile, m, seq_len, chunk, setting), flops(m, seq_len)) for m in profile.methods
+    )
+    return Estimate(profile, setting, seq_len, chunk, methods)
+
+
+def check_length(field: str, value: int) -> None:
+    """Raise unless it is a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{field} is {value!r}; it must be a positive whole number.")

@@ -1,0 +1,189 @@
+"""`plan`: what fits. From a model, a length and memory to chunk size, saves and offload; what binds, what helps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from streambp.config import StreamConfig, parse_bytes
+from streambp.errors import ConfigError
+from streambp.planner.estimate import UNPATCHED, check_length
+from streambp.planner.profile import Method, Peak, Profile, Setting, flops, peak
+from streambp.planner.skeleton import Device, Skeleton, Source
+from streambp.planner.survey import CHUNKS, STREAMED, survey
+
+CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))  # over all rows of the batch, the largest first
+LONGEST = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that each rank may use on its device and on the host; None: no limit. reserve: the part of the device that
+    the CUDA context, fragmentation and other libraries take."""
+
+    gpu: int
+    host: int | None = None
+    reserve: float = 0.05
+
+    @property
+    def usable(self) -> float:
+        return self.gpu * (1 - self.reserve)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A method with its chunk size at one length."""
+
+    method: str
+    saves: tuple[str, ...]
+    offload: str
+    chunk_size: int
+    seq_len: int
+    peak: Peak
+    flops: float
+
+    @property
+    def config(self) -> StreamConfig:
+        """For `streambp.patch`."""
+        return StreamConfig(chunk_size=self.chunk_size, saves=self.saves, offload=self.offload)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Longest:
+    """How long a sequence a method can take, and what stops it there: a phase on the GPU, or "host memory"."""
+
+    method: str
+    seq_len: int
+    binds: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lever:
+    """Something to change, and the longest sequence then."""
+
+    change: str
+    seq_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """choice: the method with the least arithmetic that fits `seq_len`; None if none does. binds: what limits `longest`,
+    the longest sequence of any streamed method. levers: what would allow a longer one, least trouble first."""
+
+    profile: Profile
+    setting: Setting
+    memory: Memory
+    seq_len: int
+    choice: Choice | None
+    binds: str
+    levers: tuple[Lever, ...]
+    longest: tuple[Longest, ...]
+
+
+def plan(
+    model_or_config: Source,
+    seq_len: int | Literal["max"] = "max",
+    *,
+    gpu_memory: int | str,
+    host_memory: int | str | None = None,
+    setting: Setting | None = None,
+    reserve: float = 0.05,
+    batch_size: int = 1,
+    lora: int | None = None,
+    bits: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    device: Device = "cuda",
+    kernels: Literal["cudnn", "flash"] = "cudnn",
+) -> Plan:
+    """How to train a model on sequences of `seq_len` positions a row, or on the longest that fit ("max").
+
+    Args:
+        gpu_memory: bytes of each GPU, as a number or "80GiB"; `reserve` is the part of it that is left alone.
+        host_memory: bytes of host memory for all ranks together; None: no limit.
+        Others as in `estimate`.
+
+    Raises:
+        StreamBPError: the model is unknown or does not stream, or an argument is out of range.
+    """
+    if seq_len != "max":
+        check_length("seq_len", seq_len)
+    if not 0 <= reserve < 1:
+        raise ConfigError(f"reserve is {reserve!r}; it must be a part of the GPU's memory, from 0 to below 1.")
+    setting = setting or Setting()
+    host = None if host_memory is None else parse_bytes("host_memory", host_memory) // setting.gpus
+    memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
+    skeleton = Skeleton(model_or_config, dtype, lora, bits, device)
+    profile = survey(skeleton, (*UNPATCHED, *STREAMED), batch_size, None, kernels)
+    return plan_profile(profile, seq_len, memory, setting)
+
+
+def plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting) -> Plan:
+    """`plan` for a model that has been counted."""
+    table = tuple(longest(profile, method, memory, setting) for method in profile.methods)
+    best = max((row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len)
+    length = best.seq_len if seq_len == "max" else seq_len
+    choice = choose(profile, [m for m in profile.methods if m.chunked], length, memory, setting) if length else None
+    levers = tuple(_levers(profile, best.seq_len, memory, setting))
+    return Plan(profile, setting, memory, length, choice, best.binds, levers, table)
+
+
+def choose(profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting) -> Choice | None:
+    """The method with the fewest FLOPs that fits, with the largest chunk that does; of equals the one that moves least."""
+    found = []
+    for method in methods:
+        for size in chunk_sizes(profile.batch_size):
+            at = peak(profile, method, seq_len, size, setting)
+            if fits(at, memory):
+                found.append(
+                    Choice(
+                        method.name, method.saves, method.offload, min(size, seq_len), seq_len, at, flops(method, seq_len)
+                    )
+                )
+                break
+    return min(found, key=lambda c: (round(c.flops / found[0].flops, 2), c.peak.host, -c.chunk_size), default=None)
+
+
+def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:
+    """The longest sequence that fits with the smallest chunks; every phase grows with it, so bisection finds it."""
+    size = chunk_sizes(profile.batch_size)[-1]
+
+    def fitting(length: int) -> bool:
+        return fits(peak(profile, method, length, size, setting), memory)
+
+    low, high = 0, LONGEST
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle - 1)
+    beyond = peak(profile, method, low + 1, size, setting)
+    return Longest(method.name, low, beyond.phase if beyond.total > memory.usable else "host memory")
+
+
+def fits(at: Peak, memory: Memory) -> bool:
+    return at.total <= memory.usable and (memory.host is None or at.host <= memory.host)
+
+
+def chunk_sizes(batch_size: int) -> tuple[int, ...]:
+    """Positions per row to choose a chunk size from, the largest first."""
+    return tuple(dict.fromkeys(max(1, tokens // batch_size) for tokens in CHUNK_TOKENS))
+
+
+def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
+    """Changes outside of streambp's own choices, each with the longest sequence that it allows."""
+    options: list[tuple[str, Setting, Memory]] = []
+    if setting.optimizer and not setting.optimizer_on_host:
+        options.append(("optimizer state on the host", dataclasses.replace(setting, optimizer_on_host=True), memory))
+    if memory.host is not None:
+        options.append(("twice the host memory", setting, dataclasses.replace(memory, host=2 * memory.host)))
+    if setting.gpus > 1 and setting.zero < 3:
+        options.append((f"ZeRO-3 over the {setting.gpus} GPUs", dataclasses.replace(setting, zero=3), memory))
+    more = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3)
+    halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)  # they share the machine
+    options.append((f"{more.gpus} GPUs with ZeRO-3", more, halved))
+    options.append(("GPUs with twice the memory", setting, dataclasses.replace(memory, gpu=2 * memory.gpu)))
+    for change, other, budget in options:
+        reached = max(longest(profile, m, budget, other).seq_len for m in profile.methods if m.chunked)
+        if reached > 1.05 * now:
+            yield Lever(change, reached)

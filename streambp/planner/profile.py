@@ -1,0 +1,200 @@
+"""What a model's steps cost, as data, and the arithmetic that turns it into bytes for a sequence length.
+
+A `Profile` holds numbers and names only, so `json.dumps(dataclasses.asdict(profile))` is all that is needed to compute
+every peak elsewhere (a web page, say). `peak` is that computation: for each phase of a step
+
+    static + constant + per_token * T + per_chunk_token * C + gradients * (share - 1)
+
+and the largest wins. T and C are positions per row of the batch on one rank, `gradients` what is in `.grad` when the phase
+begins, `share` the part of them that this rank keeps (DESIGN.md section 6). Lines are counted at lengths of tens of
+thousands of tokens; below that they are an upper bound: attention kernels' outputs stop growing at their block size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+FIRST, ACCUMULATING = "first", "accumulating"
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Bytes on the device beyond weights and optimizer: constant + per_token * T + per_chunk_token * C.
+
+    gradients: bytes in `.grad` at its beginning that the step has put there; they are part of `constant`.
+    """
+
+    name: str
+    constant: float
+    per_token: float
+    per_chunk_token: float = 0.0
+    gradients: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to run a step. chunked: the sequence is cut into chunks of C (otherwise C plays no part).
+
+    first: phases of a step whose gradients are None at its start; accumulating: of one that adds to gradients.
+    host_*: bytes of host memory. FLOPs: linear_flops * T + attention_flops * T^2.
+    """
+
+    name: str
+    saves: tuple[str, ...]
+    offload: str
+    chunked: bool
+    first: tuple[Phase, ...]
+    accumulating: tuple[Phase, ...]
+    host_constant: float
+    host_per_token: float
+    linear_flops: float
+    attention_flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parameters that are replicated alike: "dense" or "expert". Bytes as stored; gradients in the parameters' dtypes."""
+
+    name: str
+    parameters: int
+    bytes: int
+    trainable: int
+    trainable_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A module: parameters of one of `count` alike, and the bytes a token that its forward leaves for backward."""
+
+    name: str
+    kind: str
+    count: int
+    parameters: int
+    activation: float
+    children: tuple[Node, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time."""
+
+    model: str
+    dtype: str
+    layers: int
+    batch_size: int
+    groups: tuple[Group, ...]
+    unsharded: int
+    methods: tuple[Method, ...]
+    tree: Node
+
+    def method(self, name: str) -> Method:
+        return next(method for method in self.methods if method.name == name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The conditions of a step.
+
+    Args:
+        gpus: ranks, and replicas of each parameter among them (expert parallelism divides the experts' replicas).
+        zero: 0 for DDP or one GPU; ZeRO's stage otherwise. optimizer: bytes a trainable parameter; 12 is Adam with a
+            float32 copy of the weights, 0 leaves it out.
+        gradient_bytes: of a gradient's element; None: as the parameter.
+        sequence_parallel: ranks that share one sequence.
+        optimizer_on_host: its state waits in host memory (ZeRO-Offload and the like).
+        accumulate: the step adds to gradients that exist; False: it starts from None.
+    """
+
+    gpus: int = 1
+    zero: int = 0
+    optimizer: float = 12.0
+    gradient_bytes: int | None = None
+    sequence_parallel: int = 1
+    expert_parallel: int = 1
+    optimizer_on_host: bool = False
+    accumulate: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Bytes of each rank that a step finds and leaves: weights, all gradients, optimizer state there and on the host."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    host: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Bytes on one rank at the worst moment of a step: `total` = weights + optimizer + gradients + activations."""
+
+    total: float
+    phase: str
+    weights: float
+    optimizer: float
+    gradients: float
+    activations: float
+    host: float
+    phases: Mapping[str, float]  # total by phase
+
+
+def static(profile: Profile, setting: Setting) -> Static:
+    """What stays: 2 + gradient + 12 / R bytes a parameter in bf16, R the replicas that share its optimizer state."""
+    weights = gradients = optimizer = 0.0
+    for group in profile.groups:
+        expert = setting.expert_parallel if group.name == "expert" else 1
+        replicas = setting.gpus / expert
+        weights += group.bytes / expert / (replicas if setting.zero >= 3 else 1)
+        size = group.trainable_bytes if setting.gradient_bytes is None else group.trainable * setting.gradient_bytes
+        gradients += size / expert / (replicas if setting.zero >= 2 else 1)
+        optimizer += setting.optimizer * group.trainable / expert / (replicas if setting.zero >= 1 else 1)
+    if setting.zero >= 3:
+        weights = min(weights + profile.unsharded, sum(group.bytes for group in profile.groups))
+    return Static(weights, gradients, *((0.0, optimizer) if setting.optimizer_on_host else (optimizer, 0.0)))
+
+
+def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
+    """The largest phase of a step of `seq_len` positions a row in chunks of `chunk_size`."""
+    kept = static(profile, setting)
+    born = sum(group.trainable_bytes for group in profile.groups)
+    share = kept.gradients / born if born else 0.0
+    tokens = seq_len / setting.sequence_parallel
+    chunk = min(chunk_size, tokens) if method.chunked else 0
+    present = kept.gradients if setting.accumulate else 0.0
+    parts: dict[str, tuple[float, float]] = {}  # gradients, activations
+    for phase in method.accumulating if setting.accumulate else method.first:
+        value = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk
+        found = (present + share * phase.gradients, value - phase.gradients)
+        parts[phase.name] = max(parts.get(phase.name, found), found, key=sum)
+    worst = max(parts, key=lambda name: sum(parts[name]))
+    gradients, activations = parts[worst]
+    base = kept.weights + kept.optimizer
+    host = kept.host + method.host_constant + method.host_per_token * tokens
+    totals = {name: base + sum(found) for name, found in parts.items()}
+    return Peak(totals[worst], worst, kept.weights, kept.optimizer, gradients, activations, host, totals)
+
+
+def flops(method: Method, seq_len: int) -> float:
+    """Of a step, over all ranks that share the sequence."""
+    return method.linear_flops * seq_len + method.attention_flops * seq_len**2
+
+
+def to_json(profile: Profile) -> dict[str, Any]:
+    """`profile` as JSON's types; `from_json` is the inverse."""
+    return dataclasses.asdict(profile)
+
+
+def from_json(data: Mapping[str, Any]) -> Profile:
+    def node(value: Mapping[str, Any]) -> Node:
+        return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
+
+    def method(value: Mapping[str, Any]) -> Method:
+        phases = {name: tuple(Phase(**phase) for phase in value[name]) for name in (FIRST, ACCUMULATING)}
+        return Method(**{**value, "saves": tuple(value["saves"]), **phases})
+
+    groups = tuple(Group(**group) for group in data["groups"])
+    methods = tuple(method(value) for value in data["methods"])
+    return Profile(**{**data, "groups": groups, "methods": methods, "tree": node(data["tree"])})

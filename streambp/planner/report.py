@@ -1,0 +1,133 @@
+"""Estimates and plans as text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streambp.planner.estimate import Estimate
+from streambp.planner.measure import Compared
+from streambp.planner.plan import Plan
+from streambp.planner.profile import Node, Peak, Profile, Setting
+
+GIB = 2**30
+BAR = 40
+
+
+def plan_table(plan: Plan) -> str:
+    """The whole plan: what was asked, what to do, what binds, phases, methods, modules."""
+    lines = [headline(plan.profile, plan.setting), _budget(plan), ""]
+    lines += [*_choice(plan), ""]
+    lines += _methods(plan)
+    if plan.choice is not None:
+        lines += ["", f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB on each GPU:"]
+        lines += bars(plan.choice.peak, plan.memory.usable)
+    lines += ["", "Modules: parameters, and bytes a token that an unpatched forward keeps for backward:"]
+    lines += tree_lines(plan.profile.tree)
+    return "\n".join(lines)
+
+
+def headline(profile: Profile, setting: Setting) -> str:
+    parameters = sum(group.parameters for group in profile.groups)
+    trained = sum(group.trainable for group in profile.groups)
+    share = "all of them trained" if trained == parameters else f"{_count(trained)} trained"
+    parts = [f"{profile.model}: {_count(parameters)} parameters, {share}, {profile.dtype}, {profile.layers} layers"]
+    parts += [f"{profile.batch_size} rows"] if profile.batch_size > 1 else []
+    where = " on the host" if setting.optimizer_on_host else ""
+    parts += [f"{setting.optimizer:g} optimizer bytes a parameter{where}"]
+    parts += [f"ZeRO-{setting.zero} over {setting.gpus} GPUs"] if setting.zero else []
+    return "; ".join(parts)
+
+
+def _budget(plan: Plan) -> str:
+    host = "no limit" if plan.memory.host is None else f"{plan.memory.host / GIB:.1f} GiB"
+    gpu = f"{plan.memory.gpu / GIB:.1f} GiB, {plan.memory.usable / GIB:.1f} GiB of it usable"
+    return f"Each GPU: {gpu}; host memory for each: {host}"
+
+
+def _choice(plan: Plan) -> list[str]:
+    if plan.choice is None:
+        lines = [f"{plan.seq_len:,} tokens do not fit." if plan.seq_len else "Not even one token fits."]
+    else:
+        choice = plan.choice
+        saves = f", saves={choice.saves!r}" if choice.saves else ""
+        offload = f", offload={choice.offload!r}" if choice.offload != "none" else ""
+        peak = choice.peak
+        lines = [
+            f"{choice.seq_len:,} tokens: streambp.StreamConfig(chunk_size={choice.chunk_size}{saves}{offload})",
+            f"  peak {peak.total / GIB:.1f} GiB in {peak.phase}, {peak.host / GIB:.1f} GiB of host memory, "
+            f"{choice.flops / 1e15:.1f} PFLOP",
+        ]
+    lines.append(
+        f"What binds the longest sequence: {plan.binds if plan.binds == 'host memory' else f'GPU memory ({plan.binds})'}"
+    )
+    lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
+    return lines
+
+
+def _methods(plan: Plan) -> list[str]:
+    width = max(len(row.method) for row in plan.longest)
+    lines = [f"{'longest sequence':<{width}}  {'tokens':>11}  stopped by"]
+    return lines + [f"{row.method:<{width}}  {row.seq_len:>11,}  {row.binds}" for row in plan.longest]
+
+
+def bars(peak: Peak, limit: float) -> list[str]:
+    """One bar for each phase, `BAR` wide at the limit; `|` marks it."""
+    width = max(len(name) for name in peak.phases)
+    lines = []
+    for name, total in peak.phases.items():
+        length = round(BAR * total / limit)
+        bar = "█" * min(length, BAR) + ("│" if length <= BAR else "│" + "▓" * min(length - BAR, BAR))
+        bar = bar.ljust(BAR) if length > BAR else ("█" * length).ljust(BAR) + "│"
+        lines.append(f"{name:<{width}}  {total / GIB:>8.1f}  {bar}")
+    return lines
+
+
+def tree_lines(node: Node, depth: int = 0) -> list[str]:
+    """One line for each module, the number of alike ones in front of its class."""
+    times = f"{node.count} x " if node.count > 1 else ""
+    name = f"({node.name}) " if node.name else ""
+    label = f"{'  ' * depth}{name}{times}{node.kind}"
+    lines = [f"{label:<58} {_count(node.parameters):>9} {node.activation / 1024:>10.1f} KiB"]
+    for child in node.children:
+        lines += tree_lines(child, depth + 1)
+    return lines
+
+
+def estimate_table(estimate: Estimate) -> str:
+    """Methods side by side, then the streamed step's phases."""
+    lines = [headline(estimate.profile, estimate.setting), f"{estimate.seq_len:,} tokens a row, GiB on each GPU:", ""]
+    rows: list[tuple[str, ...]] = [("", "total", "weights", "optimizer", "gradients", "activations", "host", "PFLOP")]
+    for method in estimate.methods:
+        peak = method.peak
+        sizes = (peak.total, peak.weights, peak.optimizer, peak.gradients, peak.activations, peak.host)
+        rows.append((method.name, *(f"{size / GIB:.2f}" for size in sizes), f"{method.flops / 1e15:.2f}"))
+    lines += columns(rows)
+    peak = estimate.streamed.peak
+    return "\n".join([*lines, "", f"Phases of {estimate.streamed.name}:", *bars(peak, peak.total)])
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of cells, the first column flush left."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) -> str:
+    """Predicted beside measured, phase by phase, and the peaks."""
+    lines = [f"One step of {seq_len:,} tokens in chunks of {chunk_size:,}; MiB beyond what was there before it", ""]
+    predicted, measured = max(row.predicted for row in rows), max(row.measured for row in rows)
+    cells = [("phase", "predicted", "measured", "difference")]
+    for row in (*rows, Compared("peak", predicted, measured)):
+        difference = f"{100 * (row.predicted / row.measured - 1):+.2f} %" if row.measured else "-"
+        cells.append((row.phase, f"{row.predicted / 2**20:.2f}", f"{row.measured / 2**20:.2f}", difference))
+    return "\n".join([*lines, *columns(cells)])
+
+
+def _count(number: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.2f}{letter}"
+    return str(number)

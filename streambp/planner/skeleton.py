@@ -1,0 +1,237 @@
+"""Models without data: from an id, a configuration or a model, with LoRA, quantised bases, and fewer layers.
+
+A skeleton lives on `meta` to stand for a GPU. To stand for a CPU it is made of fake CPU tensors, so that kernels are chosen
+as on a CPU. Nothing is downloaded but a configuration, nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+
+from streambp.errors import StreamBPError
+from streambp.patching import unpatch
+from streambp.stacks import find_stacks
+
+Device = Literal["cuda", "cpu"]
+INNER = 2
+Source: TypeAlias = str | PreTrainedConfig | nn.Module
+
+
+class Skeleton:
+    """A causal language model whose tensors have no data.
+
+    Args:
+        source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model (left as it is).
+        dtype: of the weights, if the source is not a model.
+        lora: rank of adapters on every Linear of the layers (peft's "all-linear"); everything else is frozen then.
+        bits: 4 or 8 for a quantised, frozen base; 16 for none.
+        device: what it stands for.
+    """
+
+    def __init__(self, source: Source, dtype: torch.dtype, lora: int | None, bits: int, device: Device) -> None:
+        self.device = device
+        self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
+        with self.active():
+            self.model = self._copy(source) if isinstance(source, nn.Module) else self._build(read_config(source), dtype)
+            if lora is not None:
+                self.model = _with_adapters(self.model, lora)
+            if bits < 16:
+                _quantise(self.model, bits)
+        self.model.train()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, new tensors have no data.
+
+        transformers takes fake tensors for a trace and would build the masks that a real step goes without.
+        """
+        if self.mode is None:
+            with torch.device("meta"):
+                yield
+        else:
+            with self.mode, mock.patch.object(masking_utils, "is_tracing", _not_tracing):
+                yield
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The causal language model inside of adapters and other wrappers."""
+        for module in self.model.modules():
+            if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
+                return module
+        raise StreamBPError(
+            f"{type(self.model).__name__} has no language-model head; the planner estimates steps of causal language "
+            "models. Pass a model with one, such as AutoModelForCausalLM gives."
+        )
+
+    def _build(self, config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
+        config = copy.deepcopy(config)
+        try:
+            with torch.device("meta") if self.mode is None else contextlib.nullcontext():
+                model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except ValueError as error:
+            raise StreamBPError(
+                f"No causal language model for {type(config).__name__} ({str(error).splitlines()[0][:200]}). Pass the "
+                "configuration of one, or the model itself."
+            ) from error
+        return model
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        """The same modules with empty tensors."""
+        memo: dict[int, Any] = {}
+        for module in model.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+                if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                    memo[id(tensor)] = self._empty(tensor)
+        return unpatch(copy.deepcopy(model, memo))
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        device = torch.device("cpu" if self.mode is not None else "meta")
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _not_tracing(tensor: Any = None) -> bool:
+    return False  # a mock would remember its arguments, and their bytes would count
+
+
+def read_config(source: str | PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration behind an id, a folder or a config.json.
+
+    Raises:
+        StreamBPError: there is none, or transformers does not know its model_type.
+    """
+    if isinstance(source, PreTrainedConfig):
+        return source
+    path = Path(source)
+    try:
+        if path.is_file():
+            fields = json.loads(path.read_text())
+            config: PreTrainedConfig = AutoConfig.for_model(**fields)
+        else:
+            config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StreamBPError(
+            f"No model configuration could be read from {source!r} ({reason}). Pass a config.json, the folder that "
+            "save_pretrained wrote, or an id on the Hub that this machine can reach."
+        ) from error
+    return config
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise StreamBPError("lora needs peft. Install it (pip install peft), or pass a model that has adapters.") from error
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
+
+
+class QuantisedLinear(nn.Module):
+    """A frozen Linear stored in few bits: each product builds the weight in the input's dtype and throws it away.
+
+    Args:
+        bytes_per_parameter: 0.5 plus one float32 for 64 values (4 bits), or 1 plus a float32 a row (8 bits).
+    """
+
+    def __init__(self, linear: nn.Linear, bytes_per_parameter: float) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        size = int(linear.weight.numel() * bytes_per_parameter)
+        device = linear.weight.device
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Dequantised.apply(x, self.out_features)
+        return result if self.bias is None else result + self.bias
+
+
+class Dequantised(torch.autograd.Function):
+    """x [..., in] -> [..., out] through a weight [out, in] that exists only meanwhile, here and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+        ctx.inner = x.shape[-1]
+        return x @ x.new_empty(width, x.shape[-1]).mT
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
+
+
+def _quantise(model: nn.Module, bits: int) -> None:
+    sizes = {4: 0.5 + 4 / 64, 8: 1.0}
+    if bits not in sizes:
+        raise StreamBPError(f"bits is {bits}; it must be 4, 8 or 16.")
+    for stack in find_stacks(model).stacks:
+        for layer in stack.layers:
+            for module in list(layer.modules()):
+                for name, child in list(module.named_children()):
+                    if type(child) is nn.Linear and not child.weight.requires_grad and "lora" not in name:
+                        setattr(module, name, QuantisedLinear(child, sizes[bits]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """Which layers of the longest stack were kept, by their index in the full model, and the kind of every layer there."""
+
+    kept: tuple[int, ...]
+    kinds: tuple[int, ...]
+
+    def stand_in(self, index: int) -> int:
+        """The place among the kept layers of the one that stands for layer `index`."""
+        if index in self.kept:
+            return self.kept.index(index)
+        inner = [place for place, kept in enumerate(self.kept) if 0 < kept < len(self.kinds) - 1]
+        return next(place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index])
+
+
+def reduce_layers(model: nn.Module) -> Reduced:
+    """Take layers out that are like others: kept are the first, the last, and the first INNER of each kind in between (what
+    offloading keeps on the device settles after a few layers).
+
+    Layers that read another's keys and values (`num_kv_shared_layers`) depend on all of them: then all are kept.
+    """
+    stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
+    config, depth = stack.backbone.config, len(stack.layers)
+    fields = {
+        name: value for name, value in vars(config).items() if isinstance(value, list | tuple) and len(value) == depth
+    }
+    signatures = [_signature(layer, index, fields) for index, layer in enumerate(stack.layers)]
+    kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
+    inner = [index for index in range(1, depth - 1) if kinds[1:index].count(kinds[index]) < INNER]
+    kept = (0, *inner, depth - 1) if depth > 1 else (0,)
+    if getattr(config, "num_kv_shared_layers", 0) or len(kept) == depth:
+        return Reduced(tuple(range(depth)), kinds)
+    name = next(name for name, child in stack.backbone.named_children() if isinstance(child, nn.ModuleList)
+                and next(iter(child), None) is stack.layers[0])  # fmt: skip
+    setattr(stack.backbone, name, nn.ModuleList([stack.layers[index] for index in kept]))
+    for field, values in fields.items():
+        setattr(config, field, type(values)(values[index] for index in kept))
+    config.num_hidden_layers = len(kept)
+    return Reduced(kept, kinds)
+
+
+def _signature(layer: nn.Module, index: int, fields: dict[str, Any]) -> str:
+    """The same for layers that compute alike."""
+    parts: list[Any] = [repr(layer), *(values[index] for values in fields.values())]
+    parts += [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in layer.parameters()]
+    parts += [
+        (name, value)
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None) and name not in ("layer_idx", "layer_id", "training")
+    ]
+    return str(parts)

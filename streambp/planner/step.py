@@ -1,0 +1,212 @@
+"""One training step, cut into phases: what is alive when each begins and ends, and its peak.
+
+Runs on skeletons to predict and on real models to measure: the phases are told apart by the same hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from streambp.layer.call import attention_configs
+from streambp.planner.count import aten
+
+EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
+FUSED = "streambp_fused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A phase of a step. layer: its place among the layers, or None. Bytes, beyond what was there before the step:
+
+    start, end: alive then; peak: at most; host: on the host at the end; gradients: of parameters, in `.grad`, at the end.
+    """
+
+    name: str
+    layer: int | None
+    start: int
+    peak: int
+    end: int
+    host: int
+    gradients: int
+    linear_flops: int
+    attention_flops: int
+
+
+class Count(Protocol):
+    """What counts a step's bytes: alive now, and at most since `reset_peak`; entered around the step."""
+
+    @property
+    def live(self) -> int: ...
+
+    @property
+    def peak(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: Any) -> Any: ...
+
+
+class Phases:
+    """Cuts a count into spans; `enter` begins one and ends the last."""
+
+    def __init__(self, count: Count, parameters: list[nn.Parameter], host: Callable[[], int]) -> None:
+        self.spans: list[Span] = []
+        self._count, self._parameters, self._host = count, parameters, host
+        self._current: tuple[str, int | None] | None = None
+        self._start = 0
+        self._flops = (0, 0)
+        self.backward = False
+
+    def enter(self, name: str | None, layer: int | None = None) -> None:
+        """None ends the step."""
+        count = self._count
+        flops = (getattr(count, "linear_flops", 0), getattr(count, "attention_flops", 0))
+        if self._current is not None:
+            gradients = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
+            linear, attention = flops[0] - self._flops[0], flops[1] - self._flops[1]
+            span = Span(
+                *self._current, self._start, count.peak, count.live, self._host(), gradients, linear, attention
+            )  # fmt: skip
+            self.spans.append(span)
+        self._current = None if name is None else (name, layer)
+        self._start, self._flops = count.live, flops
+        count.reset_peak()
+
+
+def run_step(
+    model: nn.Module,
+    layers: tuple[nn.Module, ...],
+    loss: Callable[[], Tensor],
+    count: Count,
+    host: Callable[[], int] = lambda: 0,
+) -> list[Span]:
+    """Forward and backward of one batch.
+
+    Args:
+        model: whose gradients are None, or are added to. layers: the decoder layers it runs, in order.
+        loss: runs the forward. count: counts; entered here. host: bytes on the host at the moment.
+    """
+    phases = Phases(count, list(model.parameters()), host)
+    handles = [
+        hook for place, layer in enumerate(layers) for hook in _watch(layer, place, place == len(layers) - 1, phases)
+    ]
+    try:
+        with count:
+            phases.enter(EMBEDDING)
+            value = loss()
+            phases.enter(HEAD_BACKWARD)
+            phases.backward = True
+            value.backward()
+            del value
+            phases.enter(None)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return phases.spans
+
+
+def _watch(layer: nn.Module, place: int, last: bool, phases: Phases) -> list[Any]:
+    """Hooks that enter the phases which the layer's calls begin."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if phases.backward:
+            return  # a recomputation
+        if place == 0:
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            if hidden_states.requires_grad:
+                hidden_states.register_hook(lambda grad: phases.enter(EMBEDDING_BACKWARD))
+        phases.enter("forward", place)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if phases.backward:
+            return
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        if hidden_states.requires_grad:
+            hidden_states.register_hook(lambda grad: phases.enter("backward", place))
+        if last:
+            phases.enter(HEAD)
+
+    return [
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after),
+    ]
+
+
+@contextlib.contextmanager
+def fused_attention(model: nn.Module) -> Iterator[None]:
+    """Within, the model attends with FlashAttention's operator: on meta, sdpa would count a [T, T] matrix."""
+    configs = attention_configs(model)
+    AttentionInterface.register(FUSED, _flash)
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = FUSED
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+
+
+def _flash(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention function for counting: the memory and FLOPs of causal FlashAttention; window and softcap cost
+    a fused kernel nothing."""
+    size = value.shape[-1]
+    if size != query.shape[-1]:
+        value = nn.functional.pad(value, (0, query.shape[-1] - size))
+    out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
+    return out[..., :size].transpose(1, 2), None
+
+
+class FusedHead(torch.autograd.Function):
+    """hidden [N, h], weight [V, h] -> a loss, with the memory of the fused heads that are in use elsewhere: labelled rows
+    are copied, logits exist in tiles, and the gradients of hidden and weight are float32 for all of N until they are done.
+    """
+
+    TILE = (2048, 32768)
+
+    @staticmethod
+    def _tiles(hidden: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in hidden.split(FusedHead.TILE[0]):
+            for columns in weight.split(FusedHead.TILE[1]):
+                yield rows, columns
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        for rows, columns in FusedHead._tiles(hidden, weight):
+            rows @ columns.mT
+        statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
+        ctx.save_for_backward(hidden, weight, statistics[0])
+        return statistics[1].sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, _ = ctx.saved_tensors
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for rows, columns in FusedHead._tiles(hidden, weight):
+            tile = rows @ columns.mT
+            tile @ columns
+            if d_weight is not None:
+                tile.mT @ rows
+            del tile
+        return d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype)
+
+
+def fused_head_loss(causal_lm: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The loss of `FusedHead` on the backbone's output."""
+    hidden = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, h]
+    head = causal_lm.get_output_embeddings()
+    rows = torch.arange(hidden.shape[0] * hidden.shape[1], device=hidden.device)
+    result: Tensor = FusedHead.apply(hidden.flatten(0, 1)[rows], head.weight)
+    return result

@@ -1,0 +1,104 @@
+"""The module tree: parameters, and the bytes a token that each module's forward leaves for its backward."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from streambp.planner.count import StepCount
+from streambp.planner.profile import Node
+from streambp.planner.skeleton import Reduced, Skeleton
+from streambp.planner.step import fused_attention
+from streambp.stacks import find_stacks
+
+LENGTH = 4096
+Activations = dict[nn.Module, float]
+
+
+def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
+    """Of the unpatched model without checkpointing; layers of one kind are one node, and so are other equal siblings."""
+    layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
+    activations = _activations(skeleton, batch_size)
+    return _node("", skeleton.model, 1, activations, layers, reduced)
+
+
+def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
+    """Bytes a token of the storages that were allocated in a module's forward and are alive when the model's is over."""
+    count = StepCount(None)
+    spans: dict[nn.Module, tuple[int, int]] = {}
+    handles: list[Any] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        spans[module] = (count.tracked, count.tracked)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        spans[module] = (spans[module][0], count.tracked)
+
+    for module in skeleton.model.modules():
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    attention = fused_attention(skeleton.model) if skeleton.device == "cuda" else contextlib.nullcontext()
+    try:
+        with attention, skeleton.active():
+            ids = torch.empty(batch_size, LENGTH, dtype=torch.long)  # [B, T]
+            with count:
+                output = skeleton.model(input_ids=ids, labels=ids, use_cache=False)
+            kept = {module: count.alive(*span) / (batch_size * LENGTH) for module, span in spans.items()}
+            del output
+    finally:
+        for handle in handles:
+            handle.remove()
+    return kept
+
+
+def _node(
+    name: str, module: nn.Module, count: int, found: Activations, layers: tuple[nn.Module, ...], reduced: Reduced
+) -> Node:
+    children = []
+    if tuple(module.children()) == layers:
+        for kind in dict.fromkeys(reduced.kinds):
+            indices = [index for index, other in enumerate(reduced.kinds) if other == kind]
+            inner = indices[len(indices) // 2]
+            layer = layers[reduced.stand_in(inner)]
+            label = _label(indices)
+            children.append(_node(label, layer, len(indices), found, layers, reduced))
+    else:
+        alike: dict[str, list[tuple[str, nn.Module]]] = {}
+        for child_name, child in module.named_children():
+            key = _shape(child) if child_name.isdigit() else child_name
+            alike.setdefault(key, []).append((child_name, child))
+        for same in alike.values():
+            label = same[0][0] if len(same) == 1 else f"{same[0][0]}-{same[-1][0]}"
+            children.append(_node(label, same[0][1], len(same), found, layers, reduced))
+    own = sum(p.numel() for p in module._parameters.values() if p is not None)
+    parameters = own + sum(child.count * child.parameters for child in children)
+    activation = found.get(module, 0.0)
+    if isinstance(module, nn.ModuleList) or _holds(module, layers):
+        missing = found.get(module, 0.0) - sum(found.get(child, 0.0) for child in _direct(module))
+        activation = max(0.0, missing) + sum(child.count * child.activation for child in children)
+    return Node(name, type(module).__name__, count, parameters, activation, tuple(children))
+
+
+def _holds(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
+    """Whether layers were taken out below this module, so that what it kept says nothing about the full model."""
+    return any(child is layers[0] for child in module.modules()) and module is not layers[0]
+
+
+def _direct(module: nn.Module) -> list[nn.Module]:
+    """The modules whose forward this one's calls: its children, and those of its lists."""
+    direct: list[nn.Module] = []
+    for child in module.children():
+        direct += _direct(child) if isinstance(child, nn.ModuleList) else [child]
+    return direct
+
+
+def _label(indices: list[int]) -> str:
+    if indices == list(range(indices[0], indices[-1] + 1)):
+        return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+    return ",".join(map(str, indices[:3])) + f",..,{indices[-1]}" if len(indices) > 4 else ",".join(map(str, indices))
+
+
+def _shape(module: nn.Module) -> str:
+    return repr(module) + str([tuple(p.shape) for p in module.parameters()])

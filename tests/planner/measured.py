@@ -1,0 +1,75 @@
+"""Real steps on a CPU whose storages are tracked, and the same steps counted without data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+import streambp
+from streambp.planner.compose import unroll
+from streambp.planner.count import LiveBytes
+from streambp.planner.measure import uncount_host
+from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.step import run_step
+from streambp.planner.survey import CHECKPOINTING, Counter, streamed
+from streambp.stacks import find_stacks
+from tests import zoo
+
+RECIPES = {
+    "checkpointing": CHECKPOINTING,
+    "streambp": streamed(),
+    "saves": streamed(("attn_out", "kv")),
+    "offload": streamed(("attn_out",), "cpu"),
+}
+WINDOWED = {"sliding_window": 512}
+FAMILIES = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "phi3": {}, "olmo2": {}, "gemma3_text": WINDOWED,
+    "glm4": {}, "granite": {}, "gpt_oss": WINDOWED, "qwen3_moe": {}, "deepseek_v3": {},
+}  # fmt: skip
+EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
+LAYERS = 9
+
+
+def build(family, lora):
+    """LAYERS layers whose kinds repeat, so that most of them are not counted but follow from others."""
+    pattern = getattr(zoo.tiny_config(family), "layer_types", None)
+    changes = {**FAMILIES[family], "num_hidden_layers": LAYERS}
+    if pattern:
+        changes["layer_types"] = (list(pattern) * LAYERS)[:LAYERS]
+    # torch knows the shapes of grouped products in bf16 alone.
+    model = zoo.build(family, torch.bfloat16 if family in EXPERTS else torch.float32, **changes)
+    model.config._experts_implementation = "grouped_mm"
+    if lora:
+        peft = __import__("peft")
+        config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    return model.train()
+
+
+def predict(model, recipe, length, chunk_size):
+    """Phases of a first step of the whole model, from a few of its layers."""
+    skeleton = Skeleton(model, torch.float32, None, 16, "cpu")
+    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, None)
+    (spans,) = counter.count(recipe, (length, chunk_size), accumulate=False)
+    return unroll(spans, counter.reduced)
+
+
+def measure(model, recipe, length, chunk_size):
+    """Spans of a real first step; its offloading's host memory is not counted."""
+    ids = torch.randint(3, zoo.VOCABULARY, (1, length))
+    layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
+    if recipe.config is None:
+        next(m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")).gradient_checkpointing_enable(
+            {"use_reentrant": False}
+        )
+    else:
+        streambp.patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
+        uncount_host(model)
+
+    def loss():
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    loss().backward()  # what happens once in a layer's life (probes, traces) is over
+    model.zero_grad(set_to_none=True)
+    return run_step(model, layers, loss, LiveBytes())

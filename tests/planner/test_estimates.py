@@ -1,0 +1,282 @@
+"""Estimates against measured allocator peaks, against another estimator's figures, and against themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+import streambp
+from streambp.planner import Setting, estimate, peak
+from streambp.planner import profile as module
+from streambp.planner.compose import solve, unroll
+from streambp.planner.count import StepCount, aten
+from streambp.planner.estimate import UNPATCHED
+from streambp.planner.megatron import Parallelism, static_bytes
+from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json
+from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.survey import Counter, parameter_groups, streamed, survey
+from tests.families import build
+
+GIB = 2**30
+QWEN3_8B = Qwen3Config(
+    hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    num_hidden_layers=36, vocab_size=151936,
+)  # fmt: skip
+SMALL = Qwen3Config(
+    hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=3,
+    vocab_size=1000,
+)  # fmt: skip
+DEEP = Qwen3Config(**{**SMALL.to_dict(), "num_hidden_layers": 7, "layer_types": None})
+# Allocator peaks of forward and backward on one H200, bf16, batch 1, gradients None at the start (DESIGN.md section 6).
+MEASURED = {
+    ("checkpointing", 16384): 48.15,
+    ("checkpointing, fused head", 16384): 33.44,
+    ("checkpointing, fused head", 65536): 51.25,
+}  # fmt: skip
+WEIGHTS = 15.3
+# Static GiB of Qwen3-30B-A3B on 32 GPUs, as a Megatron estimator prints them (seed 001).
+MEGATRON = [
+    ("none", Parallelism(32), 181.2),
+    ("TP4", Parallelism(32, tensor=4, expert_tensor=4), 53.29),
+    ("PP4", Parallelism(32, pipeline=4), 54.38),
+    ("EP8", Parallelism(32, expert=8), 39.45),
+    ("EP32", Parallelism(32, expert=32), 24.26),
+    ("TP2 EP8", Parallelism(32, tensor=2, expert=8), 35.18),
+]
+
+
+def test_peaks_on_an_h200_within_five_percent():
+    skeleton = Skeleton(QWEN3_8B, torch.bfloat16, None, 16, "cuda")
+    profile = survey(skeleton, UNPATCHED[1:], tree=False)
+    for (name, length), measured in MEASURED.items():
+        found = peak(profile, profile.method(name), length, 0, Setting(optimizer=0)).total / GIB
+        ratio = (found - WEIGHTS) / (measured - WEIGHTS)
+        print(
+            f"{name}, T = {length:,}: {found:.2f} GiB, measured {measured}; beyond the weights {100 * (ratio - 1):+.2f} %"
+        )
+        assert abs(ratio - 1) <= 0.05
+
+
+def test_static_memory_equals_megatrons_estimates():
+    config = Qwen3MoeConfig(
+        hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, vocab_size=151936, tie_word_embeddings=False,
+    )  # fmt: skip
+    skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
+    dense, expert = (group.parameters for group in parameter_groups(skeleton.model))
+    print(f"dense {dense / 1e9:.3f}B, expert {expert / 1e9:.3f}B parameters")
+    for name, parallelism, theirs in MEGATRON:
+        found = static_bytes(dense, expert, 151936 * 2048, parallelism) / GIB
+        print(f"{name:8} {found:7.2f} GiB, seed {theirs}")
+        assert found == pytest.approx(theirs, rel=4e-3)
+
+
+def quick(source, lora=None, bits=16):
+    """The profile of a streamed step."""
+    skeleton = Skeleton(source, torch.bfloat16, lora, bits, "cuda")
+    return survey(skeleton, [streamed()], at=(512, 256), accumulating=False, tree=False)
+
+
+def made_up(**changes):
+    """A profile with round numbers."""
+    phases = (Phase("forward 0", 0, 10, 1), Phase("backward 0", 1000, 8, 5, gradients=400))
+    method = Method("streambp", (), "none", True, phases, phases[:1], 7, 2, 3, 0.5)
+    groups = (Group("dense", 100, 200, 100, 200), Group("expert", 400, 800, 400, 800))
+    profile = Profile("made up", "bfloat16", 1, 1, groups, 50, (method,), Node("", "M", 1, 500, 0.0))
+    return dataclasses.replace(profile, **changes)
+
+
+def check_peak_by_hand():
+    profile = made_up()
+    method = profile.methods[0]
+    found = peak(profile, method, 100, 10, Setting())
+    # weights 1,000, optimizer 12 x 500, forward 100 x 10 + 10, backward 1,000 + 800 + 50
+    assert (found.total, found.phase) == (1000 + 6000 + 1850, "backward 0")
+    assert (found.gradients, found.activations, found.host) == (400, 1450, 207)
+    accumulating = peak(profile, method, 100, 10, Setting(accumulate=True))
+    assert (accumulating.total, accumulating.phase) == (1000 + 6000 + 1000 + 1010, "forward 0")
+
+
+def check_static_by_hand():
+    profile = made_up()
+    static = module.static
+    assert static(profile, Setting(gpus=4)).optimizer == 6000
+    assert static(profile, Setting(gpus=4, zero=1)).optimizer == 1500
+    assert static(profile, Setting(gpus=4, zero=2)).gradients == 250
+    assert static(profile, Setting(gpus=4, zero=3)).weights == 300  # a fourth, and what is gathered
+    expert = static(profile, Setting(gpus=4, zero=1, expert_parallel=2))
+    assert expert.weights == 200 + 400
+    assert expert.optimizer == 12 * (100 / 4 + 400 / 2 / 2)  # each group with its own R
+    assert static(profile, Setting(optimizer_on_host=True)).host == 6000
+    assert static(profile, Setting(gradient_bytes=4)).gradients == 2000
+
+
+def test_peak_by_hand():
+    check_peak_by_hand()
+
+
+def test_static_by_hand():
+    check_static_by_hand()
+
+
+def test_zero_shares_gradients_that_are_born():
+    profile = made_up()
+    found = peak(profile, profile.methods[0], 100, 10, Setting(gpus=4, zero=2, optimizer=0))
+    assert found.gradients == 100
+    assert found.total == 1000 + 100 + 1450
+
+
+def test_sequence_parallelism_divides_the_tokens():
+    profile = made_up()
+    found = peak(profile, profile.methods[0], 200, 10, Setting(sequence_parallel=2))
+    assert found == peak(profile, profile.methods[0], 100, 10, Setting())
+
+
+def test_json_gives_the_same_peaks():
+    profile = survey(Skeleton(SMALL, torch.bfloat16, None, 16, "cuda"), [streamed(("attn_out",), "cpu")], at=(512, 128))
+    again = from_json(json.loads(json.dumps(to_json(profile))))
+    assert again == profile
+    for setting in (Setting(), Setting(gpus=8, zero=3, accumulate=True)):
+        assert peak(again, again.methods[0], 10**6, 4096, setting) == peak(
+            profile, profile.methods[0], 10**6, 4096, setting
+        )
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [streamed(("attn_out",), "cpu"), pytest.param(streamed(), marks=pytest.mark.full)],
+    ids=lambda recipe: recipe.name,
+)
+def test_lines_hold_at_other_lengths(recipe):
+    """Lines are counted at 32k and 40k tokens; here they meet a count at 96k in other chunks."""
+    point = (98304, 6144)
+    skeleton = Skeleton(DEEP, torch.bfloat16, None, 16, "cuda")
+    profile = survey(skeleton, [recipe], tree=False, accumulating=False)
+    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
+    counter.reduced = reduce_layers(Skeleton(DEEP, torch.bfloat16, None, 16, "cuda").model)
+    (spans,) = counter.count(recipe, point, accumulate=False)
+    counted, totals = unroll(spans, counter.reduced)
+    method = profile.methods[0]
+    predicted = peak(profile, method, *point, Setting(optimizer=0)).phases
+    weights = profile.groups[0].bytes
+    for name, total in predicted.items():
+        exact = next(c.peak for c in counted if c.name == name)
+        print(f"{name}: {(total - weights) / exact - 1:+.4%}")
+        assert total - weights == pytest.approx(exact, rel=0.01)
+    assert method.host_per_token * point[0] + method.host_constant == pytest.approx(totals.host, rel=0.01, abs=1)
+    assert method.linear_flops * point[0] == pytest.approx(totals.linear_flops, rel=0.02)
+    assert method.attention_flops * point[0] ** 2 == pytest.approx(totals.attention_flops, rel=0.02)
+
+
+def test_flops_are_those_of_the_formula():
+    """A Linear does 2 x parameters FLOPs a token forward and twice that backward; without checkpointing nothing twice."""
+    found = estimate(SMALL, 512)
+    method = found.profile.method("plain")
+    layers = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
+    assert method.linear_flops == pytest.approx(6 * (layers + 1000 * 128), rel=1e-3)
+    assert method.attention_flops == pytest.approx(3 * (4 + 10) * 4 * 32 / 2, rel=1e-3)
+
+
+def test_every_source_gives_the_same_numbers(tmp_path):
+    SMALL.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(SMALL, dtype=torch.bfloat16)
+    sources = (SMALL, str(tmp_path), str(tmp_path / "config.json"), AutoConfig.from_pretrained(tmp_path), model)
+    first, *others = (quick(source) for source in sources)
+    assert all(other == first for other in others)
+
+
+def test_a_model_is_left_as_it_was():
+    model = build("qwen3", torch.bfloat16)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    quick(model)
+    assert "_streambp" in model.__dict__
+    assert len(model.model.layers) == 2
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+def test_adapters_train_and_the_rest_is_frozen():
+    pytest.importorskip("peft", reason="peft is not installed")
+    full, lora = quick(SMALL), quick(SMALL, lora=8)
+    (group,) = lora.groups
+    assert group.trainable == 3 * 8 * sum((128 + 128, 128 + 64, 128 + 64, 128 + 128, 2 * (128 + 384), 384 + 128))
+    at = [peak(profile, profile.methods[0], 512, 256, Setting()) for profile in (lora, full)]
+    assert at[0].optimizer == 12 * group.trainable
+    assert at[0].total < at[1].total
+    assert 0 < max(phase.gradients for phase in lora.methods[0].first) <= group.trainable_bytes
+
+
+def test_a_quantised_base_is_small():
+    pytest.importorskip("peft", reason="peft is not installed")
+    wide = quick(SMALL, lora=8)
+    for bits, size in ((8, 1.0), (4, 0.5 + 4 / 64)):
+        narrow = quick(SMALL, lora=8, bits=bits)
+        linears = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
+        saved = wide.groups[0].bytes - narrow.groups[0].bytes
+        assert saved == pytest.approx(linears * (2 - size), rel=1e-6)
+        assert {group.trainable for group in narrow.groups} == {group.trainable for group in wide.groups}
+
+
+def test_tied_weights_count_once():
+    tied = Qwen3Config(**{**SMALL.to_dict(), "tie_word_embeddings": True})
+    untied = parameter_groups(Skeleton(SMALL, torch.bfloat16, None, 16, "cuda").model)[0].parameters
+    assert parameter_groups(Skeleton(tied, torch.bfloat16, None, 16, "cuda").model)[0].parameters == untied - 128000
+
+
+def test_the_tree_adds_up():
+    found = estimate(DEEP, 512).profile
+    assert found.tree.parameters == sum(group.parameters for group in found.groups)
+    layers = next(node for node in found.tree.children[0].children if node.name == "layers")
+    assert [(node.count, node.kind) for node in layers.children] == [(7, "Qwen3DecoderLayer")]
+    assert layers.children[0].activation > 128 * 2 * 8  # its input, q, k, v and more, in bf16
+
+
+def check_workspaces():
+    """dQ in float32 and, for FlashAttention with grouped queries, dK and dV of every head."""
+    q, k, v = (torch.empty(1, heads, 64, 32, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    lse, empty = torch.empty(1, 4, 64, device="meta"), torch.empty(0, device="meta")
+    peaks = {}
+    for kernels in (None, "cudnn", "flash"):
+        with StepCount(kernels) as count:
+            aten._scaled_dot_product_flash_attention_backward(
+                q, q, k, v, q, lse, None, None, 64, 64, 0.0, True, empty, empty, scale=1.0
+            )
+        peaks[kernels] = count.peak
+    outputs = 64 * 32 * 2 * (4 + 2 + 2)
+    assert peaks[None] == outputs
+    assert max(peaks["cudnn"], outputs) == max(4 * 4 * 64 * 33, outputs)
+    assert peaks["flash"] == max(4 * 4 * 64 * 33 + 2 * 4 * 64 * 64, outputs)
+
+
+def test_workspaces_of_kernels_are_counted():
+    check_workspaces()
+
+
+def test_a_plane_through_three_points():
+    points = [(100, 10), (100, 20), (150, 10)]
+    assert solve(points, [3 + 2 * t + 5 * c for t, c in points]) == pytest.approx((3, 2, 5))
+    assert solve([(100, 0), (150, 0)], [203, 303]) == pytest.approx((3, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((SMALL, 0), "seq_len is 0"),
+        (("no/such/model/here", 64), "No model configuration"),
+        ((torch.nn.Linear(2, 2), 64), "cannot be streamed"),
+    ],
+)
+def test_what_cannot_be_estimated_is_named(arguments, words):
+    with pytest.raises(streambp.StreamBPError, match=words):
+        estimate(*arguments)
+
+
+def test_wrong_bits_are_named():
+    pytest.importorskip("peft", reason="peft is not installed")
+    with pytest.raises(streambp.StreamBPError, match="bits is 3"):
+        estimate(SMALL, 64, lora=8, bits=3)

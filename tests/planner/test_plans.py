@@ -1,0 +1,235 @@
+"""Plans fit, their limits are limits, and what they recommend works: chunk sizes, levers, errors, the command line."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import sys
+
+import pytest
+import torch
+
+import streambp
+from streambp import cli
+from streambp.planner import Memory, Setting, auto, peak, plan
+from streambp.planner.plan import choose, fits, longest, plan_profile
+from streambp.planner.profile import Method, Phase, from_json
+from streambp.planner.report import plan_table
+from streambp.planner.survey import streamed
+from tests.families import build, make_batch
+from tests.planner.test_estimates import SMALL, made_up
+
+GIB = 2**30
+planning = sys.modules["streambp.planner.plan"]  # the package's attribute of that name is the function
+
+
+def two_methods():
+    """Streaming on the device and from the host: 20 and 5 bytes a token there, 30 on the host."""
+    born = Phase("backward 0", 1000, 0, 5, gradients=1000)
+    kept = Method("streambp", (), "none", True, (Phase("forward 0", 0, 20, 1), born), (), 0, 0, 3, 0.5)
+    moved = Method("streambp offload", (), "cpu", True, (Phase("forward 0", 0, 5, 1), born), (), 0, 30, 3, 0.5)
+    plain = Method("plain", (), "none", False, (Phase("head", 0, 100),), (), 0, 0, 2, 0.5)
+    return made_up(methods=(plain, kept, moved))
+
+
+def check_longest():
+    profile, setting = two_methods(), Setting(optimizer=0)
+    memory = Memory(1000 + 20 * 5000 + 1024, 10**9, reserve=0)
+    for method in profile.methods:
+        found = longest(profile, method, memory, setting)
+        assert fits(peak(profile, method, found.seq_len, 1024, setting), memory)
+        assert not fits(peak(profile, method, found.seq_len + 1, 1024, setting), memory)
+    assert longest(profile, profile.method("streambp"), memory, setting).seq_len == 5000
+    host_bound = longest(profile, profile.method("streambp offload"), dataclasses.replace(memory, host=30 * 700), setting)
+    assert (host_bound.seq_len, host_bound.binds) == (700, "host memory")
+
+
+def test_the_longest_sequence_is_the_longest():
+    check_longest()
+
+
+def test_a_plan_prefers_what_moves_least_and_the_largest_chunk():
+    profile, setting = two_methods(), Setting(optimizer=0)
+    chunked = [method for method in profile.methods if method.chunked]
+    memory = Memory(1000 + 20 * 5000 + 4096, 10**9, reserve=0)
+    choice = choose(profile, chunked, 5000, memory, setting)
+    assert (choice.method, choice.chunk_size, choice.config) == (
+        "streambp", 4096, streambp.StreamConfig(chunk_size=4096),
+    )  # fmt: skip
+    longer = choose(profile, chunked, 12000, memory, setting)
+    assert (longer.method, longer.config.offload) == ("streambp offload", "cpu")
+    assert choose(profile, chunked, 10**7, memory, setting) is None
+
+
+def test_levers_reach_what_they_promise():
+    profile = two_methods()
+    setting, memory = Setting(optimizer=12, gpus=2), Memory(20_000, 100_000, reserve=0)
+    found = plan_profile(profile, "max", memory, setting)
+    best = max(row.seq_len for row in found.longest if row.method != "plain")
+    assert found.seq_len == best
+    levers = {lever.change: lever.seq_len for lever in found.levers}
+    assert all(length > best for length in levers.values())
+    on_host = plan_profile(profile, "max", memory, dataclasses.replace(setting, optimizer_on_host=True))
+    assert levers["optimizer state on the host"] == on_host.seq_len
+    sharded = plan_profile(profile, "max", memory, dataclasses.replace(setting, zero=3))
+    assert levers["ZeRO-3 over the 2 GPUs"] == sharded.seq_len
+
+
+def test_a_plan_of_a_model(monkeypatch):
+    monkeypatch.setattr(planning, "STREAMED", (streamed(), streamed((), "cpu")))
+    found = plan(SMALL, gpu_memory="2GiB", host_memory="1GiB", setting=Setting(optimizer=4))
+    rows = {row.method: row.seq_len for row in found.longest}
+    assert rows["streambp offload"] > rows["streambp"] > rows["checkpointing, fused head"] > rows["plain"] > 0
+    assert found.choice.peak.total <= found.memory.usable
+    assert found.choice.peak.host <= GIB
+    assert found.choice.config.chunk_size == found.choice.chunk_size
+    table = plan_table(found)
+    assert str(found.choice.config.offload) in table
+    assert "3 x Qwen3DecoderLayer" in table
+    assert all(row.method in table and f"{row.seq_len:,}" in table for row in found.longest)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"gpu_memory": "much"}, "gpu_memory is 'much'"),
+        ({"gpu_memory": "1GiB", "seq_len": -1}, "seq_len is -1"),
+        ({"gpu_memory": "1GiB", "reserve": 1.5}, "reserve is 1.5"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, words):
+    with pytest.raises(streambp.StreamBPError, match=words):
+        plan(SMALL, **arguments)
+
+
+def printed_json(capsys):
+    out = capsys.readouterr().out  # DeepSpeed, if transformers imports it, logs to stdout first
+    return json.loads(out[out.index("{") :])
+
+
+def test_plan_on_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(planning, "survey", lambda *_, **__: two_methods())
+    SMALL.save_pretrained(tmp_path)
+    arguments = ["plan", str(tmp_path), "--gpu-memory", "2GiB", "--host-memory", "1GiB", "--seq-len", "8k"]
+    assert cli.main([*arguments, "--json"]) == 0
+    found = printed_json(capsys)
+    assert found["choice"]["seq_len"] == 8192
+    assert from_json(found["profile"]) == two_methods()
+    assert cli.main([*arguments, "--gpu-memory", "10KiB"]) == 1
+    assert "8,192 tokens do not fit" in capsys.readouterr().out
+    assert cli.main(["plan", str(tmp_path), "--gpu-memory", "2GiB", "--seq-len", "much"]) == 2
+    assert "--seq-len is 'much'" in capsys.readouterr().err
+
+
+def test_profile_on_the_command_line(tmp_path, capsys):
+    build("llama").save_pretrained(tmp_path)
+    arguments = ["profile", str(tmp_path), "--seq-len", "256", "--chunk-size", "64", "--device", "cpu", "--json"]
+    assert cli.main([*arguments, "--saves", "attn_out", "--offload", "cpu"]) == 0
+    rows = printed_json(capsys)["phases"]
+    assert [row["phase"] for row in rows][-1] == "embedding backward"
+    predicted, measured = (max(row[name] for row in rows) for name in ("predicted", "measured"))
+    assert predicted == pytest.approx(measured, rel=0.02)
+    assert cli.main([*arguments, "--snapshot", str(tmp_path / "snapshot.pickle")]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def fitting():
+    phase = Phase("backward 0", 1000, 10, 100)
+    return auto.FittingChunk(Method("streambp", (), "none", True, (phase,), (), 0, 0, 1, 1))
+
+
+def check_chunks_fit():
+    rule = fitting()
+    for size in (8192, 4096, 2048, 1024):
+        assert rule.tokens(100_000, 1000 + 10 * 100_000 + 100 * size) == size
+    assert rule.tokens(100_000, 0) == 1024
+
+
+def test_the_largest_chunk_that_fits():
+    check_chunks_fit()
+
+
+def test_auto_chunks_follow_the_device(monkeypatch):
+    """One size for all layers of a forward, decided by what is free when it begins."""
+    free = [10**12]
+    monkeypatch.setattr(auto, "free_memory", lambda device: free[0])
+    model = streambp.patch(build("qwen3", torch.bfloat16))
+    rule = model._streambp.state.chunk_rule
+    assert isinstance(rule, auto.FittingChunk)
+    assert "fits into the device's free memory" in streambp.describe(model).chunk_size
+    assert rule(0, 1, 20000, torch.device("cpu")) == 8192
+    free[0] = 0
+    assert rule(1, 1, 20000, torch.device("cpu")) == 8192
+    assert rule(0, 4, 20000, torch.device("cpu")) == 256
+    seen = []
+    monkeypatch.setattr(auto.FittingChunk, "__call__", lambda self, index, *_: seen.append(index) or 5)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        one(**make_batch("plain"), use_cache=False).loss.backward()
+        assert seen == [0, 1]
+        seen.clear()
+    assert (
+        streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=7))._streambp.state.chunk_rule
+        is None
+    )
+
+
+def test_auto_says_why_it_keeps_the_plain_rule(monkeypatch):
+    monkeypatch.setattr(auto, "free_memory", lambda device: 10**12)
+    model = streambp.patch(build("qwen3"))
+    assert "half precision" in streambp.describe(model).chunk_size
+    monkeypatch.setattr(auto, "survey", lambda *_, **__: 1 / 0)
+    model = streambp.patch(build("qwen3", torch.bfloat16))
+    assert "could not be counted: ZeroDivisionError" in streambp.describe(model).chunk_size
+    model(**make_batch("plain"), use_cache=False).loss.backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("config", "lever"),
+    [
+        (streambp.StreamConfig(chunk_size=5), "offload='cpu'"),
+        (streambp.StreamConfig(chunk_size=5, saves=("attn_out",)), "saves=('attn_out',)"),
+        (streambp.StreamConfig(chunk_size=5, offload="cpu"), "ZeRO-3"),
+    ],
+)
+def test_running_out_of_memory_names_the_next_lever(config, lever, where, monkeypatch):
+    model = streambp.patch(build("qwen3"), config)
+    batch = make_batch("plain")
+    model(**batch, use_cache=False).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    mlp = type(model.model.layers[0].mlp)
+
+    def exhausted(self, x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def step():
+        with monkeypatch.context() as patched:
+            if where == "forward":
+                patched.setattr(mlp, "forward", exhausted)
+            loss = model(**batch, use_cache=False).loss
+            patched.setattr(mlp, "forward", exhausted)
+            loss.backward()
+
+    with pytest.raises(streambp.StreamBPError) as caught:
+        step()
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert lever in str(caught.value)
+    assert "Tried to allocate 2.00 GiB" in str(caught.value)
+    del caught
+    model.zero_grad()
+    model(**batch, use_cache=False).loss.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+def test_smaller_chunks_are_the_lever_once_everything_has_left():
+    from streambp.chunks import ChunkPlan
+    from streambp.layer.exhausted import next_lever
+
+    config = streambp.StreamConfig(offload="cpu")
+    assert "chunk_size=4096" in next_lever(config, ChunkPlan(100_000, 8192))
+    assert "ZeRO-3" in next_lever(config, ChunkPlan(100_000, 1024))
+    assert "head=True" in next_lever(dataclasses.replace(config, head=False), ChunkPlan(100_000, 1024))
