@@ -166,11 +166,7 @@ class StreamedLayer(torch.autograd.Function):
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = (
-                grad
-                if reuse
-                else mark(torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format))
-            )
+            inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
         call.hidden_states = None  # type: ignore[assignment]
         with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
@@ -178,6 +174,10 @@ class StreamedLayer(torch.autograd.Function):
         values = parameters.current()
         gradients = [gradient_or_zeros(g, p) for g, p in zip(sums.result(values), values, strict=True)]
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
+
+
+def _gradient_buffer(call: LayerCall) -> Tensor:
+    return torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format)
 
 
 def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
