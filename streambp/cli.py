@@ -164,7 +164,9 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 def _write_page(arguments: argparse.Namespace, found: Plan, others: dict[str, Profile]) -> None:
     base = f", {arguments.bits}-bit base" if arguments.bits < 16 else ""
     training = "every parameter" if arguments.lora is None else f"LoRA, rank {arguments.lora}{base}"
-    arguments.html.write_text(page(found, arguments.model, others, training), "utf-8")
+    path = Path(arguments.model).resolve()
+    name = path.parent.name if path.is_file() else path.name if path.is_dir() else arguments.model
+    arguments.html.write_text(page(found, name, others, training), "utf-8")
 
 
 def _check_writable(file: Path) -> None:

@@ -28,6 +28,7 @@ GIB = 2**30
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
 FLAGS += ["--disable-background-networking", "--disable-component-update"]
+FLAGS += ["--virtual-time-budget=3000"]  # what waits in the page is over before it is written down
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found to open the page with")
 
 
@@ -303,6 +304,9 @@ const note = () => steps.push({
   by_id("reset").click();
   await new Promise((done) => setTimeout(done, 20));
   note();
+  location.hash = "#optimizer=99&saves=wrong&training=7&zero=9&nobody=1";
+  await new Promise((done) => setTimeout(done, 50));
+  note();
   fire("offload", "cpu");
   note();
   const at = svg.getBoundingClientRect();
@@ -326,7 +330,7 @@ def test_controls_work_together(counted, tmp_path):
     profile = dataclasses.replace(counted, methods=(*counted.methods, no_offload(counted.methods[-1])))
     file.write_text(page(plan_profile(profile, 65_536, memory, begin.setting), "8B").replace("</body>", USE + "</body>"))
     found = json.loads(Elements(browse(file, tmp_path)).texts["results"])
-    start, slid, farthest, levered, typed, nonsense, reset, chosen = found["steps"]
+    start, slid, farthest, levered, typed, nonsense, reset, strange, chosen = found["steps"]
     assert start["title"] == "65,536 tokens fit"
     assert (slid["T"], slid["title"]) == ("32,768", "32,768 tokens fit")
     assert farthest["T"] == f"{start['longest']:,}"
@@ -336,6 +340,7 @@ def test_controls_work_together(counted, tmp_path):
     assert nonsense["stale"] == "stale"
     assert nonsense["title"] == typed["title"]
     assert reset == start
+    assert strange == start
     assert "offload" not in start["code"]
     assert 'offload="cpu"' in chosen["code"]
     assert start["lines"] == 2 * len(profile.methods)  # what fits, and what does not
@@ -401,6 +406,7 @@ def test_the_command_writes_it(config, tmp_path):
     assert main(command) == 0
     block = re.search(r'(?s)id="data">(.*?)</script>', file.read_text("utf-8"))[1]
     data = json.loads(block)
+    assert data["name"] == config.parent.name
     assert [one["training"] for one in data["profiles"]] == ["LoRA, rank 16", "every parameter"]
     trained = [sum(group["trainable"] for group in one["profile"]["groups"]) for one in data["profiles"]]
     assert trained[0] < trained[1] / 100

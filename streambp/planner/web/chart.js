@@ -3,9 +3,10 @@
 /** Where T and bytes lie, for the figure's width. */
 function axes() {
   const width = Math.max(260, by_id("curve").clientWidth), narrow = width < 520;
-  const box = { left: narrow ? 42 : 52, right: width - (narrow ? 8 : 14), top: 24, bottom: (narrow ? 290 : 370) - 38 };
   const lowest = Math.min(...shown.rows.map(({ method }) => at_length(method, 2 ** OCTAVES[0])), usable(shown.memory));
   const ends = [Math.floor(Math.log2(lowest) - 0.15), Math.ceil(Math.log2(usable(shown.memory)) + 1.6)];
+  const left = (narrow ? 42 : 52) + (ends[0] < 27 ? 10 : 0);
+  const box = { left, right: width - (narrow ? 8 : 14), top: 24, bottom: (narrow ? 290 : 370) - 38 };
   return {
     width, narrow, box, ends,
     x: (tokens) => box.left + ((Math.log2(tokens) - OCTAVES[0]) / (OCTAVES[1] - OCTAVES[0])) * (box.right - box.left),
@@ -34,7 +35,7 @@ function draw_frame(chart) {
   const every = Math.ceil((ends[1] - ends[0]) / 9);
   for (let octave = ends[0]; octave <= ends[1]; octave += every) {
     line(box.left, y(2 ** octave), box.right, y(2 ** octave), "grid");
-    const label = octave < 30 ? (2 ** octave / GIB).toPrecision(2).replace(/\.?0+$/, "") : whole(2 ** octave / GIB);
+    const label = octave < 30 ? (2 ** octave / GIB).toPrecision(3).replace(/\.?0+$/, "") : whole(2 ** octave / GIB);
     svg.append(drawn("text", { x: box.left - 7, y: y(2 ** octave) + 4, "text-anchor": "end" }, label));
   }
   svg.append(drawn("text", { x: 0, y: 12 }, "GiB on each GPU"));

@@ -45,7 +45,7 @@ function read_hash(hash) {
     const control = form.elements[name];
     if (name === "theme") document.documentElement.dataset.theme = value;
     else if (control && control.type === "checkbox") control.checked = value === "1";
-    else if (control) control.value = value;
+    else if (control && (!control.options || [...control.options].some((option) => option.value === value))) control.value = value;
   }
 }
 

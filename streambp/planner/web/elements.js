@@ -11,6 +11,7 @@ const whole = (number) => Math.round(number).toLocaleString("en-US");
 
 function memory_text(bytes) {
   const gib = bytes / GIB;
+  if (gib > 0 && gib < 1) return `${(gib * 1024).toFixed(gib < 0.1 ? 1 : 0)} MiB`;
   if (gib >= 9999.5) return `${(gib / 1024).toLocaleString("en-US", { maximumSignificantDigits: 4 })} TiB`;
   return `${gib.toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 })} GiB`;
 }

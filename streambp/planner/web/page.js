@@ -27,7 +27,10 @@ function update() {
     return;
   }
   shown = found;
-  for (const show of [show_head, show_verdict, show_levers, draw_chart, show_methods, show_left_out, show_phases, show_modules, announce]) show();
+  for (const show of [show_head, show_verdict, show_levers, draw_chart, show_methods, show_left_out, show_phases, show_modules]) {
+    show();
+  }
+  announce();
   write_hash();
 }
 
@@ -61,14 +64,15 @@ function start() {
   });
   form.addEventListener("reset", () => setTimeout(update));
   form.T.addEventListener("change", () => { if (parse_length(form.T.value)) set_length(parse_length(form.T.value)); });
-  by_id("longest").addEventListener("click", () => { if (shown && shown.plan.best.seq_len) set_length(shown.plan.best.seq_len); });
+  by_id("longest").addEventListener("click", () => { set_length(shown.plan.best.seq_len); });
   by_id("step").addEventListener("change", show_phases);
   by_id("copy").addEventListener("click", copy_code);
   svg.addEventListener("pointermove", point_at_chart);
   svg.addEventListener("pointerleave", hide_tip);
   svg.addEventListener("click", (event) => { const tokens = pointed(event); if (tokens) set_length(tokens); });
   addEventListener("hashchange", () => { read_hash(location.hash); update(); });
-  addEventListener("resize", () => { if (shown) draw_chart(); });
+  addEventListener("keydown", (event) => { if (event.key === "Escape") hide_tip(); });
+  addEventListener("resize", draw_chart);
   update();
 }
 

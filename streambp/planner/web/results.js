@@ -35,6 +35,7 @@ function show_verdict() {
   ];
   by_id("figures").replaceChildren(...cells.map(([term, value, small]) =>
     element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, small)))));
+  by_id("longest").disabled = !best.seq_len;
   by_id("code-box").hidden = !choice;
   const pieces = choice ? config_text(choice).split(/(?<=\()/) : [];
   by_id("code").replaceChildren(...pieces.flatMap((piece) => [piece, element("wbr")]));
@@ -161,5 +162,6 @@ function show_modules() {
     for (const child of node.children) add(child, depth + 1);
   };
   add(shown.profile.tree, 0);
+  by_id("modules").parentElement.hidden = rows.length < 2;
   by_id("modules").tBodies[0].replaceChildren(...rows);
 }
