@@ -126,7 +126,7 @@ def _add_plan(commands: Any) -> None:
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     setting = Setting(
-        gpus=positive("--gpus", arguments.gpus),
+        gpus=arguments.gpus,
         zero=arguments.zero,
         optimizer=arguments.optimizer_bytes,
         optimizer_on_host=arguments.optimizer_on_host,
@@ -196,13 +196,6 @@ def parse_length(text: str) -> Any:
     if number < 1:
         raise ConfigError(f'--seq-len is {text!r}; it must be a positive number such as 65536, 64k or 1M, or "max".')
     return number
-
-
-def positive(option: str, value: int) -> int:
-    """Raise unless value is at least 1."""
-    if value < 1:
-        raise ConfigError(f"{option} is {value}; it must be at least 1.")
-    return value
 
 
 def _load(path_or_id: str, dtype: str) -> PreTrainedModel:

@@ -31,7 +31,8 @@ class StreamConfig:
         eval_logits: in eval mode, build the logits as well when labels are given (for `compute_metrics`).
         offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
             ahead of its use. "auto" does too, chooses `saves` if they are not given, and `gpu_memory` likewise.
-        host_memory: bytes of host memory for that, as a number or as "96GiB"; None: nine tenths of what is available.
+        host_memory: bytes of host memory for that on each rank, as a number or as "96GiB"; None: nine tenths of what is
+            available, shared by the ranks of a machine.
         gpu_memory: bytes of device memory for what lives longer than a chunk, as a number or as "8GiB": the keys and values
             of the layer at work with their gradients, which beyond it are streamed from and to the host; and with what is
             left, the saved tensors of the last layers, whose backward comes first. Weights, gradients and a chunk's own

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 
 from streambp.chunks import AUTO_RULE
 from streambp.config import SAVES, StreamConfig
+from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.layer.products import matching
+from streambp.offload.arena import local_ranks
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
 from streambp.stacks import Found, find_stacks
@@ -52,7 +54,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     _check_products(found, config)
     _check_unwrapped(model)
     layers = [layer for stack in found.stacks for layer in stack.layers]
-    state = PatchState(config)
+    state = PatchState(config, root=model)
     if config.offload != "none":
         host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
         sets_budget = config.offload == "auto" and gpu_memory is None
@@ -222,9 +224,12 @@ def _describe_offload(found: Patch) -> str:
         return "nothing leaves the device"
     limit = config.host_memory
     budget = "nine tenths of the host memory available" if limit is None else f"{int(limit) / 2**30:.1f} GiB of host memory"
+    ranks = local_ranks()
+    if ranks > 1:
+        budget += f", shared by the {ranks} ranks of this machine" if limit is None else f" on each of {ranks} ranks"
     moved = ", ".join(("layer inputs", *_saves(found)))
     stats = manager.stats()
-    parts = [f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated)"]
+    parts = [f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){_beside(found)}"]
     if manager.gpu_memory is not None:
         parts.append(
             f"{manager.gpu_memory / 2**30:.2f} GiB on the device for keys, values and their gradients, which stream beyond "
@@ -239,6 +244,20 @@ def _describe_offload(found: Patch) -> str:
         elif config.chooses_saves:
             parts.append(str(chosen))
     return "; ".join(parts)
+
+
+def _beside(found: Patch) -> str:
+    """What an engine's own offloading takes of the same host memory."""
+    use = HostUse() if found.state.root is None else engine_host_use(found.state.root)
+    parts = [
+        f"{size / 2**30:.2f} GiB of {what}"
+        for size, what in ((use.parameters, "parameters"), (use.optimizer, "optimizer state"))
+        if size
+    ]
+    if not parts:
+        return ""
+    coming = f", and {use.to_come / 2**30:.2f} GiB are set aside for its gradients and states" if use.to_come else ""
+    return f", beside the engine's {' and '.join(parts)}{coming}"
 
 
 def _describe_head(found: Patch) -> str:

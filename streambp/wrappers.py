@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from streambp.attention.interface import routed
 from streambp.config import StreamConfig
+from streambp.distributed.host import engine_host_use
 from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_parallelism
 from streambp.distributed.shards import Shards, gather_shards
 from streambp.distributed.zero import is_partitioned, make_leaf, unmake_leaf
@@ -35,6 +36,7 @@ from streambp.stacks import attends, cache_argument, counts_positions
 class PatchState:
     """What the wrappers of one patched model share.
 
+    root: what was given to `patch`.
     bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
@@ -44,6 +46,7 @@ class PatchState:
     """
 
     config: StreamConfig
+    root: nn.Module | None = dataclasses.field(default=None, repr=False)
     bypass: bool = False
     pending: Pending = dataclasses.field(default_factory=Pending)
     head_built_for: str | None = None
@@ -119,6 +122,7 @@ class BackboneForward(InstanceForward):
                 return self.original(**kwargs)
             self._switch_checkpointing_off()
             self._check(kwargs)
+            self._set_host_memory_aside()
             self.state.shards = self._shards(kwargs)
             kwargs["use_cache"] = False
             with routed(self._configs()):
@@ -158,6 +162,11 @@ class BackboneForward(InstanceForward):
         super().remove()
         for layer in self.checkpointed:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+    def _set_host_memory_aside(self) -> None:
+        """Engines are there by the first forward, which is when the offloader looks how much host memory it may take."""
+        if self.state.offloader is not None and self.state.root is not None and not self.state.offloader.host_bytes:
+            self.state.offloader.set_aside = engine_host_use(self.state.root).to_come
 
     def _check(self, kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "streambp"
 ORDER = (
-    "errors", "config", "chunks", "distributed.zero", "distributed.sequence_parallel", "attention.spans",
-    "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix", "attention.halves",
-    "attention.interface",
+    "errors", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
+    "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix",
+    "attention.halves", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.call", "layer.gradients", "layer.probe",
     "layer.whole", "layer.exhausted",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +18,13 @@ from streambp.head import blocks, deferred, log_probs, one_pass
 from streambp.layer import arguments, call, function, products, recompute, shadows, sharded, sharded_call
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
-from streambp.offload import stores
+from streambp.offload import arena, stores
 from streambp.planner import auto, count, profile, skeleton
 from tests import test_contract, test_families, test_oracle, test_training
-from tests.distributed import one_rank, test_shards
+from tests.distributed import one_rank, test_host, test_shards
 from tests.families import build, make_batch
-from tests.head import test_log_probs
-from tests.layer import test_sharded
+from tests.head import test_expected_scale, test_log_probs
+from tests.layer import test_inner_leaves, test_sharded
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
 from tests.planner import test_against_steps, test_estimates, test_plans
@@ -118,6 +120,23 @@ def default_float64():
         yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def inner_leaves():
+    with default_float64():
+        test_inner_leaves.test_an_inner_leaf_is_reduced_once_with_all_its_gradients(torch.float64)
+
+
+def shared_memory():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        meminfo = Path(folder) / "meminfo"
+        meminfo.write_text("MemAvailable: 100000 kB\n")
+        test_host.check_shared(meminfo, patch)
+
+
+def expected_scale():
+    with default_float64(), pytest.MonkeyPatch.context() as patch:
+        test_expected_scale.check_late_factors(test_expected_scale.record_late_factors(patch))
 
 
 def only_hidden_states(self, output, chunk, real=layer_gradients.OutputGradients.of):
@@ -259,6 +278,11 @@ MUTANTS = {
         blocks.Fold, "merge",
         lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
         several_blocks,
+    ),
+    "host memory of other ranks taken": (arena, "local_ranks", lambda: 1, shared_memory),
+    "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
+    "inner leaves not reduced": (
+        function, "reduced_after_backward", lambda layer, hidden_states: hidden_states, inner_leaves,
     ),
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "stream whatever comes": (

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import (
+    TOKENS_PER_BLOCK,
     Projection,
     Statistics,
     Upstream,
@@ -303,11 +304,20 @@ class HeadGradients:
         ]
         sums = [self.d_hidden, self.d_weight, self.d_bias, *d_norm]
         if upstream is not None:
-            sums = [None if total is None else total.mul_(upstream) for total in sums]
+            sums = [None if total is None else _scaled(total, upstream) for total in sums]
         d_hidden, d_weight, d_bias, *d_norm = sums
         d_weight = None if d_weight is None else d_weight.to(self.weight.dtype)
         d_bias = None if d_bias is None or self.bias is None else d_bias.to(self.bias.dtype)
         return d_hidden, d_weight, d_bias, *d_norm
+
+
+def _scaled(total: Tensor, factor: Tensor) -> Tensor:
+    """`total` times a scalar tensor, in place. On a GPU, mul_ would first round the factor to total's dtype."""
+    if total.dtype == factor.dtype:
+        return total.mul_(factor)
+    for block in total.split(TOKENS_PER_BLOCK):
+        block.copy_(block.to(factor.dtype) * factor)
+    return total
 
 
 def _select(hidden: Tensor, rows: Tensor | None, block: slice) -> Tensor:

@@ -2,13 +2,16 @@
 
 When the loss is a sum or mean of -log p, d loss / d log p is known up to one scalar before backward starts. So forward
 computes the gradients at an expected scale while each block's logits are there, which saves one of the head's four matrix
-products, and backward multiplies *everything* by the true upstream gradient over the expected one. That is exactly 1 in
-ordinary training (the expected scale is 1 / number of labels, or 1 / num_items_in_batch); a factor other than a power of
-two would round dhidden a second time, which cost 2 % of the whole gradient's precision in bf16 when it was measured.
-float16, the hidden states' own or autocast's, stays with two passes: small gradients would underflow that a GradScaler
-keeps. The gradients (dW in float32) live from forward to backward, so a head with one such forward pending does not start a
-second one (`Pending`). Nor does one inside torch's checkpoint or `save_on_cpu`: a checkpoint runs forward again while the
-first is pending, and must find it saving the same tensors.
+products, and backward multiplies *everything* by the true upstream gradient over the expected one. float16, the hidden
+states' own or autocast's, stays with two passes: small gradients would underflow that a GradScaler keeps. The gradients (dW
+in float32) live from forward to backward, so a head with one such forward pending does not start a second one (`Pending`).
+Nor does one inside torch's checkpoint or `save_on_cpu`: a checkpoint runs forward again while the first is pending and must
+find it saving the same tensors.
+
+[Note: expected scale] A late factor that is no power of two rounds dhidden a second time: a loss divided by 3 for gradient
+accumulation cost 7 % of the whole gradient's precision in bf16. The expected scale is 1 / number of labels (or
+1 / num_items_in_batch) times what the last backward's upstream gradient was of that. So the factor is 1 from the second
+backward on, whatever an engine or a trainer divides losses by, if only it is always the same.
 """
 
 from __future__ import annotations
@@ -33,10 +36,11 @@ from streambp.head.log_probs import HeadGradients, HeadInputs
 
 
 class Pending:
-    """Remembers whether gradients of a head's earlier forward still wait for their backward."""
+    """Whether gradients of a head's earlier forward still wait for their backward, and how the last loss was scaled."""
 
     def __init__(self) -> None:
         self._work: weakref.ref[HeadGradients] | None = None
+        self._factor: Tensor | None = None
 
     def __bool__(self) -> bool:
         return self._work is not None and self._work() is not None
@@ -44,8 +48,17 @@ class Pending:
     def set(self, work: HeadGradients) -> None:
         self._work = weakref.ref(work)
 
+    def expected(self, scale: Tensor) -> Tensor:
+        """The upstream gradient to expect where a loss that is not scaled has `scale`, []. [Note: expected scale]"""
+        return scale if self._factor is None else scale * self._factor.to(scale)
+
+    def learn(self, factor: Tensor) -> None:
+        """`factor`, []: the upstream gradient that came, over the `scale` of its forward."""
+        if type(factor) is Tensor and not factor.is_meta:  # fake tensors would outlive their mode
+            self._factor = torch.where(factor.isfinite() & (factor != 0), factor, 1.0)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_work": None}  # a copied or pickled model has nothing pending
+        return {"_work": None, "_factor": None}  # a copied or pickled model has nothing pending
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
@@ -59,7 +72,7 @@ def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
 class OnePassNLL(torch.autograd.Function):
     """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> sum of -log p, a scalar.
 
-    `scale` is the upstream gradient that backward expects, a scalar tensor in promote_types(hidden dtype, float32).
+    `scale` is the upstream gradient of a loss that is not scaled, a scalar tensor in promote_types(hidden dtype, float32).
     """
 
     @staticmethod
@@ -75,6 +88,7 @@ class OnePassNLL(torch.autograd.Function):
     ) -> Tensor:
         rows = inputs.rows()
         labels = inputs.labels if rows is None else inputs.labels[rows]
+        expected = pending.expected(scale)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
@@ -88,11 +102,11 @@ class OnePassNLL(torch.autograd.Function):
                     folded = fold_in_torch(logits, labels[block], everything)  # the logits are there already
                     lse = folded.max + torch.log(folded.sum)
                     total += (lse - folded.target).sum()
-                    grad = logits_gradient(logits, lse, labels[block], everything, Upstream(-scale.expand_as(lse)))
+                    grad = logits_gradient(logits, lse, labels[block], everything, Upstream(-expected.expand_as(lse)))
                     work.add_block(inputs.projection.backward(grad, logits), normed, everything)
                     del grad, logits
                 work.finish_tokens(leaf, normed, shadows, rows, block)
-        ctx.work, ctx.scale = work, scale
+        ctx.work, ctx.scale, ctx.expected, ctx.pending = work, scale, expected, pending
         pending.set(work)
         return total
 
@@ -104,7 +118,8 @@ class OnePassNLL(torch.autograd.Function):
                 "backward ran a second time, or with create_graph=True, through the blockwise loss; its gradients are "
                 "used up by the first. Compute the loss again, or add losses up and call backward once."
             )
-        return None, None, None, *work.results(upstream / ctx.scale)
+        ctx.pending.learn(upstream / ctx.scale)
+        return None, None, None, *work.results(upstream / ctx.expected)
 
 
 def _tokens_per_block(vocabulary: int) -> int:

@@ -1,4 +1,9 @@
-"""What engines hang on modules and parameters, and how the chunk loop treats it (DESIGN.md section 3, rules 3 and 5)."""
+"""What engines hang on modules and parameters, and how the chunk loop treats it (DESIGN.md section 3, rules 3, 5 and 6).
+
+[Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is initialised. The
+gradients of such a block are reduced by its full-backward hook alone, which is silenced with the rest. If the layer was not
+patched yet, so that it is not the leaf itself, that hook runs behind the layer's backward, when all gradients are there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from streambp.distributed.zero import LEAF
 
 ENGINES = ("deepspeed",)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -32,6 +39,36 @@ def engine_hooks_silenced(layer: nn.Module) -> Iterator[None]:
         for hooks, before in taken:
             hooks.clear()
             hooks.update(before)
+
+
+Reduction = tuple[nn.Module, Callable[..., Any]]
+
+
+def reduced_after_backward(layer: nn.Module, hidden_states: Tensor) -> Tensor:
+    """hidden_states [..., B, T, h], behind whose backward the layer's inner leaves are reduced. [Note: inner leaves]"""
+    reductions = [
+        (module, hook)
+        for module in layer.modules()
+        if module is not layer and getattr(module, LEAF, False)
+        for hook in module._backward_hooks.values()
+        if _belongs_to_engine(hook)
+    ]
+    return _Reduced.apply(hidden_states, reductions) if reductions else hidden_states
+
+
+class _Reduced(torch.autograd.Function):
+    """The identity. Autograd accumulates the gradients of parameters before it goes on to an input's own graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
+        ctx.reductions = reductions
+        return hidden_states.view_as(hidden_states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        for module, hook in ctx.reductions:
+            hook(module, (), ())
+        return grad, None
 
 
 def _belongs_to_engine(hook: Callable[..., Any]) -> bool:

@@ -17,7 +17,7 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
 from streambp.layer.cached import why_not
 from streambp.layer.call import LayerCall, LayerSite
-from streambp.layer.engines import gradient_or_zeros
+from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
 from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
@@ -91,6 +91,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
             call.save_to(site.offloader)
+        hidden_states = reduced_after_backward(site.layer, hidden_states)
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
@@ -165,11 +166,7 @@ class StreamedLayer(torch.autograd.Function):
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = (
-                grad
-                if reuse
-                else mark(torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format))
-            )
+            inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
         call.hidden_states = None  # type: ignore[assignment]
         with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
@@ -177,6 +174,10 @@ class StreamedLayer(torch.autograd.Function):
         values = parameters.current()
         gradients = [gradient_or_zeros(g, p) for g, p in zip(sums.result(values), values, strict=True)]
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
+
+
+def _gradient_buffer(call: LayerCall) -> Tensor:
+    return torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format)
 
 
 def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,19 +106,36 @@ def as_tensor(host: Tensor, like: Tensor) -> Tensor:
     return host.view(like.dtype).view(like.shape) if like.numel() else torch.empty(like.shape, dtype=like.dtype)
 
 
-def host_limit(wanted: int | None, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of host memory that may be used: `wanted`, but no more than this machine and its control group have free.
+def local_ranks() -> int:
+    """How many ranks share this machine's memory, as the launcher says."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def host_limit(
+    wanted: int | None,
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    set_aside: int = 0,
+) -> int:
+    """Bytes of host memory that this rank may use: `wanted`, but no more than its share of what this machine and its
+    control group have free.
+
+    Args:
+        set_aside: bytes that this rank will allocate for other things.
 
     Raises:
         StreamBPError: less is available than wanted. The out-of-memory killer would give no exception.
     """
-    available = _available(meminfo, cgroup)
+    ranks = local_ranks()
+    available = _available(meminfo, cgroup) / ranks
     if wanted is None:
-        return int(0.9 * available) if available != math.inf else 2**62
-    if wanted > available:
+        return max(0, int(0.9 * available) - set_aside) if available != math.inf else 2**62
+    if wanted + set_aside > available:
+        shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
+        beside = f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB" if set_aside else ""
         raise StreamBPError(
-            f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of host memory are available. "
-            "Lower host_memory, or free memory; leave it out to use nine tenths of what there is."
+            f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of host memory are available"
+            f"{shared}{beside}. Lower host_memory, or free memory; leave it out to use nine tenths of what there is."
         )
     return wanted
 

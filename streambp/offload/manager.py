@@ -55,10 +55,9 @@ class OffloadManager:
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
+        self.set_aside = 0  # bytes of host memory that an engine will take
         self.auto = auto
-        self.workspace = (
-            0  # bytes on the device that the backward of this forward's most demanding layer needs for its prefix
-        )
+        self.workspace = 0  # bytes of the largest prefix of this forward, as backward will need it
         self._given_gpu_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
         self._given_engine = engine
@@ -109,7 +108,7 @@ class OffloadManager:
             self._transfers = Transfers(self._given_engine or make_engine(device))
         if self._arena is None:
             engine = self._transfers.engine
-            self._arena = Arena(host_limit(self.host_memory), engine.host_buffer, engine.settle)
+            self._arena = Arena(host_limit(self.host_memory, set_aside=self.set_aside), engine.host_buffer, engine.settle)
         return self._arena
 
     @property

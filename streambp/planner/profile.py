@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from streambp.errors import ConfigError
+
 FIRST, ACCUMULATING = "first", "accumulating"
 
 
@@ -78,7 +80,8 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time."""
+    """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time. left_out: unpatched
+    methods whose steps could not be counted, and why."""
 
     model: str
     dtype: str
@@ -88,6 +91,7 @@ class Profile:
     unsharded: int
     methods: tuple[Method, ...]
     tree: Node
+    left_out: tuple[str, ...] = ()
 
     def method(self, name: str) -> Method:
         return next(method for method in self.methods if method.name == name)
@@ -115,6 +119,16 @@ class Setting:
     expert_parallel: int = 1
     optimizer_on_host: bool = False
     accumulate: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("gpus", "sequence_parallel", "expert_parallel"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be at least 1.")
+        if self.zero not in range(4) or self.gpus % self.expert_parallel or self.optimizer < 0:
+            raise ConfigError(
+                f"zero={self.zero}, gpus={self.gpus}, expert_parallel={self.expert_parallel}, optimizer={self.optimizer} "
+                "do not go together: zero must be 0 to 3, expert_parallel must divide gpus, and bytes are not negative."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,4 +211,6 @@ def from_json(data: Mapping[str, Any]) -> Profile:
 
     groups = tuple(Group(**group) for group in data["groups"])
     methods = tuple(method(value) for value in data["methods"])
-    return Profile(**{**data, "groups": groups, "methods": methods, "tree": node(data["tree"])})
+    return Profile(
+        **{**data, "groups": groups, "methods": methods, "tree": node(data["tree"]), "left_out": tuple(data["left_out"])}
+    )

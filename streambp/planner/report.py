@@ -1,10 +1,9 @@
-"""Estimates and plans as text and JSON."""
+"""Plans and comparisons as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streambp.planner.estimate import Estimate
 from streambp.planner.measure import Compared
 from streambp.planner.plan import Plan
 from streambp.planner.profile import Node, Peak, Profile, Setting
@@ -67,18 +66,18 @@ def _choice(plan: Plan) -> list[str]:
 def _methods(plan: Plan) -> list[str]:
     width = max(len(row.method) for row in plan.longest)
     lines = [f"{'longest sequence':<{width}}  {'tokens':>11}  stopped by"]
-    return lines + [f"{row.method:<{width}}  {row.seq_len:>11,}  {row.binds}" for row in plan.longest]
+    lines += [f"{row.method:<{width}}  {row.seq_len:>11,}  {row.binds}" for row in plan.longest]
+    return lines + [f"not counted: {reason}" for reason in plan.profile.left_out]
 
 
 def bars(peak: Peak, limit: float) -> list[str]:
-    """One bar for each phase, `BAR` wide at the limit; `|` marks it."""
+    """One bar for each phase, `BAR` wide at the limit, which is marked; beyond it the bar goes on in another shade."""
     width = max(len(name) for name in peak.phases)
     lines = []
     for name, total in peak.phases.items():
-        length = round(BAR * total / limit)
-        bar = "█" * min(length, BAR) + ("│" if length <= BAR else "│" + "▓" * min(length - BAR, BAR))
-        bar = bar.ljust(BAR) if length > BAR else ("█" * length).ljust(BAR) + "│"
-        lines.append(f"{name:<{width}}  {total / GIB:>8.1f}  {bar}")
+        length = min(round(BAR * total / limit), 2 * BAR)
+        bar = "█" * min(length, BAR)
+        lines.append(f"{name:<{width}}  {total / GIB:>8.1f}  {bar:<{BAR}}│{'▒' * (length - BAR)}")
     return lines
 
 
@@ -91,19 +90,6 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
     for child in node.children:
         lines += tree_lines(child, depth + 1)
     return lines
-
-
-def estimate_table(estimate: Estimate) -> str:
-    """Methods side by side, then the streamed step's phases."""
-    lines = [headline(estimate.profile, estimate.setting), f"{estimate.seq_len:,} tokens a row, GiB on each GPU:", ""]
-    rows: list[tuple[str, ...]] = [("", "total", "weights", "optimizer", "gradients", "activations", "host", "PFLOP")]
-    for method in estimate.methods:
-        peak = method.peak
-        sizes = (peak.total, peak.weights, peak.optimizer, peak.gradients, peak.activations, peak.host)
-        rows.append((method.name, *(f"{size / GIB:.2f}" for size in sizes), f"{method.flops / 1e15:.2f}"))
-    lines += columns(rows)
-    peak = estimate.streamed.peak
-    return "\n".join([*lines, "", f"Phases of {estimate.streamed.name}:", *bars(peak, peak.total)])
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 
+from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import StreamBPError
 from streambp.patching import unpatch
 from streambp.stacks import find_stacks
@@ -98,7 +99,10 @@ class Skeleton:
 
     def _empty(self, tensor: Tensor) -> Tensor:
         device = torch.device("cpu" if self.mode is not None else "meta")
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if is_partitioned(tensor):
+            empty = torch.empty(full_shape(tensor), dtype=tensor.dtype, device=device)
+        else:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -157,13 +158,19 @@ def fused_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _flash(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function for counting: the memory and FLOPs of causal FlashAttention; window and softcap cost
     a fused kernel nothing."""
     size = value.shape[-1]
-    if size != query.shape[-1]:
-        value = nn.functional.pad(value, (0, query.shape[-1] - size))
+    wide = max(size, query.shape[-1])  # the kernel has one head size
+    query, key, value = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
     out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
     return out[..., :size].transpose(1, 2), None
 

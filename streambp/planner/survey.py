@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import StreamConfig
+from streambp.errors import StreamBPError
 from streambp.offload.arena import Arena
 from streambp.offload.engines import SynchronousEngine
 from streambp.offload.manager import OffloadManager
@@ -83,16 +84,33 @@ def survey(
     Args:
         at: a length and chunk size that the lines must fit best; None: lines for any length.
         accumulating, tree: count the second regime and the modules as well.
+
+    Raises:
+        StreamBPError: a streamed step cannot be counted without data (experts that look at what was routed to them, say).
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
     reduced = reduce_layers(skeleton.model)
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
-    methods = tuple(_method(counter, recipe, at, accumulating) for recipe in recipes)
+    methods, left_out = [], []
+    for recipe in recipes:
+        try:
+            methods.append(_method(counter, recipe, at, accumulating))
+        except Exception as error:  # whatever a model's own forward raises on tensors without data
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            if isinstance(error, StreamBPError):
+                raise
+            if recipe.config is not None:
+                raise StreamBPError(
+                    f"A streamed step of {type(skeleton.causal_lm).__name__} could not be counted without data ({reason}). "
+                    "Run one and measure it (torch.cuda.max_memory_allocated)."
+                ) from error
+            left_out.append(f"{recipe.name} ({reason})")
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
     name = type(skeleton.causal_lm).__name__
-    modules = module_tree(skeleton, reduced, batch_size) if tree else Node("", name, 1, 0, 0.0)
-    return Profile(name, dtype, len(reduced.kinds), batch_size, groups, unsharded, methods, modules)
+    modules = module_tree(skeleton, reduced, batch_size) if tree and not left_out else Node("", name, 1, 0, 0.0)
+    shape = (name, dtype, len(reduced.kinds), batch_size)
+    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out))
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
@@ -150,13 +168,13 @@ class Counter:
             result: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
             return result
 
+        model.zero_grad(set_to_none=True)
         with self._prepared(recipe, point[1]) as manager, skeleton.active():
             steps = []
             for _ in range(1 + accumulate):
                 sent = _sent(manager)
                 host = functools.partial(lambda sent: _sent(manager) - sent, sent)
                 steps.append(run_step(model, layers, loss, StepCount(self.kernels, self.shapes), host))
-        model.zero_grad(set_to_none=True)
         return steps
 
     @contextlib.contextmanager

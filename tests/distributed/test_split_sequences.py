@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from tests.distributed.test_engines import CPU, NOTHING_CACHED, run_module
+from tests.distributed.ranks import run_split
+from tests.distributed.test_engines import CPU, NOTHING_CACHED
 from tests.examples.test_distributed_examples import torchrun
 from tests.oracle import worst_error
 
@@ -50,7 +51,7 @@ FULL = [
 
 def check(runs):
     ranks = max(case.get("ranks", 2) for case in runs.get("engines", [{}]))
-    results = run_module("tests.distributed.split_worker", json.dumps(runs), str(ranks), ranks=ranks)
+    results = run_split(json.dumps(runs), str(ranks), ranks=ranks)
     assert {what: [row["case"] for row in rows] for what, rows in results.items()} == runs
     for row in results.get("gradients", []):
         drops = row["case"].get("stock") == "drops"  # a mask that unpatched Ulysses ignores

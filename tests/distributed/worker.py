@@ -1,222 +1,170 @@
-"""One rank of a two-rank run: trains a tiny model under an engine, unpatched and patched, and prints what it found as JSON.
+"""One rank of a two-rank run: trains tiny models under an engine, unpatched and patched, and prints what it found as JSON.
 
-python -m tests.distributed.worker RANK PORT ENGINE '{"stage": 3, ...}'
+python -m tests.distributed.worker RANK PORT ENGINE '[{"stage": 3, ...}, ...]'
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
+import faulthandler
 import json
 import os
 import sys
-from collections import Counter
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import streambp
-from tests import zoo
-from tests.families import FAMILIES, SIZES, build, make_batch
+from streambp.distributed.host import engine_host_use
+from tests.distributed.engines import ENGINES, SingleProcess
+from tests.distributed.traffic import Gathers, Traffic
+from tests.families import make_batch
 
-STEPS = 4
-
-
-def model_for(case):
-    torch.manual_seed(0)
-    name = case.get("model", "qwen3")
-    if case.get("zero_init"):  # weights are elsewhere as soon as they are made
-        model_class, config_class, extra = FAMILIES[name]
-        return model_class(config_class(**{**SIZES, **extra, "pad_token_id": None}, attn_implementation="sdpa")).train()
-    changes = {"tie_word_embeddings": True} if case.get("tied") else {}
-    model = (
-        zoo.build(name, torch.float32, **changes) if name == "qwen3_moe" else build(name, num_hidden_layers=2, **changes)
-    )
-    if case.get("frozen"):
-        model.get_input_embeddings().requires_grad_(False)
-    if case.get("lora"):
-        import peft
-
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
-    return model.to(getattr(torch, case.get("dtype", "float32")))
+STEPS = 4  # optimizer steps, if the case does not say
+SECONDS = 120  # for one case; then a rank that hangs says where, and ends
+DONE = "ROW "
 
 
 def batches(rank, case):
     """Every micro-batch of a rank; lengths, and so numbers of chunks, differ between ranks."""
-    for index in range(STEPS * case.get("accumulation", 1)):
-        yield make_batch("left-padded", length=(17, 23, 11, 31)[index % 4] + 6 * rank, seed=10 * index + rank)
+    for index in range(case.get("steps", STEPS) * case.get("accumulation", 1)):
+        length = (17, 23, 11, 31)[index % 4] * case.get("longer", 1) + 6 * rank
+        yield make_batch("left-padded", length=length, seed=10 * index + rank)
 
 
-def config():
-    return streambp.StreamConfig(chunk_size=5)
+@dataclasses.dataclass
+class Trained:
+    """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; what `describe` says
+    about offloading, and the bytes of the engine's own."""
+
+    gradients: dict = dataclasses.field(default_factory=dict)
+    weights: dict = dataclasses.field(default_factory=dict)
+    losses: dict = dataclasses.field(default_factory=dict)
+    counts: dict = dataclasses.field(default_factory=dict)
+    host: dict = dataclasses.field(default_factory=dict)
 
 
-def weights_of(model):
-    return {
-        name.removeprefix("module."): p.detach().double().clone() for name, p in model.named_parameters() if p.requires_grad
-    }
+def train(engine_class, rank, case, patched):
+    """Some optimizer steps under an engine.
+
+    With "resume", a second engine with other weights takes over half-way, from a checkpoint. The first one is unpatched if
+    resume is "from unpatched".
+    """
+    case = copy.deepcopy(case)
+    steps, accumulation, resume = case.get("steps", STEPS), case.get("accumulation", 1), case.get("resume")
+    engine = engine_class(case, rank, None if resume == "from unpatched" else patched)
+    stream, found = list(batches(rank, case)), Trained()
+    traffic, gathers = Traffic(), Gathers()
+    for step in range(steps):
+        if resume and step == steps // 2:
+            engine = restart(engine, lambda: engine_class(case, rank, patched, seed=1))
+        micro_batches = stream[step * accumulation : (step + 1) * accumulation]
+        for micro, batch in enumerate(micro_batches):
+            with gathers if case.get("stage") == 3 else contextlib.nullcontext(), counting(case, traffic):
+                engine.micro_step(batch, last=micro == accumulation - 1)
+        found.gradients.update({f"{step}.{name}": gradient for name, gradient in engine.gradients().items()})
+        with counting(case, traffic):
+            engine.step()
+        if case.get("eval"):
+            found.losses[f"{step}"] = engine.evaluate(micro_batches[0]).double()
+    found.weights = engine.weights()
+    found.counts = counts_of(traffic, gathers, found.weights, steps * accumulation)
+    if patched in ("before", "after") and "stream" in case:
+        described = streambp.describe(engine.wrapped).offload
+        found.host = {"describe": described, **dataclasses.asdict(engine_host_use(engine.module))}
+        found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
+    return found
 
 
-def single_process(case):
-    """The same steps without an engine: gradients averaged over both ranks' batches."""
-    model, accumulation = model_for(case), case.get("accumulation", 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def counting(case, traffic):
+    return traffic if case.get("count") else contextlib.nullcontext()
+
+
+def restart(engine, make):
+    """Save, throw away, start anew with other weights, load."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    engine.save(Path(folder[0]))
+    saved = engine.weights()
+    fresh = make()
+    other = distance(fresh.weights(), saved)
+    assert other > 0.1, other  # so that a load that does nothing would be seen
+    fresh.load(Path(folder[0]))
+    return fresh
+
+
+def counts_of(traffic, gathers, weights, micro_steps):
+    numel = sum(w.numel() for w in weights.values())
+    counts = {f"{kind} x trainable parameters": n / numel / micro_steps for kind, n in traffic.elements.items()}
+    counts |= {f"calls {kind}": n / micro_steps for kind, n in traffic.calls.items()}
+    if gathers:
+        counts["gathers per parameter"] = max(gathers.values()) / micro_steps
+    return counts
+
+
+def train_alone(case):
+    """The same steps in this process, without an engine and unpatched: gradients averaged over both ranks' batches."""
+    engine, found = SingleProcess(case), Trained()
+    steps, accumulation = case.get("steps", STEPS), case.get("accumulation", 1)
     streams = [list(batches(rank, case)) for rank in range(2)]
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    for step in range(steps):
         for micro in range(step * accumulation, (step + 1) * accumulation):
             for stream in streams:
-                (model(**stream[micro], use_cache=False).loss / accumulation / 2).backward()
-        optimizer.step()
-    return weights_of(model)
-
-
-def run_ddp(rank, case, patched):
-    from torch.nn.parallel import DistributedDataParallel
-
-    model, accumulation = model_for(case), case.get("accumulation", 1)
-    if patched == "before":
-        streambp.patch(model, config())
-    wrapped = DistributedDataParallel(model, **case.get("options", {}))
-    if patched == "after":
-        streambp.patch(wrapped, config())
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-    stream = list(batches(rank, case))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(accumulation):
-            sync = micro == accumulation - 1
-            context = torch.enable_grad() if sync else wrapped.no_sync()
-            with context:
-                (wrapped(**stream[step * accumulation + micro], use_cache=False).loss / accumulation).backward()
-        optimizer.step()
-    return weights_of(wrapped), {}
-
-
-def run_fsdp(rank, case, patched):
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    model = model_for(case)
-    if patched == "before":
-        streambp.patch(model, config())
-    options = {"reshard_after_forward": case.get("reshard", True)}
-    if case.get("offload"):
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    if case.get("mixed"):
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    if patched == "after":
-        streambp.patch(model, config())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    counts = Counter()
-    with counted(counts):
-        for batch in batches(rank, case):
-            optimizer.zero_grad()
-            model(**batch, use_cache=False).loss.backward()
-            optimizer.step()
-    found = {n: p.full_tensor().detach().double() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
-    return found, dict(counts)
-
-
-class counted:  # noqa: N801 - used like a function
-    """Counts torch.distributed's collectives."""
-
-    NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "_all_gather_base", "all_gather", "reduce")
-
-    def __init__(self, counts):
-        self.counts = counts
-
-    def __enter__(self):
-        self.real = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
-        for name, function in self.real.items():
-
-            def call(*args, function=function, name=name, **kwargs):
-                self.counts[name] += 1
-                return function(*args, **kwargs)
-
-            setattr(dist, name, call)
-
-    def __exit__(self, *_):
-        for name, function in self.real.items():
-            setattr(dist, name, function)
-
-
-def run_deepspeed(rank, case, patched):
-    import deepspeed
-
-    stage, accumulation = case["stage"], case.get("accumulation", 1)
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, **case.get("zero", {})},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        **({"bf16": {"enabled": True}} if case.get("dtype") == "bfloat16" else {}),
-    }
-    if case.get("zero_init"):
-        with deepspeed.zero.Init(config_dict_or_path=settings):
-            model = model_for(case)
-    else:
-        model = model_for(case)
-    if patched == "before":
-        streambp.patch(model, config())
-    if patched == "checkpointing":
-        model.gradient_checkpointing_enable()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    if patched == "after":
-        streambp.patch(engine.module, config())
-    engine.train()
-    gathers = Counter()
-    with gathers_counted(gathers):
-        for batch in batches(rank, case):
-            engine.backward(engine(**batch, use_cache=False).loss)
-            engine.step()
-            if case.get("eval"):
-                with torch.no_grad():
-                    engine(**batch, use_cache=False)
-    if stage < 3:
-        return weights_of(engine.module), {}
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            if parameter.requires_grad:
-                found[name] = parameter.detach().double().clone()
-    micro_steps = STEPS * accumulation
-    return found, {"gathers per parameter and micro-step": max(gathers.values(), default=0) / micro_steps}
-
-
-class gathers_counted:  # noqa: N801 - used like a function
-    """How often ZeRO-3 gathers each parameter."""
-
-    def __init__(self, counts):
-        self.counts = counts
-
-    def __enter__(self):
-        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
-
-        self.owner, self.real = Coordinator, Coordinator._PartitionedParameterCoordinator__all_gather_params_
-
-        def gather(coordinator, params, *args, **kwargs):
-            self.counts.update(p.ds_id for p in params)
-            return self.real(coordinator, params, *args, **kwargs)
-
-        Coordinator._PartitionedParameterCoordinator__all_gather_params_ = gather
-
-    def __exit__(self, *_):
-        self.owner._PartitionedParameterCoordinator__all_gather_params_ = self.real
-
-
-RUNS = {"ddp": run_ddp, "fsdp": run_fsdp, "deepspeed": run_deepspeed}
+                engine.micro_step(stream[micro], last=True, share=1 / len(streams))
+        found.gradients.update({f"{step}.{name}": gradient for name, gradient in engine.gradients().items()})
+        engine.step()
+        if case.get("eval"):
+            found.losses[f"{step}"] = engine.evaluate(streams[dist.get_rank()][step * accumulation]).double()
+    found.weights = engine.weights()
+    return found
 
 
 def distance(found, expected):
+    """Relative, of all entries taken together; None counts as zero."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())[:4]
-    difference = sum((found[n] - expected[n]).square().sum() for n in expected)
-    return float((difference / sum(e.square().sum() for e in expected.values())).sqrt())
+    pairs = [(f, e) for f, e in ((found[name], expected[name]) for name in expected) if f is not None or e is not None]
+    difference = sum(float(((0 if f is None else f) - (0 if e is None else e)).square().sum()) for f, e in pairs)
+    return (difference / max(sum(float(e.square().sum()) for _, e in pairs if e is not None), 1e-300)) ** 0.5
+
+
+def worst(found, expected):
+    """The largest relative distance of a single entry, none counted as smaller than a hundredth of the mean entry."""
+    sizes = {name: 0.0 if e is None else float(e.norm()) for name, e in expected.items()}
+    floor = 0.01 * (sum(size**2 for size in sizes.values()) / len(sizes)) ** 0.5
+    return max(distance({0: found[name]}, {0: e}) * sizes[name] / max(sizes[name], floor) for name, e in expected.items())
+
+
+def compare(found, expected):
+    row = {"gradients": distance(found.gradients, expected.gradients), "weights": distance(found.weights, expected.weights)}
+    row["worst gradient"] = worst(found.gradients, expected.gradients)
+    if expected.losses:
+        row["losses"] = distance(found.losses, expected.losses)
+    return row
+
+
+def run(engine_class, rank, case):
+    """A case's row: the distances of every patched run from the unpatched engine's and from the single process's."""
+    row = {"case": case, "unpatched": {}}
+    alone = None if case.get("zero_init") else train_alone(case)
+    stock = train(engine_class, rank, {**case, "resume": None}, None)
+    row["unpatched"]["counts"] = stock.counts
+    if alone is not None:
+        row["unpatched"]["single process"] = compare(stock, alone)
+    if case.get("checkpointing"):
+        row["checkpointing"] = {"counts": train(engine_class, rank, case, "checkpointing").counts}
+    for when in case.get("patched", ["before", "after"]):
+        found = train(engine_class, rank, case, when)
+        row[when] = {"counts": found.counts, "unpatched": compare(found, stock)}
+        if alone is not None:
+            row[when]["single process"] = compare(found, alone)
+        if case.get("stream", {}).get("offload"):
+            kept = train(engine_class, rank, {**case, "stream": {**case["stream"], "offload": "none"}}, when)
+            row[when]["not offloaded"], row[when]["host"] = compare(found, kept), found.host
+    return row
 
 
 def main():
@@ -231,21 +179,10 @@ def main():
         deepspeed.init_distributed("gloo", rank=rank, world_size=2)
     else:
         dist.init_process_group("gloo", rank=rank, world_size=2)
-    results = []
     for case in cases:
-        row = {"case": case}
-        single = single_process(case) if not {"dtype", "zero_init"} & case.keys() else None
-        stock, stock_counts = RUNS[engine](rank, copy.deepcopy(case), None)
-        row["stock counts"] = stock_counts
-        if case.get("checkpointing"):
-            row["checkpointing counts"] = RUNS[engine](rank, copy.deepcopy(case), "checkpointing")[1]
-        for when in case.get("patched", ["before", "after"]):
-            found, counts = RUNS[engine](rank, copy.deepcopy(case), when)
-            row[when] = {"counts": counts, "unpatched engine": distance(found, stock)}
-            if single is not None:
-                row[when]["single process"] = distance(found, single)
-        results.append(row)
-    print("RESULT " + json.dumps(results), flush=True)
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        print(DONE + json.dumps(run(ENGINES[engine], rank, case)), flush=True)
+    faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     dist.destroy_process_group()
 

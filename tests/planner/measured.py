@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
 import streambp
@@ -41,7 +42,7 @@ def build(family, lora):
     model = zoo.build(family, torch.bfloat16 if family in EXPERTS else torch.float32, **changes)
     model.config._experts_implementation = "grouped_mm"
     if lora:
-        peft = __import__("peft")
+        peft = pytest.importorskip("peft", reason="peft is not installed")
         config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     return model.train()

@@ -18,7 +18,8 @@ from streambp.planner.estimate import UNPATCHED
 from streambp.planner.megatron import Parallelism, static_bytes
 from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json
 from streambp.planner.skeleton import Skeleton, reduce_layers
-from streambp.planner.survey import Counter, parameter_groups, streamed, survey
+from streambp.planner.survey import CHECKPOINTING, Counter, parameter_groups, streamed, survey
+from tests import test_families, zoo
 from tests.families import build
 
 GIB = 2**30
@@ -38,6 +39,7 @@ MEASURED = {
     ("checkpointing, fused head", 65536): 51.25,
 }  # fmt: skip
 WEIGHTS = 15.3
+COUNTED_BY_DATA = ("dbrx", "diffllama", "jetmoe", "longcat_flash", "zamba2")  # their forwards look at values
 # Static GiB of Qwen3-30B-A3B on 32 GPUs, as a Megatron estimator prints them (seed 001).
 MEGATRON = [
     ("none", Parallelism(32), 181.2),
@@ -263,6 +265,33 @@ def test_a_plane_through_three_points():
     assert solve([(100, 0), (150, 0)], [203, 303]) == pytest.approx((3, 2, 0))
 
 
+def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
+    """Unpatched methods are left out with the reason; a streamed step that cannot be counted raises."""
+    skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
+    with monkeypatch.context() as patched:
+        patched.setattr(type(skeleton.causal_lm), "gradient_checkpointing_enable", lambda *_: 1 / 0)
+        found = survey(skeleton, [CHECKPOINTING, streamed()], at=(64, 32), accumulating=False)
+    assert found.left_out == ("checkpointing (ZeroDivisionError: division by zero)",)
+    assert [method.name for method in found.methods] == ["streambp"]
+    skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
+    monkeypatch.setattr(type(skeleton.causal_lm.model.layers[0].mlp), "forward", lambda self, x: x.nonzero())
+    with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
+        survey(skeleton, [streamed()], at=(64, 32))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(test_families.STREAMED))
+def test_every_family_that_streams_can_be_counted(family):
+    skeleton = Skeleton(zoo.tiny_config(family), torch.bfloat16, None, 16, "cuda")
+    skeleton.causal_lm.config._experts_implementation = "grouped_mm"
+    if family in COUNTED_BY_DATA:
+        with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
+            survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
+    else:
+        found = survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
+        assert peak(found, found.methods[0], 64, 32, Setting()).activations > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -274,6 +303,21 @@ def test_a_plane_through_three_points():
 def test_what_cannot_be_estimated_is_named(arguments, words):
     with pytest.raises(streambp.StreamBPError, match=words):
         estimate(*arguments)
+
+
+@pytest.mark.parametrize("wrong", [{"gpus": 0}, {"zero": 4}, {"gpus": 4, "expert_parallel": 3}, {"optimizer": -1}])
+def test_wrong_settings_are_named(wrong):
+    with pytest.raises(streambp.StreamBPError, match=next(reversed(wrong))):
+        Setting(**wrong)
+
+
+def test_weights_that_zero_has_divided_are_counted_whole():
+    model = build("qwen3", torch.bfloat16)
+    whole = quick(model).methods
+    for parameter in model.parameters():
+        parameter.ds_id, parameter.ds_shape = 0, parameter.shape
+        parameter.data = parameter.data.new_empty(0)
+    assert quick(model).methods == whole
 
 
 def test_wrong_bits_are_named():

@@ -1,0 +1,252 @@
+"""One adapter for each engine: what a training loop, a checkpoint and a comparison need of it, unpatched and patched.
+
+A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero", "options", "reshard", "offload".
+The model's: "model", "tied", "frozen", "lora", "router", "experts", "zero_init", "dtype". "stream" is the StreamConfig;
+"eval" and "resume" are what happens between steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import streambp
+from tests import zoo
+from tests.families import FAMILIES, SIZES, build
+
+WIDER = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+}  # where errors of bfloat16 are compared: one draw of a noise says little
+
+
+def model_for(case, seed=0):
+    """The model of a case; other weights for another seed."""
+    torch.manual_seed(seed)
+    name = case.get("model", "qwen3")
+    changes = {"tie_word_embeddings": True} if case.get("tied") else {}
+    if case.get("zero_init"):  # weights are elsewhere as soon as they are made
+        model_class, config_class, extra = FAMILIES[name]
+        return model_class(config_class(**{**SIZES, **extra, "pad_token_id": None}, attn_implementation="sdpa")).train()
+    if case.get("dtype"):
+        changes = {**changes, **WIDER}
+    if name == "qwen3_moe":
+        changes = {**changes, "output_router_logits": True} if case.get("router") else changes
+        model = zoo.build(name, torch.float32, seed, **changes)
+        model.set_experts_implementation(case.get("experts", "eager"))
+    else:
+        model = build(name, seed=seed, **{"num_hidden_layers": 2, **changes})
+    if case.get("frozen"):
+        model.get_input_embeddings().requires_grad_(False)
+    if case.get("lora"):
+        import peft
+
+        targets = ["q_proj", "v_proj"] if name == "qwen3_moe" else ["q_proj", "v_proj", "down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    return model
+
+
+def config_for(case, rank):
+    """Chunks differ in size, and so in number, between ranks."""
+    stream = {name: tuple(value) if isinstance(value, list) else value for name, value in case.get("stream", {}).items()}
+    return streambp.StreamConfig(chunk_size=5 + 2 * rank, **stream)
+
+
+def decoder_layers(model):
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+
+
+class SingleProcess:
+    """No engine: the bare model, which is given every rank's batches in turn."""
+
+    def __init__(self, case, rank=0, patched=None, seed=0):
+        self.case, self.accumulation = case, case.get("accumulation", 1)
+        self.module = self.make_model(seed)
+        if patched == "before":
+            streambp.patch(self.module, config_for(case, rank))
+        self.wrapped = self.wrap(self.module)
+        if patched == "after":
+            streambp.patch(self.wrapped, config_for(case, rank))
+        if patched == "checkpointing":
+            self.module.gradient_checkpointing_enable()
+        self.wrapped.train()
+
+    def make_model(self, seed):
+        model = model_for(self.case, seed)
+        if self.case.get("dtype"):  # the truth for these weights
+            model.to(getattr(torch, self.case["dtype"])).float()
+        return model
+
+    def wrap(self, model):
+        self.optimizer = self.make_optimizer(model)
+        return model
+
+    def make_optimizer(self, model):
+        learning_rate = 0.0 if self.case.get("dtype") else 0.1  # errors of gradients are compared at the same weights
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9)
+
+    def loss(self, batch):
+        return self.wrapped(**batch, use_cache=False).loss
+
+    def micro_step(self, batch, last, share=1.0):
+        """Forward and backward; `last` before an optimizer step."""
+        (self.loss(batch) * share / self.accumulation).backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def trainable(self):
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def gradients(self):
+        """Before `step`: of every trainable parameter, averaged over ranks, whole."""
+        return {name: None if p.grad is None else whole(p.grad) for name, p in self.trainable().items()}
+
+    def weights(self):
+        return {name: whole(p) for name, p in self.trainable().items()}
+
+    def evaluate(self, batch):
+        self.wrapped.eval()
+        with torch.no_grad():
+            loss = self.loss(batch)
+        self.wrapped.train()
+        return loss
+
+
+def whole(tensor):
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().cpu().double().clone()
+
+
+class DDP(SingleProcess):
+    def make_model(self, seed):
+        return model_for(self.case, seed).to(getattr(torch, self.case.get("dtype", "float32")))
+
+    def wrap(self, model):
+        self.optimizer = self.make_optimizer(model)
+        return torch.nn.parallel.DistributedDataParallel(model, **self.case.get("options", {}))
+
+    def micro_step(self, batch, last):
+        with contextlib.nullcontext() if last else self.wrapped.no_sync():
+            super().micro_step(batch, last)
+
+    def save(self, folder: Path):
+        if dist.get_rank() == 0:
+            torch.save((self.module.state_dict(), self.optimizer.state_dict()), folder / "checkpoint.pt")
+        dist.barrier()
+
+    def load(self, folder: Path):
+        model, optimizer = torch.load(folder / "checkpoint.pt", weights_only=True)
+        self.module.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+
+class FSDP2(SingleProcess):
+    def make_model(self, seed):
+        return model_for(self.case, seed)
+
+    def wrap(self, model):
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        options = {"reshard_after_forward": self.case.get("reshard", True)}
+        if self.case.get("offload"):
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        if self.case.get("dtype"):
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=getattr(torch, self.case["dtype"]), reduce_dtype=torch.float32
+            )
+        for layer in decoder_layers(model):
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        self.optimizer = self.make_optimizer(model)
+        return model
+
+    def micro_step(self, batch, last):
+        self.wrapped.set_requires_gradient_sync(last)
+        super().micro_step(batch, last)
+
+    def _state(self):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+        return {
+            "model": get_model_state_dict(self.module),
+            "optimizer": get_optimizer_state_dict(self.module, self.optimizer),
+        }
+
+    def save(self, folder: Path):
+        dcp.save(self._state(), checkpoint_id=str(folder))
+
+    def load(self, folder: Path):
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+        state = self._state()
+        dcp.load(state, checkpoint_id=str(folder))
+        set_model_state_dict(self.module, state["model"])
+        set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+
+
+class DeepSpeed(SingleProcess):
+    """ZeRO-1 to -3."""
+
+    def settings(self):
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": self.case["stage"], **self.case.get("zero", {})},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            **({"bf16": {"enabled": True}} if self.case.get("dtype") == "bfloat16" else {}),
+        }
+
+    def make_model(self, seed):
+        import deepspeed
+
+        if self.case.get("zero_init"):
+            with deepspeed.zero.Init(config_dict_or_path=self.settings()):
+                return model_for(self.case, seed)
+        return model_for(self.case, seed).to(getattr(torch, self.case.get("dtype", "float32")))
+
+    def wrap(self, model):
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(model=model, optimizer=self.make_optimizer(model), config=self.settings())
+        return engine
+
+    def micro_step(self, batch, last):
+        self.wrapped.backward(self.loss(batch))
+        if not last:
+            self.wrapped.step()
+
+    def step(self):
+        self.wrapped.step()
+
+    def gradients(self):
+        from deepspeed.utils import safe_get_full_grad
+
+        return {name: whole(safe_get_full_grad(p)) for name, p in self.trainable().items()}
+
+    def weights(self):
+        import deepspeed
+
+        found = {}
+        for name, parameter in self.trainable().items():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.case["stage"] == 3):
+                found[name] = whole(parameter)
+        return found
+
+    def save(self, folder: Path):
+        self.wrapped.save_checkpoint(str(folder), tag="half")
+
+    def load(self, folder: Path):
+        path, _ = self.wrapped.load_checkpoint(str(folder), tag="half")
+        assert path is not None
+
+
+ENGINES = {"ddp": DDP, "fsdp": FSDP2, "deepspeed": DeepSpeed}

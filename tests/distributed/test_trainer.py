@@ -1,0 +1,57 @@
+"""HF Trainer and accelerate on two ranks with a DeepSpeed config whose "streambp" section says how to stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.distributed.worker import distance
+from tests.families import LENGTH, build
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+}  # fmt: skip
+
+
+def train(loop, settings, folder):
+    """What two ranks saved."""
+    folder.mkdir()
+    config, output = folder / "ds.json", folder / "output.pt"
+    config.write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+        "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    result = subprocess.run(
+        [*command, "tests.distributed.trainer_script", loop, str(config), str(output)],
+        capture_output=True, text=True, check=False, env=environment, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    return torch.load(output, weights_only=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("loop", ["trainer", "accelerate"])
+def test_a_config_with_a_section_trains_as_one_without(loop, stage, tmp_path):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    settings = {**CONFIG, "zero_optimization": {"stage": stage}}
+    stock = train(loop, settings, tmp_path / "stock")
+    ours = train(loop, {**settings, "streambp": {"chunk_size": 5, "saves": ["attn_out"]}}, tmp_path / "ours")
+    assert stock["chunks"] == []
+    assert LENGTH not in ours["chunks"]
+    assert ours["chunks"].count(LENGTH % 5) >= 6  # a last chunk of every layer and step
+    before = {name: p.detach().double() for name, p in build("qwen3").named_parameters()}
+    weights = {name: {n: w.double() for n, w in run["weights"].items()} for name, run in (("ours", ours), ("stock", stock))}
+    moved = distance(weights["stock"], before)
+    assert moved > 1e-3
+    print(f"{loop}, stage {stage}: weights moved by {moved:.1e}, apart {distance(weights['ours'], weights['stock']):.1e}")
+    assert distance(weights["ours"], weights["stock"]) <= 1e-6
+    assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-6)

@@ -1,0 +1,61 @@
+"""The one-pass loss expects the upstream gradient that came the last time. [Note: expected scale]"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+import streambp
+from streambp.head.log_probs import HeadGradients
+from tests.families import build, make_batch
+from tests.oracle import gradients, worst_error
+
+
+@pytest.fixture
+def late_factors(monkeypatch):
+    """What gradients taken in forward were multiplied by in backward."""
+    return record_late_factors(monkeypatch)
+
+
+def record_late_factors(monkeypatch):
+    seen, real = [], HeadGradients.results
+    monkeypatch.setattr(HeadGradients, "results", lambda self, factor: seen.append(float(factor)) or real(self, factor))
+    return seen
+
+
+def test_the_late_factor_is_one_from_the_second_backward_on(late_factors):
+    check_late_factors(late_factors)
+
+
+def check_late_factors(seen):
+    model = streambp.patch(build("qwen3", torch.get_default_dtype()), streambp.StreamConfig(chunk_size=5))
+    for step in range(3):
+        gradients(model, scale=1 / 3, **make_batch("left-padded", length=23 + step, seed=step))
+    assert seen[0] == pytest.approx(1 / 3)
+    assert seen[1:] == pytest.approx([1.0, 1.0])
+    gradients(copy.deepcopy(model), **make_batch("plain"))
+    assert seen[3] == 1.0  # a copy has learnt nothing yet
+
+
+def test_gradients_are_exact_whatever_came_before(float64_oracle):
+    stock = build("qwen3", torch.float64)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    for step, scale in enumerate((1 / 3, 1 / 3, 0.0, 5.0, -2.0, 1e-20, 1.0)):
+        batch = make_batch("plain", seed=step)
+        _, expected = gradients(stock, scale, **batch)
+        _, found = gradients(ours, scale, **batch)
+        assert all(g.isfinite().all() for g in found.values()), scale
+        assert scale == 0 or worst_error(found, expected) <= 1e-10, scale
+        assert scale != 0 or not any(g.any() for g in found.values())
+
+
+def test_a_loss_that_overflowed_does_not_reach_the_next_step():
+    ours = streambp.patch(build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
+    batch = make_batch("plain")
+    _, expected = gradients(ours, **batch)
+    gradients(ours, math.inf, **batch)
+    _, found = gradients(ours, **batch)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

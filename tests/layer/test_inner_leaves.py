@@ -1,0 +1,50 @@
+"""Expert blocks that DeepSpeed marked as ZeRO-3 leaves before the layer around them was patched. [Note: inner leaves]"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import streambp
+from tests import zoo
+from tests.families import make_batch
+
+
+def reducing(model):
+    """Hooks as DeepSpeed hangs them on its leaves, on every expert block; what they find when they run."""
+    seen = []
+
+    def reduce(module, grad_input, grad_output):
+        seen.append((module, {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}))
+
+    reduce.__module__ = "deepspeed.runtime.zero.stage3"
+    for layer in model.model.layers:
+        layer.mlp._z3_leaf = True
+        layer.mlp.register_full_backward_hook(reduce)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_an_inner_leaf_is_reduced_once_with_all_its_gradients(dtype):
+    model = zoo.build("qwen3_moe", dtype)
+    seen = reducing(model)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    for step in range(2):
+        model.zero_grad()
+        loss = model(**make_batch("plain", seed=step), use_cache=False).loss
+        assert not seen
+        loss.backward()
+        assert [id(module) for module, _ in seen] == [id(layer.mlp) for layer in reversed(model.model.layers)]
+        for module, found in seen:
+            for name, parameter in module.named_parameters():
+                assert torch.equal(found[name], parameter.grad), name
+        seen.clear()
+
+
+def test_without_grad_nothing_is_reduced():
+    model = zoo.build("qwen3_moe", torch.float32)
+    seen = reducing(model)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    with torch.no_grad():
+        model(**make_batch("plain"), use_cache=False)
+    assert not seen
