@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import streambp
 from tests import zoo
-from tests.distributed.worker import gathers_counted
+from tests.distributed.traffic import Gathers
 from tests.families import FAMILIES, build, make_batch
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
 
@@ -198,7 +198,7 @@ def train_split(rank, case, mpu, patched):
         streambp.patch(engine.module, config)
     engine.train()
     group = mpu.get_sequence_parallel_group()
-    with counted() as counter, gathers_counted(gathers := Counter()):
+    with counted() as counter, Gathers() as gathers:
         for whole in engine_batches(case, rank // RANKS):
             batch, _ = shard(whole, rank % RANKS)
             counter.phase = "forward"
