@@ -90,7 +90,8 @@ def uncount_host(model: nn.Module) -> None:
     installed: Patch = model._streambp  # type: ignore[assignment]
     sites = [wrapper.site for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
     if sites and sites[0].offloader is not None:
-        manager = OffloadManager(None, "raise", len(sites), engine=UncountedHost(torch.device("cpu")))
+        budget = None if sites[0].config.gpu_memory is None else int(sites[0].config.gpu_memory)
+        manager = OffloadManager(None, "raise", len(sites), budget, engine=UncountedHost(torch.device("cpu")))
         for site in sites:
             site.offloader = manager
 

@@ -35,7 +35,8 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A method with its chunk size at one length."""
+    """A method with its chunk size at one length. gpu_memory: what is left over for keys and values that would wait on the
+    host otherwise; None: they stay on the device anyway."""
 
     method: str
     saves: tuple[str, ...]
@@ -44,11 +45,12 @@ class Choice:
     seq_len: int
     peak: Peak
     flops: float
+    gpu_memory: int | None = None
 
     @property
     def config(self) -> StreamConfig:
         """For `streambp.patch`."""
-        return StreamConfig(chunk_size=self.chunk_size, saves=self.saves, offload=self.offload)  # type: ignore[arg-type]
+        return StreamConfig(self.chunk_size, self.saves, offload=self.offload, gpu_memory=self.gpu_memory)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +139,9 @@ def choose(profile: Profile, methods: Sequence[Method], seq_len: int, memory: Me
         for size in chunk_sizes(profile.batch_size):
             at = peak(profile, method, seq_len, size, setting)
             if fits(at, memory):
-                found.append(
-                    Choice(
-                        method.name, method.saves, method.offload, min(size, seq_len), seq_len, at, flops(method, seq_len)
-                    )
-                )
+                how = (method.name, method.saves, method.offload, min(size, seq_len), seq_len)
+                left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None
+                found.append(Choice(*how, at, flops(method, seq_len), left))
                 break
     return min(found, key=lambda c: (round(c.flops / found[0].flops, 2), c.peak.host, -c.chunk_size), default=None)
 

@@ -37,7 +37,8 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to run a step. chunked: the sequence is cut into chunks of C (otherwise C plays no part).
+    """A way to run a step. chunked: the sequence is cut into chunks of C (otherwise C plays no part). prefix_on_host: the
+    keys and values of the layer at work are streamed from the host (`StreamConfig.gpu_memory`).
 
     first: phases of a step whose gradients are None at its start; accumulating: of one that adds to gradients.
     host_*: bytes of host memory. FLOPs: linear_flops * T + attention_flops * T^2.
@@ -46,6 +47,7 @@ class Method:
     name: str
     saves: tuple[str, ...]
     offload: str
+    prefix_on_host: bool
     chunked: bool
     first: tuple[Phase, ...]
     accumulating: tuple[Phase, ...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,8 @@ from streambp.errors import StreamBPError
 from streambp.offload.arena import Arena
 from streambp.offload.engines import SynchronousEngine
 from streambp.offload.manager import OffloadManager
+from streambp.offload.stores import MicroBatch
+from streambp.offload.transfers import Entry, Holding
 from streambp.patching import Patch, patch, unpatch
 from streambp.planner.compose import Point, Totals, fit, solve, unroll
 from streambp.planner.count import Shapes, StepCount
@@ -52,10 +53,11 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> Recipe:
 PLAIN = Recipe("plain")
 CHECKPOINTING = Recipe("checkpointing", checkpointing=True)
 CHECKPOINTING_HEAD = Recipe("checkpointing, fused head", checkpointing=True, fused_head=True)
-STREAMED = tuple(
-    streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv"))
+LEAST = 1  # a gpu_memory that leaves nothing of a prefix on the device but the tiles at work
+STREAMED = (
+    *(streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv"))),
+    Recipe("streambp offload, keys on the host", StreamConfig(offload="cpu", gpu_memory=LEAST)),
 )
-RECIPES = (PLAIN, CHECKPOINTING, CHECKPOINTING_HEAD, *STREAMED)
 
 
 class UncountedHost(SynchronousEngine):
@@ -68,6 +70,29 @@ class UncountedHost(SynchronousEngine):
     def host_buffer(self, size: int) -> Tensor:
         with _disable_current_modes(), self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext():
             return torch.empty(size, dtype=torch.uint8)
+
+
+class CountingManager(OffloadManager):
+    """Counts the host's bytes of a step: what waits for backward, and at most of one layer's keys and values."""
+
+    def __init__(self, layers: int = 0, gpu_memory: int | None = None, engine: UncountedHost | None = None) -> None:
+        super().__init__(None, "raise", layers, gpu_memory, engine=engine)
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._waiting = self._prefix = 0
+
+    def on_host(self) -> int:
+        return self._waiting + self._prefix
+
+    def place(self, holding: Holding, tensor: Tensor, optional: bool) -> Entry | None:
+        entry = super().place(holding, tensor, optional)
+        if isinstance(holding, MicroBatch):
+            self._waiting += tensor.nbytes
+        else:
+            self._prefix = max(self._prefix, holding.stack.used)
+        return entry
 
 
 def survey(
@@ -172,14 +197,13 @@ class Counter:
         with self._prepared(recipe, point[1]) as manager, skeleton.active():
             steps = []
             for _ in range(1 + accumulate):
-                sent = _sent(manager)
-                host = functools.partial(lambda sent: _sent(manager) - sent, sent)
-                steps.append(run_step(model, layers, loss, StepCount(self.kernels, self.shapes), host))
+                manager.begin()
+                steps.append(run_step(model, layers, loss, StepCount(self.kernels, self.shapes), manager.on_host))
         return steps
 
     @contextlib.contextmanager
     def _prepared(self, recipe: Recipe, chunk_size: int) -> Any:
-        """The model as the recipe wants it; yields the offload manager, if there is one."""
+        """The model as the recipe wants it; yields what counts the host's bytes."""
         model, causal_lm = self.skeleton.model, self.skeleton.causal_lm
         with contextlib.ExitStack() as stack:
             if recipe.config is None:
@@ -188,30 +212,25 @@ class Counter:
                 if recipe.checkpointing:
                     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
                     stack.callback(causal_lm.gradient_checkpointing_disable)
-                yield None
+                yield CountingManager()
                 return
             patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
             stack.callback(unpatch, model)
             yield self._uncounted_manager(recipe)
 
-    def _uncounted_manager(self, recipe: Recipe) -> OffloadManager | None:
+    def _uncounted_manager(self, recipe: Recipe) -> CountingManager:
         if recipe.config is None or recipe.config.offload == "none":
-            return None
+            return CountingManager()
         device = torch.device("meta" if self.skeleton.mode is None else "cpu")
         installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
         wrappers = [w for w in installed.state.wrappers if isinstance(w, LayerForward)]
         engine = UncountedHost(device, self.skeleton)
         budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
-        manager = OffloadManager(None, "raise", len(wrappers), budget, engine=engine)
+        manager = CountingManager(len(wrappers), budget, engine)
         manager._arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
         for wrapper in wrappers:
             wrapper.site.offloader = manager
         return manager
-
-
-def _sent(manager: OffloadManager | None) -> int:
-    """Bytes that have gone to the host."""
-    return 0 if manager is None else int(manager.stats()["bytes_out"])
 
 
 def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bool) -> Method:
@@ -230,6 +249,7 @@ def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bo
         recipe.name,
         config.named_saves,
         config.offload,
+        config.gpu_memory is not None,
         recipe.config is not None,
         regimes[0],
         tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from streambp.planner.survey import STREAMED
 from tests.planner.measured import FAMILIES, RECIPES, build, measure, predict
 
 CASES = [(family, lora, how) for family in FAMILIES for lora in (False, True) for how in RECIPES]
@@ -41,6 +42,12 @@ def _activations(spans):
 def test_activations_are_predicted_within_one_percent(family, lora, how):
     difference, ratio = compare(family, lora, how)
     assert ratio >= 10
+    assert abs(difference) <= 0.01
+
+
+def test_keys_on_the_host_are_predicted(monkeypatch):
+    monkeypatch.setitem(RECIPES, "keys on the host", STREAMED[-1])
+    difference, _ = compare("llama", False, "keys on the host")
     assert abs(difference) <= 0.01
 
 

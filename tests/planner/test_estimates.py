@@ -18,7 +18,7 @@ from streambp.planner.estimate import UNPATCHED
 from streambp.planner.megatron import Parallelism, static_bytes
 from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json
 from streambp.planner.skeleton import Skeleton, reduce_layers
-from streambp.planner.survey import CHECKPOINTING, Counter, parameter_groups, streamed, survey
+from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, parameter_groups, streamed, survey
 from tests import test_families, zoo
 from tests.families import build
 
@@ -86,7 +86,7 @@ def quick(source, lora=None, bits=16):
 def made_up(**changes):
     """A profile with round numbers."""
     phases = (Phase("forward 0", 0, 10, 1), Phase("backward 0", 1000, 8, 5, gradients=400))
-    method = Method("streambp", (), "none", True, phases, phases[:1], 7, 2, 3, 0.5)
+    method = Method("streambp", (), "none", False, True, phases, phases[:1], 7, 2, 3, 0.5)
     groups = (Group("dense", 100, 200, 100, 200), Group("expert", 400, 800, 400, 800))
     profile = Profile("made up", "bfloat16", 1, 1, groups, 50, (method,), Node("", "M", 1, 500, 0.0))
     return dataclasses.replace(profile, **changes)
@@ -150,7 +150,7 @@ def test_json_gives_the_same_peaks():
 
 @pytest.mark.parametrize(
     "recipe",
-    [streamed(("attn_out",), "cpu"), pytest.param(streamed(), marks=pytest.mark.full)],
+    [STREAMED[4], pytest.param(STREAMED[0], marks=pytest.mark.full)],
     ids=lambda recipe: recipe.name,
 )
 def test_lines_hold_at_other_lengths(recipe):

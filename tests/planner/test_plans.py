@@ -28,9 +28,9 @@ planning = sys.modules["streambp.planner.plan"]  # the package's attribute of th
 def two_methods():
     """Streaming on the device and from the host: 20 and 5 bytes a token there, 30 on the host."""
     born = Phase("backward 0", 1000, 0, 5, gradients=1000)
-    kept = Method("streambp", (), "none", True, (Phase("forward 0", 0, 20, 1), born), (), 0, 0, 3, 0.5)
-    moved = Method("streambp offload", (), "cpu", True, (Phase("forward 0", 0, 5, 1), born), (), 0, 30, 3, 0.5)
-    plain = Method("plain", (), "none", False, (Phase("head", 0, 100),), (), 0, 0, 2, 0.5)
+    kept = Method("streambp", (), "none", False, True, (Phase("forward 0", 0, 20, 1), born), (), 0, 0, 3, 0.5)
+    moved = Method("streambp offload", (), "cpu", False, True, (Phase("forward 0", 0, 5, 1), born), (), 0, 30, 3, 0.5)
+    plain = Method("plain", (), "none", False, False, (Phase("head", 0, 100),), (), 0, 0, 2, 0.5)
     return made_up(methods=(plain, kept, moved))
 
 
@@ -61,6 +61,9 @@ def test_a_plan_prefers_what_moves_least_and_the_largest_chunk():
     longer = choose(profile, chunked, 12000, memory, setting)
     assert (longer.method, longer.config.offload) == ("streambp offload", "cpu")
     assert choose(profile, chunked, 10**7, memory, setting) is None
+    streamed_keys = dataclasses.replace(chunked[1], prefix_on_host=True)
+    kept = choose(profile, [streamed_keys], 12000, memory, setting)
+    assert kept.config.gpu_memory == memory.usable - kept.peak.total
 
 
 def test_levers_reach_what_they_promise():
@@ -137,7 +140,7 @@ def test_profile_on_the_command_line(tmp_path, capsys):
 
 def fitting():
     phase = Phase("backward 0", 1000, 10, 100)
-    return auto.FittingChunk(Method("streambp", (), "none", True, (phase,), (), 0, 0, 1, 1))
+    return auto.FittingChunk(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, 1, 1))
 
 
 def check_chunks_fit():
