@@ -282,6 +282,8 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         if m is not wrapper.module
     )
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
+    if found.state.split_over > 1:
+        notes.append(f"sequences are split over {found.state.split_over} ranks (DeepSpeed Ulysses), each streams its shard")
     if hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules()):
         notes.append("streamed layers stay eager under torch.compile; the rest of the model is compiled")
     return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

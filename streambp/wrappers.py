@@ -15,7 +15,8 @@ from transformers.utils import ModelOutput
 from streambp.attention.interface import routed
 from streambp.config import StreamConfig
 from streambp.distributed.host import engine_host_use
-from streambp.distributed.sequence_parallel import refuse_split_sequences
+from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_parallelism
+from streambp.distributed.shards import Shards, gather_shards
 from streambp.distributed.zero import is_partitioned, make_leaf, unmake_leaf
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Wanted
@@ -25,6 +26,8 @@ from streambp.head.one_pass import Pending
 from streambp.instance_forward import InstanceForward
 from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
+from streambp.layer.sharded import stream_shard
+from streambp.layer.sharded_call import keeps_kv
 from streambp.offload.manager import OffloadManager
 from streambp.stacks import attends, cache_argument, counts_positions
 
@@ -39,6 +42,7 @@ class PatchState:
     deferring: what stands in for that norm meanwhile.
     chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
+    shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
     """
 
     config: StreamConfig
@@ -51,6 +55,8 @@ class PatchState:
     offloader: OffloadManager | None = None
     chunk_rule: object | None = None
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
+    shards: Shards | None = None
+    split_over: int = 1
 
 
 class LayerForward(InstanceForward):
@@ -83,7 +89,10 @@ class LayerForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.retired or self.state.bypass or kwargs.get("past_key_values") is not None:
             return self.original(*args, **kwargs)
-        output = stream_layer(self.site, args, kwargs)
+        if self.state.shards is None:
+            output = stream_layer(self.site, args, kwargs)
+        else:
+            output = stream_shard(self.site, args, kwargs, self.state.shards)
         if self.final_norm is not None and self.state.defer_norm is not None:
             # Not before: some models normalise the embeddings with the same module.
             self.state.deferring = DeferredNorm(self.final_norm, self.state.defer_norm)
@@ -106,18 +115,20 @@ class BackboneForward(InstanceForward):
         if self.retired:
             return self.original(*args, **kwargs)
         kwargs = {**kwargs, **self._positional(args)}
-        before, self.state.bypass = self.state.bypass, not self._streams(kwargs)
+        before = self.state.bypass, self.state.shards
+        self.state.bypass, self.state.shards = not self._streams(kwargs), None
         try:
             if self.state.bypass:
                 return self.original(**kwargs)
             self._switch_checkpointing_off()
             self._check(kwargs)
             self._set_host_memory_aside()
+            self.state.shards = self._shards(kwargs)
             kwargs["use_cache"] = False
             with routed(self._configs()):
                 return self.original(**kwargs)
         finally:
-            self.state.bypass = before
+            self.state.bypass, self.state.shards = before
             if self.state.deferring is not None:
                 self.state.deferring.remove()
                 self.state.deferring = None
@@ -161,13 +172,26 @@ class BackboneForward(InstanceForward):
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if tokens is not None and tokens.shape[1] == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
-        refuse_split_sequences(self._config._attn_implementation_internal)
+        refuse_context_parallelism()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith("trl."):
             raise StreamBPError(
                 "TRL's activation_offloading=True moves what autograd saves; streamed layers keep their own, which "
                 "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
             )
+
+    def _shards(self, kwargs: dict[str, Any]) -> Shards | None:
+        """How the batch is split over ranks; a collective if it is."""
+        ulysses = find_ulysses(self._config._attn_implementation_internal)
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if ulysses is None or tokens is None or not ulysses.splits(self.module.training):
+            return None
+        agreed = int(keeps_kv(self.state.config))
+        batch_size, length = tokens.shape[:2]
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        shards = gather_shards(ulysses.group, batch_size, length, positions, mask, agreed)
+        self.state.split_over = shards.size
+        return shards
 
     @property
     def _config(self) -> PreTrainedConfig:
@@ -226,6 +250,7 @@ class CausalLMForward(InstanceForward):
         if labels is None or not self.state.config.head or self._caches(kwargs):
             if want_log_probs:
                 raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
+            self._refuse_unshifted(kwargs)
             return self.original(**kwargs)
         if want_log_probs:
             scored = self.score(kwargs, Wanted())
@@ -264,11 +289,22 @@ class CausalLMForward(InstanceForward):
         return Scored(output, tokens.without_last(), hidden_states[:, :-1], record.norm)
 
     def _with_record(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
+        self._refuse_unshifted(kwargs)
         kwargs["use_cache"] = False
         record.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, record)
         self.state.head_built_for = record.built_for
         return self._finish(output)
+
+    def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
+        """Split over ranks, a shard's last token has its label on the next rank, where shifting here cannot find it."""
+        ulysses = find_ulysses(self.module.config.get_text_config()._attn_implementation_internal)  # type: ignore[operator, union-attr]
+        given = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
+        if ulysses is not None and given and ulysses.splits(self.module.training):
+            raise StreamBPError(
+                "labels were given without shift_labels while sequences are split over ranks; shifting a shard's labels "
+                "would lose its last one. Shift before splitting and pass the same tensor as labels and as shift_labels."
+            )
 
     def _caches(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("past_key_values") is not None or bool(kwargs.get("use_cache") and not self.module.training)

@@ -6,8 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, BertConfig, BertModel, LlamaConfig, T5Config, T5Model
+from torch.distributed.tensor.experimental import context_parallel
+from transformers import BertConfig, BertModel, LlamaConfig, T5Config, T5Model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import streambp
 from tests import zoo
@@ -188,21 +192,27 @@ def test_config_of_another_type():
         streambp.patch(build("llama"), LlamaConfig())
 
 
-def test_ulysses_sequence_parallelism(monkeypatch):
+def test_ulysses_whose_process_group_cannot_be_found(monkeypatch):
     def uattn_wrapper(*args, **kwargs):
         raise AssertionError("never called")
 
     uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", uattn_wrapper)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", uattn_wrapper)
     with pytest.raises(streambp.StreamBPError, match="Ulysses"):
         streamed()(**make_batch("plain"), use_cache=False)
 
 
-def test_torch_context_parallelism(monkeypatch):
-    def ring(*args, **kwargs):
-        raise AssertionError("never called")
+@pytest.fixture
+def a_group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
-    ring.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", ring)
-    with pytest.raises(streambp.StreamBPError, match="context parallelism"):
-        streamed()(**make_batch("plain"), use_cache=False)
+
+def test_torch_context_parallelism(a_group_of_one):
+    """What accelerate's ParallelismConfig(cp_size=...) enters around every step."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    batch, model = make_batch("plain", length=24), streamed()
+    split = context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch))
+    with split, pytest.raises(streambp.StreamBPError, match="context parallelism"):
+        model(**batch, use_cache=False)

@@ -8,11 +8,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "streambp"
 ORDER = (
     "errors", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
-    "attention.spans", "attention.masks", "attention.kernels", "attention.keys", "attention.prefix", "attention.interface",
+    "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix",
+    "attention.halves", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.call", "layer.gradients", "layer.probe",
     "layer.whole", "layer.exhausted",
-    "layer.function", "head.triton_fold", "head.blocks", "head.log_probs", "head.one_pass", "head.deferred",
+    "layer.function", "layer.sharded_call", "layer.sharded", "head.triton_fold", "head.blocks", "head.log_probs",
+    "head.one_pass", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
     "offload.manager", "stacks", "instance_forward", "wrappers", "patching", "integrations.deepspeed",

@@ -13,17 +13,18 @@ import torch
 from streambp.attention import kernels, keys, masks, prefix
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
+from streambp.distributed import shards
 from streambp.head import blocks, deferred, log_probs, one_pass
-from streambp.layer import arguments, call, function, products, recompute, shadows
+from streambp.layer import arguments, call, function, products, recompute, shadows, sharded, sharded_call
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
 from streambp.offload import arena, stores
 from streambp.planner import auto, count, profile, skeleton
 from tests import test_contract, test_families, test_oracle, test_training
-from tests.distributed import test_host
+from tests.distributed import one_rank, test_host, test_shards
 from tests.families import build, make_batch
 from tests.head import test_expected_scale, test_log_probs
-from tests.layer import test_inner_leaves
+from tests.layer import test_inner_leaves, test_sharded
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
 from tests.planner import test_against_steps, test_estimates, test_plans
@@ -173,6 +174,37 @@ def plain_causal(mask, batch_size, length, *_):
     return Spans.causal(batch_size, length)
 
 
+def split(family="qwen3", mode="plain", saves=()):
+    with pytest.MonkeyPatch.context() as patch:
+        one_rank.split_over_one_rank(patch)
+        test_sharded.test_gradients_are_exact(family, mode, saves, None, None)
+
+
+def second_half_alone(self, chunk, gradients, again=False, real=layer_gradients.InputGradients.add):
+    real(self, chunk, [None] * len(gradients) if again else gradients, again)
+
+
+def first_copy_alone(self, x, heads, real=shards.Shards.to_tokens):
+    return real(self, x, self.size * x.shape[1])[:, :: (self.size * x.shape[1]) // heads]
+
+
+def without_window(mask, whole, *_):
+    return whole
+
+
+def without_packing(batch_size, length, padding, position_ids):
+    return Spans.causal(batch_size, length)
+
+
+def exchange_in_other_order(self, parts, real=shards.Shards._exchange):
+    return real(self, parts.flip(0))
+
+
+def leave_out_everything(linears, run):
+    run()
+    return products.Trace(frozenset(linears), frozenset(), frozenset())
+
+
 MUTANTS = {
     "drop the last chunk": (ChunkPlan, "backward", lambda self: (self[i] for i in reversed(range(len(self) - 1))), oracle),
     "differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), oracle),
@@ -288,6 +320,25 @@ MUTANTS = {
         lambda self, name, chunk, real=stores.HostTensors.peek: real(self, name, chunk - ((name, chunk) == ("k.0", 2))),
         streamed_prefix,
     ),
+    "exchange with the wrong ranks": (
+        shards.Shards, "_exchange", exchange_in_other_order, lambda: test_shards.check_exchange(2, 4),
+    ),
+    "copies of a head without their sum": (
+        shards.Shards, "to_tokens", first_copy_alone, lambda: test_shards.check_exchange(4, 2),
+    ),
+    "half before attention without its gradient of the input": (
+        layer_gradients.InputGradients, "add", second_half_alone, split,
+    ),
+    "half after attention without its gradient of o": (
+        sharded, "_add", lambda *args, real=sharded._add, **named: [real(*args, **named), None][1], split,
+    ),
+    "split: differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), split),
+    "split: leave out every product": (sharded_call, "trace", leave_out_everything, split),
+    "split: saved logsumexp of another chunk": (
+        sharded, "Attended", lambda o, lse: prefix.Attended(o, lse + 0.1), lambda: split(saves=("attn_out",)),
+    ),
+    "split: ignore the window": (sharded_call, "resolve_whole", without_window, lambda: split("gemma3")),
+    "split: ignore packing": (shards, "spans_of_tokens", without_packing, lambda: split(mode="packed")),
     "final norm left out": (
         deferred, "make_inputs",
         lambda x, t, p, norm, ignore, real=deferred.make_inputs: real(x, t, p, None, ignore), oracle,

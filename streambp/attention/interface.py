@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from streambp.attention.masks import lazy_mask, resolve
-from streambp.attention.prefix import ChunkMask, Prefix, Stage
+from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 
@@ -35,7 +35,7 @@ def stream_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, C, D], key and value [B, H_kv, C, D] -> [B, C, H, D_v].
 
-    In a streamed layer `attention_mask` is the `ChunkMask` that the layer was called with; it knows the prefix and the
+    In a streamed layer `attention_mask` is the `AttentionPoint` that the layer was called with; it knows the prefix and the
     spans, so a `sliding_window` passed as well is already in it. In a layer that does not stream it is the model's own
     (a `LazyMask`, a 4-D tensor, or None for causal), and the sequence is attended whole, as one chunk.
     """
@@ -45,7 +45,7 @@ def stream_attention(
             f"{type(module).__name__} attends with {foreign or 'is_causal=False'}, which streambp does not support; "
             "ignoring it would give wrong numbers. Use gradient checkpointing for this model (streambp.unpatch(model))."
         )
-    if not isinstance(attention_mask, ChunkMask):
+    if not isinstance(attention_mask, AttentionPoint):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     query, key, value = _one_dtype(query, key, value)
     sinks = [kwargs[name] for name in ("s_aux", "sinks") if kwargs.get(name) is not None]

@@ -25,11 +25,13 @@ SCAN = 1024
 
 
 class LazyMask:
-    """A mask as transformers describes it; `layout` caches what `resolve` made of it, for all layers that share it."""
+    """A mask as transformers describes it; `layout` and `whole` cache what `resolve` and `resolve_whole` made of it, for
+    all layers that share it."""
 
     def __init__(self, description: dict[str, Any]) -> None:
         self.description = description
         self.layout: Spans | DenseMask | None = None
+        self.whole: Spans | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
         """The same mask, for models that cut their masks to the queries at hand; all of them are at hand here."""
@@ -148,6 +150,45 @@ def resolve(
     return mask.layout
 
 
+def resolve_whole(
+    mask: LazyMask | Tensor | None, whole: Spans, length: int, position_ids: Tensor | None, device: torch.device
+) -> Spans:
+    """What the queries of whole sequences may read, where the model's mask describes one shard of `length` tokens.
+
+    Args:
+        whole: the spans that padding and packing of the whole sequences give, without a window.
+        position_ids: the shard's, [1 or B, length].
+
+    Raises:
+        UnsupportedMaskError: the mask is more than padding, packing and a window, or may be, out of the shard's sight.
+    """
+    rows = len(whole.rows)
+    layout = resolve(mask, rows, length, position_ids, None, device)
+    if mask is None:
+        return Spans.causal(rows, whole.length)
+    if isinstance(layout, DenseMask) or isinstance(mask, Tensor):
+        raise UnsupportedMaskError(
+            "The attention mask is no sliding window, padding or packing; where sequences are split over ranks streambp "
+            "knows one rank's part of it only. Train this model without splitting sequences."
+        )
+    if mask.whole is None:
+        known = mask.description
+        positions = position_ids if known.get("attention_mask") is None else None
+        packed = None if positions is None else find_packed_sequence_indices(positions.expand(rows, -1))
+        if packed is not None:  # the index function knows this shard's documents only
+            clear = known["mask_function"] is not causal_mask_function and (layout.window is None or layout.window < length)
+        else:
+            plain = known["mask_function"] is causal_mask_function
+            clear = plain or _agrees(Spans.causal(1, whole.length, layout.window), known, None, device)
+        if not clear:
+            raise UnsupportedMaskError(
+                f"One shard of {length} tokens does not show whether the attention mask is a sliding window of "
+                f"{layout.window}. Use longer sequences or fewer ranks, or train without splitting sequences."
+            )
+        mask.whole = dataclasses.replace(whole, window=layout.window)
+    return mask.whole
+
+
 def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:
     fits = mask.dim() == 4 and mask.shape[0] in (1, batch_size) and tuple(mask.shape[2:]) == (length, length)
     if not fits:
@@ -207,6 +248,28 @@ def _from_description(
         return Spans(length, rows, window)
     spans = Spans(length, _rows(batch_size, length, padding, packed), window)
     return spans if _agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
+
+
+def spans_of_tokens(batch_size: int, length: int, padding: Tensor | None, position_ids: Tensor) -> Spans:
+    """The spans of causal sequences without a window, from what is known of their tokens.
+
+    Args:
+        padding: [B, T], True for tokens; None: all are. A mask rules out packing, as in transformers.
+        position_ids: [1 or B, T]; restarts mark packed documents.
+
+    Raises:
+        UnsupportedMaskError: the padding has holes.
+    """
+    packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1)) if padding is None else None
+    rows = _rows(batch_size, length, padding, packed)
+    if padding is not None:
+        kept = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
+        if kept != padding.sum(1).tolist():
+            raise UnsupportedMaskError(
+                "The attention mask leaves out tokens between others. For sequences split over ranks it may only mark "
+                "padding on the left and on the right."
+            )
+    return Spans(length, rows)
 
 
 def _dense(mask: LazyMask | Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:

@@ -148,8 +148,29 @@ class Prefix:
         self.sites, self.filled_until, self._scratch = [], 0, None
 
 
-class ChunkMask:
-    """Travels through the layer as `attention_mask` and tells our attention function where it is."""
+class AttentionPoint:
+    """Travels through the layer as `attention_mask` and says what its attention does with a chunk."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """q [B, H, C, D], k and v [B, H_kv, C, D] of this chunk, sink [H] -> [B, C, H, D_v]."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """After the layer's forward over the chunk."""
+        raise NotImplementedError
+
+
+class ChunkMask(AttentionPoint):
+    """A chunk attends to its prefix, which its own keys and values become part of."""
 
     def __init__(self, prefix: Prefix, chunk: Chunk, stage: Stage, saved: list[Attended] | None = None) -> None:
         self.prefix = prefix
@@ -169,7 +190,6 @@ class ChunkMask:
         softcap: float | None = None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """q [B, H, C, D], k and v [B, H_kv, C, D] of this chunk, sink [H] -> [B, C, H, D_v]."""
         prefix, chunk, index = self.prefix, self.chunk, self.call
         self.call += 1
         backend = choose_backend(prefix.attention, q, v, dropout, softcap)
@@ -201,7 +221,7 @@ class ChunkMask:
         return both
 
     def finish(self) -> None:
-        """After the layer's forward over this chunk: it must have attended the same number of times as ever."""
+        """It must have attended the same number of times as ever."""
         prefix = self.prefix
         if prefix.calls is not None and self.call != prefix.calls:
             raise StreamBPError(

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from streambp.attention.interface import routed
 from streambp.attention.keys import CallSite, PrefixMemory
 from streambp.attention.masks import DenseMask, LazyMask, resolve
-from streambp.attention.prefix import Attended, ChunkMask, Prefix, RefillDone, Stage
+from streambp.attention.prefix import Attended, AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
 from streambp.config import SAVES, StreamConfig
@@ -25,7 +25,7 @@ from streambp.layer.cached import check_chunk_ends, chunk_arguments
 from streambp.layer.cost import Cost, Product, Watch
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
-from streambp.layer.products import UnreadProducts, captured, known, matching, plain_linears, trace_unread
+from streambp.layer.products import UnreadInHalves, UnreadProducts, captured, known, matching, plain_linears, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.store import Access, InMemory, Offloader, SavedTensors
 
@@ -58,6 +58,7 @@ class LayerSite:
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     probed: bool = False
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
+    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
 
     @property
     def because(self) -> str | None:
@@ -136,6 +137,11 @@ class LayerCall:
             layout.check_chunk_ends(self.plan, device)
         return layout
 
+    @property
+    def gradients_of_a_parameter(self) -> int:
+        """How many a parameter gets in a backward pass."""
+        return len(self.plan)
+
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
         """Attention goes to ours, and transformers' checkpointing of this layer is off: its forward would be wrapped."""
@@ -187,33 +193,33 @@ class LayerCall:
         """
         saved = self._saved_attention(chunk) if stage is Stage.RECOMPUTE and prefix is None else None
         mask = ChunkMask(prefix or self.prefix, chunk, stage, saved)
+        return self.run(hidden_chunk, chunk, mask, leaves), mask.attended
+
+    def run(
+        self, hidden_chunk: Tensor, chunk: Chunk, point: AttentionPoint, leaves: list[Tensor] | None = None
+    ) -> ChunkOutput | None:
+        """The layer's own forward on hidden_chunk, its attention as `point` says; None if that stopped it."""
         named = self.arguments.cut(chunk, leaves)
         if self.site.attends:
-            named["attention_mask"] = mask
+            named["attention_mask"] = point
         elif self.site.cache is not None:
-            named = chunk_arguments(named, self.site.cache, mask)
+            assert isinstance(point, ChunkMask)
+            named = chunk_arguments(named, self.site.cache, point)
         before = {name: dict(named[name]) for name in self.arguments.mappings}
         with recording(self.recorded) as recorded:
             try:
                 result = self.site.forward(self.layer, hidden_chunk, **named)
             except RefillDone:
-                mask.finish()
-                return None, mask.attended
-        mask.finish()
+                point.finish()
+                return None
+        point.finish()
         mappings = {name: (before[name], named[name]) for name in before}
-        return collect(self.unwrap(result), recorded, mappings), mask.attended
+        return collect(self.unwrap(result), recorded, mappings)
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk."""
         self.store.put("x", chunk.index, hidden_chunk.detach())
-        for name, product, version in self.captured:
-            if product._version != version:
-                raise UnsupportedModelError(
-                    f"The output of {name.removeprefix('product.').split('#')[0]} is changed in place inside "
-                    f"{type(self.layer).__name__}, so it cannot be saved. Leave it out of StreamConfig's saves."
-                )
-            self.store.put(name, chunk.index, product)
-        self.captured.clear()
+        self.keep_products(chunk)
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
@@ -239,6 +245,17 @@ class LayerCall:
             products=products,
         )
 
+    def keep_products(self, chunk: Chunk) -> None:
+        """Save what was captured since the last call."""
+        for name, product, version in self.captured:
+            if product._version != version:
+                raise UnsupportedModelError(
+                    f"The output of {name.removeprefix('product.').split('#')[0]} is changed in place inside "
+                    f"{type(self.layer).__name__}, so it cannot be saved. Leave it out of StreamConfig's saves."
+                )
+            self.store.put(name, chunk.index, product)
+        self.captured.clear()
+
     def find_products(self) -> None:
         """Which Linears `saves` names; within `streaming`, where no engine's hooks stand in the way."""
         globs = [name for name in self.saves if name not in SAVES]
@@ -247,8 +264,8 @@ class LayerCall:
             self.products = matching(self.linears, globs)
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Within, outputs of the Linears that `saves` names are collected for `keep`."""
+    def capturing(self, names: list[str] | None = None) -> Iterator[None]:
+        """Within, outputs of the Linears that `saves` names, or of those given here, are collected for `keep`."""
 
         def sink(name: str, product: Tensor) -> None:
             number = sum(kept.startswith(f"product.{name}#") for kept, *_ in self.captured)
@@ -257,21 +274,23 @@ class LayerCall:
             if key not in self.product_names:
                 self.product_names.append(key)
 
-        with captured(self.linears, self.products, sink):
+        with captured(self.linears, self.products if names is None else names, sink):
             yield
 
     @contextlib.contextmanager
-    def knowing(self, chunk: Chunk) -> Iterator[None]:
-        """Within, those Linears return what was kept of this chunk."""
+    def knowing(self, chunk: Chunk, names: list[str] | None = None, again: bool = False) -> Iterator[None]:
+        """Within, those Linears return what was kept of this chunk; again: it will be asked for once more."""
         calls: dict[str, int] = {}
 
         def source(name: str) -> Tensor | None:
             number = calls.get(name, 0)
             calls[name] = number + 1
             key = f"product.{name}#{number}"
-            return self.store.take(key, chunk.index) if self.store.has(key, chunk.index) else None
+            if not self.store.has(key, chunk.index):
+                return None
+            return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
 
-        with known(self.linears, self.products, source):
+        with known(self.linears, self.products if names is None else names, source):
             yield
 
     @property

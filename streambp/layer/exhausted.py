@@ -44,6 +44,8 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
         return f"Set chunk_size={max(SMALL_CHUNK, plan.size // 2)} in StreamConfig."
     if not config.head:
         return "Set head=True in StreamConfig: it computes the loss without logits."
+    if config.gpu_memory is None:
+        return "Set gpu_memory='1GiB' in StreamConfig: keys, values and their gradients beyond it wait in host memory."
     return (
         "No setting of streambp's is left: divide weights and gradients over GPUs (ZeRO-3, FSDP2), train adapters, keep "
         "the optimizer's state on the host, or shorten the sequence."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,19 +28,51 @@ from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.whole import run_whole
 
 
-def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
+@dataclasses.dataclass
+class BackwardPass:
+    """One backward pass through a layer: where gradients come from, and where they are added up.
+
+    needs_input: hidden_states want a gradient. shadows: stand in for the parameters. [Note: shadows]
+    """
+
+    grads: OutputGradients
+    inputs: InputGradients
+    sums: GradientSum
+    parameters: Parameters
+    shadows: list[Tensor]
+    needs_input: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How a layer is computed.
+
+    make: a call from the layer's site and arguments. forward: (call, keep for backward?) -> hidden_states of the whole
+    sequence, then the extra outputs in the order of `call.extras`. backward: adds up the gradients. whole: for a layer that
+    cannot be cut.
+    """
+
+    make: Callable[[LayerSite, Arguments], Any]
+    forward: Callable[[Any, bool], tuple[Tensor, ...]]
+    backward: Callable[[Any, BackwardPass], None]
+    whole: Callable[[LayerSite, Any, Any], Any]
+
+
+def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None = None) -> Any:
     """What the layer's forward returns for these arguments, computed in chunks of the sequence.
 
     Args:
         site: a decoder layer whose only work across tokens is attention through transformers' interface. Whether that is
             so is found out at its first call; if not, the layer runs whole and checkpointed from then on.
+        passes: how; None: chunk by chunk.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly; nothing was changed.
     """
+    passes = passes or IN_CHUNKS
     _refuse_inner_fsdp(site.layer)
     if site.whole_because is not None:
-        return run_whole(site, args, kwargs)
+        return passes.whole(site, args, kwargs)
     counts_when_alone()
     arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
     mask = arguments.named.get("attention_mask")
@@ -46,28 +80,28 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any) -> Any:
     if site.cache is not None:
         site.mask_because = why_not(mask, arguments.length)
     if site.mask_because is not None:
-        return run_whole(site, args, kwargs)
-    call = LayerCall(site, arguments)
+        return passes.whole(site, args, kwargs)
+    call: LayerCall = passes.make(site, arguments)
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer, hidden_states.device)
     if not can_stream(call):
-        return run_whole(site, args, kwargs)
+        return passes.whole(site, args, kwargs)
     inputs = call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
             call.save_to(site.offloader)
         hidden_states = reduced_after_backward(site.layer, hidden_states)
-        output, *extras = StreamedLayer.apply(call, parameters, hidden_states, *inputs, *parameters.current())
+        output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
-        output, *extras = _run_forward(call, keep=False)
+        output, *extras = passes.forward(call, False)
     deliver(dict(zip(call.extras, extras, strict=True)), call.arguments.mappings)
     return call.wrap(output)
 
 
-def _run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
-    """hidden_states of the whole sequence, then the extra outputs in the order of `call.extras`."""
+def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
+    """Chunk by chunk, without a graph."""
     if call.site.offloader is not None:
         call.limit_prefix(call.site.offloader)
     whole = Whole(call.plan.length)
@@ -93,6 +127,11 @@ def _run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         call.store.seal(*call.accesses(), call.prefix.backward_bytes)
     if not keep or "kv" not in call.saves or call.moves_kv:
         call.prefix.drop_buffers()
+    return outputs_of(call, whole)
+
+
+def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
+    """hidden_states, then the extra outputs, whose order is noted in the call."""
     result = whole.tensors.pop(None)
     call.extras = [place for place in whole.tensors if place is not None]
     return result, *(whole.tensors[place] for place in call.extras)
@@ -103,12 +142,14 @@ class StreamedLayer(torch.autograd.Function):
     extra outputs out; their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *rest: Tensor) -> Any:
-        ctx.call, ctx.parameters = call, parameters
+    def forward(
+        ctx: Any, passes: Passes, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *rest: Tensor
+    ) -> Any:
+        ctx.passes, ctx.call, ctx.parameters = passes, call, parameters
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
         with explained(call):
-            outputs = _run_forward(call, keep=True)
+            outputs = passes.forward(call, True)
         if call.store.copies:
             # Its shape without a byte of storage; the rest has left.
             call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
@@ -119,30 +160,24 @@ class StreamedLayer(torch.autograd.Function):
         counts = None if grad is None else reference_counts(grad)
         call, parameters = _begin_backward(ctx)
         grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
-        needs_input = ctx.needs_input_grad[2]
-        wanted = list(ctx.needs_input_grad[3 : 3 + len(call.arguments.differentiable)])
-        sums = GradientSum(len(parameters.groups), len(call.plan))
+        needs_input = ctx.needs_input_grad[3]
+        wanted = list(ctx.needs_input_grad[4 : 4 + len(call.arguments.differentiable)])
+        sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = (
-                grad
-                if reuse
-                else mark(torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format))
-            )
+            inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
         call.hidden_states = None  # type: ignore[assignment]
         with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
-            linears = plain_linears(call.layer)
-            unread = call.unread_products(linears, parameters.names, needs_input)
-            with left_out(linears, unread.refill):
-                _refill(call)
-            with left_out(linears, unread.recompute.difference(call.products)):
-                for chunk in call.plan.backward():
-                    _chunk_backward(call, chunk, grads, shadows, inputs, sums)
+            ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
         call.prefix.drop_buffers()
         values = parameters.current()
         gradients = [gradient_or_zeros(g, p) for g, p in zip(sums.result(values), values, strict=True)]
-        return None, None, inputs.hidden_states, *inputs.result(), *gradients
+        return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
+
+
+def _gradient_buffer(call: LayerCall) -> Tensor:
+    return torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format)
 
 
 def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
@@ -172,6 +207,20 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     return call, ctx.parameters
 
 
+def run_backward(call: LayerCall, work: BackwardPass) -> None:
+    """Chunk by chunk, last to first. [Note: prefix accumulation order]"""
+    linears = plain_linears(call.layer)
+    unread = call.unread_products(linears, work.parameters.names, work.needs_input)
+    with left_out(linears, unread.refill):
+        _refill(call)
+    with left_out(linears, unread.recompute.difference(call.products)):
+        for chunk in call.plan.backward():
+            _chunk_backward(call, chunk, work)
+
+
+IN_CHUNKS = Passes(LayerCall, run_forward, run_backward, run_whole)
+
+
 def _refill(call: LayerCall) -> None:
     """Compute K and V of every chunk but the last again; the last chunk's are written by its own recomputation."""
     if call.prefix.filled_until or not call.prefix.calls:  # kept since forward, or a layer without attention
@@ -186,21 +235,19 @@ def _refill(call: LayerCall) -> None:
                 call.compute(call.store.peek("x", chunk.index), chunk, Stage.REFILL)
 
 
-def _chunk_backward(
-    call: LayerCall, chunk: Chunk, grads: OutputGradients, shadows: list[Tensor], inputs: InputGradients, sums: GradientSum
-) -> None:
+def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass) -> None:
     """Recompute one chunk with a graph, differentiate it, add up."""
-    hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(inputs.hidden_states is not None)
-    leaves = call.arguments.leaves(chunk, inputs.wanted)
+    hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
+    leaves = call.arguments.leaves(chunk, work.inputs.wanted)
     with torch.enable_grad(), call.random[chunk.index].replayed(), call.knowing(chunk):
         output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves)
     assert output is not None
-    outputs, upstream = grads.of(output, chunk)
+    outputs, upstream = work.grads.of(output, chunk)
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-    found: list[Tensor | None] = list(torch.autograd.grad(outputs, [*targets, *shadows], upstream, allow_unused=True))
+    found: list[Tensor | None] = list(torch.autograd.grad(outputs, [*targets, *work.shadows], upstream, allow_unused=True))
     del outputs, upstream, output
-    inputs.add(chunk, found[: len(targets)])
-    sums.add(found[len(targets) :])
+    work.inputs.add(chunk, found[: len(targets)])
+    work.sums.add(found[len(targets) :])
 
 
 def _no_mask_of_attention(mask: Any) -> str | None:

@@ -44,17 +44,20 @@ class InputGradients:
         self.wanted = wanted
         self._arguments = [d for d, needs in zip(call.arguments.differentiable, wanted, strict=True) if needs]
         self._buffers = [None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments]
-        self._sums = GradientSum(len(self._arguments), len(call.plan))
+        self._sums = GradientSum(len(self._arguments), call.gradients_of_a_parameter)
 
-    def add(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
-        """Of this chunk: hidden_states first if wanted, then the wanted arguments."""
+    def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
+        """Of this chunk: hidden_states first if wanted, then the wanted arguments.
+
+        again: they come on top of those that were added before.
+        """
         if self.hidden_states is not None:
             first, *gradients = gradients
             part = self.hidden_states[..., chunk.start : chunk.stop, :]
-            if first is None:
+            if first is not None:
+                part.add_(first) if again else part.copy_(first)
+            elif not again:
                 part.zero_()
-            else:
-                part.copy_(first)
         summed: list[Tensor | None] = [None] * len(self._arguments)
         for index, (argument, gradient) in enumerate(zip(self._arguments, gradients, strict=True)):
             buffer = self._buffers[index]
@@ -62,7 +65,7 @@ class InputGradients:
                 summed[index] = gradient
             elif gradient is not None:
                 assert argument.dim is not None
-                buffer.narrow(argument.dim, chunk.start, chunk.stop - chunk.start).copy_(gradient)
+                buffer.narrow(argument.dim, chunk.start, chunk.stop - chunk.start).add_(gradient)
         self._sums.add(summed)
 
     def result(self) -> list[Tensor | None]:

@@ -37,6 +37,17 @@ class UnreadProducts:
     recompute: Labels = frozenset()
 
 
+@dataclasses.dataclass(frozen=True)
+class UnreadInHalves:
+    """The same for a layer that is cut at its attention: Linears whose products are not needed for queries alone, for what
+    the layer returns, or to differentiate either half. [Note: halves]"""
+
+    for_queries: Labels = frozenset()
+    for_output: Labels = frozenset()
+    to_differentiate_before: Labels = frozenset()
+    to_differentiate_after: Labels = frozenset()
+
+
 def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     """The layer's Linears that compute x @ W^T + b and nothing else.
 
@@ -86,12 +97,21 @@ class DataFlow(TorchDispatchMode):
         return result
 
 
-def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[tuple[Tensor, Tensor]]]) -> UnreadProducts:
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Which Linears a run called, whose products its results depend on, and whose products autograd saved."""
+
+    called: Labels
+    reached: Labels
+    read: Labels
+
+
+def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> Trace:
     """Run a few tokens through the layer and see what depends on which product.
 
     Args:
         linears: as `plain_linears` gives them.
-        run: computes the layer with a graph, returns K and V of each attention call.
+        run: computes the layer, or a part of it, with a graph; returns the results.
     """
     flow = DataFlow()
     read: set[str] = set()
@@ -111,12 +131,18 @@ def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[tuple[Ten
     handles = [module.register_forward_hook(label(name)) for name, module in linears.items()]
     try:
         with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
-            attended = run()
+            results = run()
     finally:
         for handle in handles:
             handle.remove()
-    in_prefix = frozenset().union(*(flow.of(x) for pair in attended for x in pair))
-    return UnreadProducts(frozenset(called) - in_prefix, frozenset(called) - frozenset(read))
+    reached = frozenset().union(*(flow.of(x) for x in results))
+    return Trace(frozenset(called), reached, frozenset(read))
+
+
+def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[tuple[Tensor, Tensor]]]) -> UnreadProducts:
+    """What a refill and a recomputation can leave out; `run` computes the layer and returns K, V of each attention call."""
+    found = trace(linears, lambda: [x for pair in run() for x in pair])
+    return UnreadProducts(found.called - found.reached, found.called - found.read)
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

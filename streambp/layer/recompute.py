@@ -44,6 +44,12 @@ class RandomState:
         generators = _generators(device)
         return cls(torch.get_rng_state(), device, None if generators is None else generators.get_rng_state(device))
 
+    def is_current(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = RandomState.capture(self.device)
+        same = torch.equal(self.cpu, now.cpu)
+        return same and (self.accelerator is None or torch.equal(self.accelerator, now.accelerator))  # type: ignore[arg-type]
+
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:

@@ -57,9 +57,7 @@ class OffloadManager:
         self.layers = layers
         self.set_aside = 0  # bytes of host memory that an engine will take
         self.auto = auto
-        self.workspace = (
-            0  # bytes on the device that the backward of this forward's most demanding layer needs for its prefix
-        )
+        self.workspace = 0  # bytes of the largest prefix of this forward, as backward will need it
         self._given_gpu_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
         self._given_engine = engine

@@ -74,7 +74,7 @@ def train(engine_class, rank, case, patched):
     found.weights = engine.weights()
     found.counts = counts_of(traffic, gathers, found.weights, steps * accumulation)
     if patched in ("before", "after") and "stream" in case:
-        described = streambp.describe(engine.module).offload
+        described = streambp.describe(engine.wrapped).offload
         found.host = {"describe": described, **dataclasses.asdict(engine_host_use(engine.module))}
         found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
     return found

@@ -36,6 +36,18 @@ def test_loss_falls(name):
     assert losses[-1] < 1.5  # ln(97) = 4.57 at the start; the rule's own entropy is 0.77
 
 
+@pytest.mark.full
+def test_sequence_parallel(tmp_path):
+    """The asking half of every sequence is on rank 1, what it asks for on rank 0."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    result = torchrun(EXAMPLES / "sequence_parallel" / "train.py", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr[-3000:]
+    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)]
+    assert len(losses) == 30
+    assert losses[-1] < 0.5 * losses[0]
+    assert "split over 2 ranks" in result.stdout
+
+
 BREAKS = """
 import os, sys, torch, torch.distributed as dist
 import streambp
@@ -72,14 +84,36 @@ print("all steps done")
 """
 
 
+BREAKS_BETWEEN_EXCHANGES = """
+import os, deepspeed, torch, streambp
+from tests.distributed.split_worker import model_for, register, shard, whole_batch
+deepspeed.init_distributed(dist_backend="gloo")
+rank = int(os.environ["RANK"])
+register()
+model = streambp.patch(model_for({}), streambp.StreamConfig(chunk_size=5))
+mlp = model.model.layers[1].mlp
+real, calls = type(mlp).forward, []
+def forward(x):
+    calls.extend([1] * torch.is_grad_enabled())  # a recomputation; the first is traced
+    if rank == 1 and len(calls) == 3:
+        raise ValueError("injected in the middle of a step")
+    return real(mlp, x)
+mlp.forward = forward
+for seed in range(3):
+    batch, items = shard(whole_batch({"seed": seed}), rank)
+    model(**batch, num_items_in_batch=items, use_cache=False).loss.backward()
+print("all steps done")
+"""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero-3"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero-3", "split sequences"])
 def test_a_rank_that_raises_ends_the_job_with_its_error(engine, tmp_path):
     """In a layer's backward, after its first chunk; the other rank waits in a collective meanwhile."""
-    if engine == "zero-3":
+    if engine in ("zero-3", "split sequences"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     script = tmp_path / "breaks.py"
-    script.write_text(BREAKS)
+    script.write_text(BREAKS_BETWEEN_EXCHANGES if engine == "split sequences" else BREAKS)
     start = time.monotonic()
     result = torchrun(script, engine, timeout=120)
     assert result.returncode != 0

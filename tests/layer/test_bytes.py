@@ -175,7 +175,7 @@ def offloaded_peaks(saves, gpu_memory, grad=True):
 
     def measure(length):
         engine = HostOnMeta(torch.device("meta"))
-        offloader = OffloadManager(2**50, "raise", 2, gpu_memory, engine)
+        offloader = OffloadManager(2**50, "raise", 2, gpu_memory, engine=engine)
         offloader._arena = Arena(2**50, engine.host_buffer)
         return run_layer(layer, length, streamed(saves, offloader), grad)
 
@@ -191,7 +191,7 @@ def test_offloaded_backward_grows_by_21_kb_a_token():
     assert offloaded_peaks(("attn_out", "kv"), None)["first layer"] <= 21 * KB
 
 
-@pytest.mark.parametrize("saves", [("attn_out", "kv"), ("attn_out",)], ids=["kv saved", "kv computed again"])
+@pytest.mark.parametrize("saves", [("attn_out", "kv"), pytest.param(("attn_out",), marks=pytest.mark.full)])
 def test_backward_with_a_streamed_prefix_grows_by_9_5_kb_a_token(saves):
     """What is left are the gradient's buffer (8 KB) and cos and sin (0.5 KB)."""
     slopes = offloaded_peaks(saves, 2**30)
@@ -201,3 +201,33 @@ def test_backward_with_a_streamed_prefix_grows_by_9_5_kb_a_token(saves):
 
 def test_forward_without_grad_streams_its_prefix_too():
     assert offloaded_peaks((), 2**30, grad=False)["forward"] <= 9.5 * KB
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("gpu_memory", "forward_bar", "backward_bar"), [(None, 21, 29), (2**30, 17, 17)])
+def test_several_layers_offloaded_grow_no_faster_than_one(gpu_memory, forward_bar, backward_bar):
+    """Of four layers, a forward's peak is one's input and output, and a backward's the last one's, whose incoming gradient
+    is not ours to write over."""
+
+    def measure(length):
+        engine = HostOnMeta(torch.device("meta"))
+        offloader = OffloadManager(2**50, "raise", 4, gpu_memory, engine=engine)
+        offloader._arena = Arena(2**50, engine.host_buffer)
+        layer, forward = qwen3_8b_layer(), streamed(("attn_out",), offloader)
+        hidden = empty(1, length, 4096).requires_grad_()
+        with LiveBytes() as count:
+            cos_sin = empty(1, length, 128), empty(1, length, 128)
+            for _ in range(4):
+                hidden = forward(layer, hidden, cos_sin)
+            peak = count.peak
+            count.reset_peak()
+            end = Source.apply(hidden)
+            del hidden
+            end.backward()
+            return peak, count.peak
+
+    short, long = (measure(length) for length in LENGTHS)
+    for name, bar, a, b in zip(("forward", "backward"), (forward_bar, backward_bar), short, long, strict=True):
+        found = (b - a) / (LENGTHS[1] - LENGTHS[0])
+        print(f"four layers offloaded, gpu_memory {gpu_memory}, {name}: {found / KB:.2f} KB a token")
+        assert found <= bar * KB

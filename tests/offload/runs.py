@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,21 @@ from streambp.offload.arena import padded
 from tests.families import LENGTH, build, make_batch
 
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
+
+
+BOTH = ("attn_out", "kv")
+
+
+def sampled(fast, *axes):
+    """Every combination, for `parametrize`; those that are not `fast` belong to the whole matrix."""
+    return [
+        pytest.param(*values, marks=() if fast(*values) else pytest.mark.full, id="-".join(map(_shown, values)))
+        for values in itertools.product(*axes)
+    ]
+
+
+def _shown(value):
+    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
 def model_with(saves=(), model=None, **settings):

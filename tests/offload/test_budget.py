@@ -12,6 +12,7 @@ from streambp.offload import engines, manager_of, stores
 from tests import zoo
 from tests.families import LENGTH, make_batch
 from tests.offload.runs import (
+    BOTH,
     SAVES,
     assert_same,
     forward,
@@ -19,6 +20,7 @@ from tests.offload.runs import (
     model_with,
     offloaded,
     prefix_bytes,
+    sampled,
     step,
 )
 
@@ -37,6 +39,15 @@ def test_last_layers_stay_while_the_device_has_room(layers):
         assert manager_of(model).kept == 0
         assert_same(step(model), expected)
     assert "on the device" in str(streambp.describe(model))
+
+
+@pytest.mark.parametrize("gpu_memory", [None, 1, "1GiB"])
+def test_products_are_moved_or_stay(gpu_memory):
+    saves = ("attn_out", "mlp.*", "self_attn.?_proj")
+    expected = step(model_with(saves), "left-padded")
+    model = offloaded(saves, gpu_memory=gpu_memory)
+    for _ in range(2):
+        assert_same(step(model, "left-padded"), expected)
 
 
 def test_a_second_micro_batch_finds_the_device_full():
@@ -63,9 +74,13 @@ def test_inputs_that_stay_must_not_change():
         loss.backward()
 
 
-@pytest.mark.parametrize("share", [0.01, 0.95])
-@pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
-@pytest.mark.parametrize("mode", ["plain", "left-padded", "packed"])
+@pytest.mark.parametrize(
+    ("mode", "saves", "share"),
+    sampled(
+        lambda mode, saves, share: (mode, share) == ("plain", 0.01) or (saves == BOTH and share > 0.5),
+        ["plain", "left-padded", "packed"], SAVES, [0.01, 0.95],
+    ),
+)  # fmt: skip
 def test_streamed_prefixes_change_no_bit(mode, saves, share):
     """share: of the prefix, that the device has room for; nothing of it stays, or some of its tiles."""
     length = 64

@@ -194,7 +194,8 @@ def test_auto_says_why_it_keeps_the_plain_rule(monkeypatch):
     [
         (streambp.StreamConfig(chunk_size=5), "offload='cpu'"),
         (streambp.StreamConfig(chunk_size=5, saves=("attn_out",)), "saves=('attn_out',)"),
-        (streambp.StreamConfig(chunk_size=5, offload="cpu"), "ZeRO-3"),
+        (streambp.StreamConfig(chunk_size=5, offload="cpu"), "gpu_memory='1GiB'"),
+        (streambp.StreamConfig(chunk_size=5, offload="cpu", gpu_memory="1GiB"), "ZeRO-3"),
     ],
 )
 def test_running_out_of_memory_names_the_next_lever(config, lever, where, monkeypatch):
@@ -234,5 +235,6 @@ def test_smaller_chunks_are_the_lever_once_everything_has_left():
 
     config = streambp.StreamConfig(offload="cpu")
     assert "chunk_size=4096" in next_lever(config, ChunkPlan(100_000, 8192))
-    assert "ZeRO-3" in next_lever(config, ChunkPlan(100_000, 1024))
+    assert "gpu_memory='1GiB'" in next_lever(config, ChunkPlan(100_000, 1024))
+    assert "ZeRO-3" in next_lever(dataclasses.replace(config, gpu_memory=1), ChunkPlan(100_000, 1024))
     assert "head=True" in next_lever(dataclasses.replace(config, head=False), ChunkPlan(100_000, 1024))

@@ -1,0 +1,292 @@
+"""A decoder layer of which every rank has a shard of the tokens: chunks before and after attention, an exchange in between.
+
+Attention needs all tokens, so no chunk loop can hold it: ranks with different numbers of chunks would wait for each other.
+The layer's own forward is cut at its attention call instead (`attention/halves.py`), and between the halves every rank
+trades its tokens of all heads for all tokens of its heads (`distributed/shards.py`) and attends these in chunks:
+
+    forward, no graph                          exchanges
+        chunks of the shard: up to attention        q, k, v to heads
+        chunks of the whole sequences: attend       o to tokens
+        chunks of the shard: from attention on
+    backward
+        chunks of the shard: up to attention        q, k, v to heads       (not k, v if they were saved)
+        chunks of the whole: attend, or take        o to tokens
+        chunks of the shard: differentiate what follows attention; do
+                                                    do to heads
+        chunks of the whole, last to first: dq, dk, dv
+                                                    dq, dk, dv to tokens
+        chunks of the shard: differentiate what comes before
+
+[Note: halves] Each half is computed without the other's Linear products: before attention the layer stops, after it
+nothing reads queries, keys and values, so their products are left out. What both halves compute is elementwise: the first
+norm, and what is done to q and k. hidden_states reach the layer's output through both halves, so dx has two parts; so may
+a parameter's gradient.
+
+[Note: equal exchanges] Which exchanges a rank makes follows from the model and from settings that `gather_shards` found to
+be the same on all ranks, never from what fitted on this rank's host or from its chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.attention.halves import AfterAttention, BeforeAttention
+from streambp.attention.kernels import choose_backend
+from streambp.attention.keys import CallSite
+from streambp.attention.prefix import Attended, Params, PrefixAttention, attend_blocks
+from streambp.chunks import Chunk
+from streambp.distributed.shards import Shards
+from streambp.errors import UnsupportedModelError
+from streambp.layer.call import LayerCall, LayerSite
+from streambp.layer.function import BackwardPass, Passes, outputs_of, run_backward, run_forward, stream_layer
+from streambp.layer.outputs import Whole
+from streambp.layer.products import left_out, plain_linears
+from streambp.layer.recompute import RandomState
+from streambp.layer.sharded_call import ShardedCall, linear_of
+
+
+def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
+    """What the layer's forward returns for this rank's shard of the tokens; to be called on every rank.
+
+    Raises:
+        UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly.
+    """
+    if site.cache is not None:
+        site.whole_because = "it attends by itself, to this rank's shard"
+    if not site.attends:
+        return stream_layer(site, args, kwargs, Passes(LayerCall, run_forward, run_backward, _refuse))
+    make = functools.partial(ShardedCall, shards=shards)
+    return stream_layer(site, args, kwargs, Passes(make, _forward, _backward, _refuse))
+
+
+def _refuse(site: LayerSite, args: Any, kwargs: Any) -> Any:
+    reason = site.because or "the shard is too short to try it in chunks"
+    raise UnsupportedModelError(
+        f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it would see "
+        "this rank's shard alone. Train this model without splitting sequences."
+    )
+
+
+def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
+    """A chunk's positions in a tensor [B, H, tokens, D]."""
+    return slice(None), slice(None), slice(chunk.start, chunk.stop)
+
+
+def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
+    whole = Whole(call.plan.length)
+    with torch.no_grad(), call.streaming():
+        call.look_into_halves()
+        if keep:
+            call.find_products()
+        before = RandomState.capture(call.device)
+        q, k, v = _to_heads(call, _project(call, keep))
+        if not before.is_current():
+            raise UnsupportedModelError(
+                f"{type(call.layer).__name__} draws random numbers before its attention (dropout?), which streambp does "
+                "not support where sequences are split over ranks. Set that dropout to 0."
+            )
+        o, lse = _attend(call, q, k, v)
+        wide = torch.promote_types(k.dtype, torch.float32).itemsize
+        call.backward_bytes = 2 * o.nbytes + q.nbytes + (k.numel() + v.numel()) * (k.element_size() + wide)
+        if keep:
+            _keep_attention(call, k, v, o, lse)
+        del q, k, v, lse
+        o = call.shards.to_tokens(o, call.heads[0])  # [B, H, T / P, D_v]
+        names = [n for n in call.products if n not in call.products_before and n not in call.unread.for_output]
+        call.products_after = names
+        with left_out(plain_linears(call.layer), call.unread.for_output):
+            for chunk in call.plan:
+                hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
+                if keep:
+                    call.snapshot()
+                with call.capturing(names) if keep else contextlib.nullcontext():
+                    output = call.run(hidden_chunk, chunk, AfterAttention(o[_part(chunk)]))
+                assert output is not None
+                if keep:
+                    call.keep(chunk, hidden_chunk, [])
+                whole.put(None, output.hidden_states, chunk)
+                for place, extra in output.extras.items():
+                    whole.put(place, extra, chunk)
+                del output
+    if keep:
+        call.store.seal(*call.accesses(), call.backward_bytes)
+    return outputs_of(call, whole)
+
+
+def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
+    """q [B, H, T / P, D], k and v [B, H_kv, T / P, D] of the shard, without a graph."""
+    projected: list[Tensor] = []
+    for chunk in call.plan:
+        hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
+        with call.capturing() if keep else contextlib.nullcontext():
+            _collect(call, hidden_chunk, chunk, projected, 3)
+        if keep:
+            call.keep_products(chunk)
+    call.products_before = list(dict.fromkeys(map(linear_of, call.product_names)))
+    return projected
+
+
+def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int) -> None:
+    """Run a chunk up to attention; its first `count` of q, k, v go into the shard's, which the first chunk makes."""
+    point = BeforeAttention()
+    call.run(hidden_chunk, chunk, point)
+    found = point.projected
+    assert found is not None
+    if call.params is None:
+        backend = choose_backend(call.prefix.attention, found.q, found.v, 0.0, found.softcap)
+        call.prefix.backends.add(backend.name)
+        call.params = Params(backend, found.scale, found.softcap, 0.0, 0)
+        call.heads = (found.q.shape[1], found.k.shape[1])
+    parts = (found.q, found.k, found.v)[:count]
+    if not projected:
+        projected += [part.new_empty((*part.shape[:2], call.plan.length, part.shape[3])) for part in parts]
+    for whole, part in zip(projected, parts, strict=True):
+        whole[_part(chunk)] = part
+
+
+def _to_heads(call: ShardedCall, parts: list[Tensor]) -> list[Tensor]:
+    """Exchange each and let go of it."""
+    return [call.shards.to_heads(parts.pop(0)) for _ in range(len(parts))]
+
+
+def _attend(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """o [B, H / P, T, D_v] and lse [B, H / P, T] of whole sequences; chunks that were saved are taken."""
+    assert call.params is not None
+    o = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    site = CallSite(k, v)
+    for chunk in call.attention_plan:
+        if call.store.has("attn_out.0", chunk.index) and call.store.has("lse.0", chunk.index):
+            attended = Attended(*(call.store.take(name, chunk.index) for name in ("attn_out.0", "lse.0")))
+        else:
+            attended = attend_blocks(q[_part(chunk)], site, call.prefix.layout, chunk, call.params)
+        o[_part(chunk)], lse[_part(chunk)] = attended.o, attended.lse
+    return o, lse
+
+
+def _keep_attention(call: ShardedCall, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Save what this rank's heads were attended with; any other rank may have kept less. [Note: equal exchanges]"""
+    for chunk in call.attention_plan:
+        if "attn_out" in call.saves:
+            call.store.put("attn_out.0", chunk.index, o[_part(chunk)])
+            call.store.put("lse.0", chunk.index, lse[_part(chunk)])
+        if call.keeps_kv and call.store.copies:
+            call.store.put("k.0", chunk.index, k[_part(chunk)])
+            call.store.put("v.0", chunk.index, v[_part(chunk)])
+    if call.keeps_kv and not call.store.copies:
+        call.kv = k, v
+
+
+def _backward(call: ShardedCall, work: BackwardPass) -> None:
+    q, k, v = _heads_again(call)
+    o, lse = _attend(call, q, k, v)
+    at_tokens = call.shards.to_tokens(o, call.heads[0])  # [B, H, T / P, D_v]
+    _differentiate_after(call, work, at_tokens)
+    d_o = call.shards.to_heads(at_tokens)
+    del at_tokens
+    _differentiate_attention(call, q, k, v, Attended(o, lse), d_o)
+    del o, lse, d_o
+    heads, kv_heads = call.heads
+    parts = [q, k, v]
+    del q, k, v
+    gradients = [call.shards.to_tokens(parts.pop(0), count) for count in (heads, kv_heads, kv_heads)]
+    _differentiate_before(call, work, gradients)
+
+
+def _heads_again(call: ShardedCall) -> list[Tensor]:
+    """q [B, H / P, T, D], k and v [B, H_kv / P, T, D] once more, k and v from where they were saved."""
+    count = 1 if call.keeps_kv else 3
+    unread = call.unread.for_queries.difference(call.products_before) if call.keeps_kv else frozenset()
+    projected: list[Tensor] = []
+    with torch.no_grad(), left_out(plain_linears(call.layer), unread):
+        for chunk in call.plan:
+            with call.knowing(chunk, call.products_before, again=True):
+                _collect(call, call.store.peek("x", chunk.index), chunk, projected, count)
+    found = _to_heads(call, projected)
+    if call.keeps_kv and call.kv is None:
+        for chunk in call.attention_plan:
+            call.prefix.restore(0, chunk, call.store.take("k.0", chunk.index), call.store.take("v.0", chunk.index))
+        site = call.prefix.sites[0]
+        assert isinstance(site, CallSite)
+        call.kv = site.k, site.v
+    if call.kv is not None:
+        found += call.kv
+        call.kv = None
+    return found
+
+
+def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
+    """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
+    with left_out(plain_linears(call.layer), call.unread.to_differentiate_after.difference(call.products_after)):
+        for chunk in call.plan.backward():
+            hidden_chunk = call.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
+            leaves = call.arguments.leaves(chunk, work.inputs.wanted)
+            o_chunk = o[_part(chunk)].detach().requires_grad_()
+            with torch.enable_grad(), call.random[chunk.index].replayed(), call.knowing(chunk, call.products_after):
+                output = call.run(hidden_chunk, chunk, AfterAttention(o_chunk), leaves)
+            assert output is not None
+            outputs, upstream = work.grads.of(output, chunk)
+            targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
+            d_o = _add(work, chunk, targets, outputs, upstream, extra=o_chunk)
+            o[_part(chunk)] = torch.zeros_like(o_chunk) if d_o is None else d_o
+            del output, outputs, upstream
+
+
+def _add(
+    work: BackwardPass,
+    chunk: Chunk,
+    targets: list[Tensor],
+    outputs: list[Tensor],
+    upstream: list[Tensor],
+    extra: Tensor | None = None,
+) -> Tensor | None:
+    """Differentiate one half of a chunk and add up; returns the gradient of `extra`. Without it, it is the half before."""
+    wanted = [*targets, *work.shadows, *(() if extra is None else (extra,))]
+    found: list[Tensor | None] = [None] * len(wanted)
+    if outputs and wanted:
+        found = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
+    d_extra = None if extra is None else found.pop()
+    work.inputs.add(chunk, found[: len(targets)], again=extra is None)
+    work.sums.add(found[len(targets) :])
+    return d_extra
+
+
+def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor, attended: Attended, d_o: Tensor) -> None:
+    """Overwrite q, k and v by their gradients: when a chunk is done, no other reads its queries, keys and values.
+    [Note: prefix accumulation order]"""
+    assert call.params is not None
+    site = CallSite(k, v)
+    for chunk in call.attention_plan.backward():
+        here = _part(chunk)
+        leaves = [x[here].detach().requires_grad_() for x in (q, k, v)]
+        saved = Attended(attended.o[here], attended.lse[here])
+        with torch.enable_grad():
+            out = PrefixAttention.apply(*leaves, None, site, call.prefix.layout, chunk, call.params, saved)
+        gradients = torch.autograd.grad(out, leaves, d_o[here].transpose(1, 2))
+        for x, gradient in zip((q, k, v), gradients, strict=True):
+            x[here] = gradient
+
+
+def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
+    """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
+    with left_out(plain_linears(call.layer), call.unread.to_differentiate_before.difference(call.products_before)):
+        for chunk in call.plan.backward():
+            hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
+            leaves = call.arguments.leaves(chunk, work.inputs.wanted)
+            point = BeforeAttention()
+            with torch.enable_grad(), call.random[chunk.index].replayed(), call.knowing(chunk, call.products_before):
+                call.run(hidden_chunk, chunk, point, leaves)
+            found = point.projected
+            assert found is not None
+            pairs = [
+                (x, gradient[_part(chunk)])
+                for x, gradient in zip((found.q, found.k, found.v), gradients, strict=True)
+                if x.requires_grad
+            ]
+            targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
+            _add(work, chunk, targets, [x for x, _ in pairs], [gradient for _, gradient in pairs])

@@ -1,0 +1,83 @@
+"""Keys and values in tiles against one buffer: what is read, what is added up, what is on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streambp.attention.keys import WORKING, CallSite, PrefixMemory, TiledSite
+from streambp.attention.spans import Run, Spans, Tiling
+from streambp.chunks import ChunkPlan
+from streambp.layer.store import InMemory
+
+LENGTH, CHUNK, SHAPE = 23, 5, (2, 3, 4)  # B, H_kv, D
+LAYOUTS = {
+    "causal": Spans.causal(2, LENGTH),
+    "window": Spans.causal(2, LENGTH, 7),
+    "packed": Spans(LENGTH, ((Run(0, 9, 0), Run(9, LENGTH, 9)), (Run(0, 14, 0), Run(14, LENGTH, 14)))),
+}
+
+
+class Elsewhere(InMemory):
+    """Gives other tensors back than were put in, and makes those unusable."""
+
+    def put(self, name, chunk, tensor):
+        super().put(name, chunk, tensor.clone())
+
+    def peek(self, name, chunk):
+        return super().peek(name, chunk).clone()
+
+    def borrow(self, name, chunk):
+        tensor = super().borrow(name, chunk).clone()
+        super().peek(name, chunk).fill_(torch.nan)
+        return tensor
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("k_block", [3, 4, 16384])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
+    generator = torch.Generator().manual_seed(0)
+    rows, heads, size = SHAPE
+    whole = torch.randn(2, rows, heads, LENGTH, size, generator=generator)  # K and V
+    plan, store, scratch = ChunkPlan(LENGTH, CHUNK), Elsewhere(), Elsewhere()
+    buffer = CallSite(torch.empty(rows, heads, LENGTH, size), torch.empty(rows, heads, LENGTH, size))
+    tiles = TiledSite(0, plan, store, scratch, resident, False, size)
+
+    def blocks(chunk):
+        return sorted(layout.blocks(chunk.start, chunk.stop, Tiling(k_block=k_block)), key=lambda block: block.k0)
+
+    def same(gradients, chunk):
+        visits = zip(buffer.visit(blocks(chunk), gradients), tiles.visit(blocks(chunk), gradients), strict=True)
+        for (block, *expected), (other, *found) in visits:
+            assert other == block
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            assert len(tiles._here) <= resident + 2 + -(-k_block // CHUNK) or k_block > LENGTH
+            if gradients:
+                parts = [torch.randn(expected[0].shape, generator=generator) for _ in "kv"]
+                buffer.add(block, *parts)
+                tiles.add(block, *parts)
+
+    for chunk in plan:
+        for site in (buffer, tiles):
+            site.write(chunk, *whole[:, :, :, chunk.start : chunk.stop])
+        same(False, chunk)
+    for chunk in plan.backward():
+        same(False, chunk)  # a recomputation attends before its backward
+        same(True, chunk)
+        for found, expected in zip(tiles.take_gradients(chunk), buffer.take_gradients(chunk), strict=True):
+            assert torch.equal(found, expected)
+    assert all(index < resident for index in tiles._here)
+
+
+def test_prefixes_share_their_room_in_order():
+    plan = ChunkPlan(100, 10)
+
+    def resident(room, sizes):
+        return PrefixMemory(plan, room, InMemory).resident_tiles(sizes)
+
+    assert resident(None, [8, 8]) == [None, None]
+    assert resident(800, [8]) == [None]
+    assert resident(799, [8]) == [9 - WORKING]
+    assert resident(1200, [8, 8]) == [None, 5 - WORKING]
+    assert resident(1, [8, 8]) == [0, 0]

@@ -1,0 +1,29 @@
+"""A group of one rank, so that split sequences can be tried in one process: an exchange gives back what was sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from streambp import wrappers
+from streambp.distributed.sequence_parallel import Ulysses
+
+
+def give_back(received, sent, group=None):
+    received.copy_(sent)
+
+
+def split_over_one_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wrappers, "find_ulysses", lambda implementation: Ulysses(group=None, disable_in_eval=False))
+    patch.setattr(dist, "all_to_all_single", give_back)
+    patch.setattr(dist, "all_gather", lambda parts, tensor, group=None: parts[0].copy_(tensor))
+    patch.setattr(dist, "get_world_size", lambda group=None: 1)
+
+
+def with_shifted_labels(batch):
+    """The batch as a data loader hands it to ranks: positions counted, labels shifted."""
+    length = batch["input_ids"].shape[1]
+    positions = batch["input_ids"].new_tensor(range(length)).expand_as(batch["input_ids"])
+    labels = batch["labels"].roll(-1, 1)
+    labels[:, -1] = -100
+    return {"position_ids": positions, **batch, "labels": labels, "shift_labels": labels}

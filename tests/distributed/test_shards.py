@@ -1,0 +1,113 @@
+"""The exchange of tokens for heads, all ranks simulated in this process; and what is read off the shards' tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import streambp
+from streambp.attention.spans import Run, Spans
+from streambp.distributed.shards import Shards, gather_shards
+from streambp.errors import StreamBPError, UnsupportedModelError
+
+
+class Sent(Exception):  # noqa: N818 - ends a rank's first run
+    pass
+
+
+def on_all_ranks(shards, method, tensors, *args):
+    """What `method` returns on every rank: run once to see what each sends, and again to hand everybody's parts around."""
+    sent = []
+
+    def capture(received, parts, group=None):
+        sent.append(parts.clone())
+        raise Sent
+
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", capture)
+        for tensor in tensors:
+            with pytest.raises(Sent):
+                getattr(shards, method)(tensor, *args)
+        for rank, tensor in enumerate(tensors):
+            received = torch.stack([parts[rank] for parts in sent])
+            patch.setattr(dist, "all_to_all_single", lambda out, parts, group=None, given=received: out.copy_(given))
+            results.append(getattr(shards, method)(tensor, *args))
+    return results
+
+
+def check_exchange(ranks, heads):
+    """Rank r gets heads [r H / P, (r + 1) H / P) of all tokens, and its own tokens back."""
+    torch.manual_seed(0)
+    length = 3
+    whole = torch.randn(2, heads, ranks * length, 5)
+    shards = Shards(None, ranks, length, Spans.causal(2, ranks * length))
+    at_heads = on_all_ranks(shards, "to_heads", list(whole.split(length, 2)))
+    repeats = max(1, ranks // heads)
+    expected = whole.repeat_interleave(repeats, 1).chunk(ranks, 1)
+    assert all(torch.equal(found, part) for found, part in zip(at_heads, expected, strict=True))
+    back = on_all_ranks(shards, "to_tokens", at_heads, heads)
+    for found, part in zip(back, whole.split(length, 2), strict=True):
+        torch.testing.assert_close(found, repeats * part)  # the sum over a head's copies
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 4), (4, 4), (2, 1), (4, 2), (3, 6)])
+def test_exchange(ranks, heads):
+    check_exchange(ranks, heads)
+
+
+def test_copies_of_a_head_are_summed_in_float32():
+    shards = Shards(None, 4, 1, Spans.causal(1, 4))
+    parts = [torch.full((1, 1, 4, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
+    back = on_all_ranks(shards, "to_tokens", parts, 1)
+    assert all(found.item() == 260.0 for found in back)  # 256 if every sum were rounded
+
+
+def test_heads_that_cannot_be_split():
+    with pytest.raises(UnsupportedModelError, match="6 attention heads cannot be split over 4 ranks"):
+        Shards(None, 4, 2, Spans.causal(1, 8)).to_heads(torch.randn(1, 6, 2, 3))
+
+
+def gather(patch, rank, batch, agreed=(0, 0)):
+    """What two ranks with these halves of a batch agree on, as `rank` sees it."""
+    halves = [{name: tensor.chunk(2, 1)[r] for name, tensor in batch.items()} for r in range(2)]
+    headers = [torch.tensor([2, 4, 2 * len(batch["position_ids"]) + len(batch) - 1, agreed[r]]) for r in range(2)]
+    queue = [headers, [half["position_ids"] for half in halves]]
+    if "attention_mask" in batch:
+        queue.append([half["attention_mask"].to(torch.uint8) for half in halves])
+
+    def all_gather(parts, tensor, group=None):
+        everyones = queue.pop(0)
+        assert torch.equal(tensor, everyones[rank])
+        for part, other in zip(parts, everyones, strict=True):
+            part.copy_(other)
+
+    patch.setattr(dist, "get_world_size", lambda group=None: 2)
+    patch.setattr(dist, "all_gather", all_gather)
+    mine = halves[rank]
+    return gather_shards(None, 2, 4, mine["position_ids"], mine.get("attention_mask"), agreed[rank])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_documents_and_padding_reach_over_shards(rank, monkeypatch):
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
+    packed = gather(monkeypatch, rank, {"position_ids": positions})
+    assert (packed.size, packed.length, packed.whole_length) == (2, 4, 8)
+    assert packed.spans == Spans(8, ((Run(0, 3, 0), Run(3, 7, 3), Run(7, 8, 7)), (Run(0, 8, 0),)))
+    mask = torch.tensor([[0] * 5 + [1] * 3, [1] * 6 + [0] * 2])
+    padded = gather(monkeypatch, rank, {"position_ids": positions[1:], "attention_mask": mask})
+    assert padded.spans == Spans(8, ((Run(5, 8, 5),), (Run(0, 6, 0), Run(6, 8, 0, 6))))
+
+
+def test_a_hole_between_two_shards_is_refused(monkeypatch):
+    """Each shard alone looks like padding."""
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1], [1] * 8])
+    with pytest.raises(streambp.StreamBPError, match="leaves out tokens between others"):
+        gather(monkeypatch, 0, {"position_ids": torch.arange(8)[None], "attention_mask": mask})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_would_exchange_differently_raise_on_all_of_them(rank, monkeypatch):
+    with pytest.raises(StreamBPError, match="only chunk_size may differ"):
+        gather(monkeypatch, rank, {"position_ids": torch.arange(8)[None]}, agreed=(0, 1))
