@@ -86,8 +86,9 @@ def random_profile(seed, batch_size=1, experts=True):
         chunked, config = recipe.config is not None, recipe.config
         saves, offload = (config.saves, config.offload) if config else ((), "none")
         host = (draw.uniform(0, GIB), draw.uniform(0, 3e5)) if offload == "cpu" else (0.0, 0.0)
-        work = (draw.uniform(3e10, 4e10), draw.uniform(5e5, 2e6))
         on_host = chunked and config.gpu_memory is not None
+        least = 1e10 if on_host and not experts else 3e10  # one of two profiles prefers keys on the host
+        work = (draw.uniform(least, 1.2 * least), draw.uniform(5e5, 2e6) * least / 3e10)
         regimes = (phases(chunked, False), phases(chunked, True))
         return Method(recipe.name, saves, offload, on_host, chunked, *regimes, *host, *work)
 
