@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from paper_repro.methods import METHODS, Method, Unavailable
 from paper_repro.shapes import build, make_batch
-from tests.counting import LiveBytes
+from streambp.planner.count import LiveBytes
 
 ROOT = Path(__file__).parents[1]
 Objective = Callable[[Method, PreTrainedModel, Tensor, int], Tensor]

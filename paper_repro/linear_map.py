@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.counting import LinearFlops, LiveBytes
+from streambp.planner.count import LiveBytes
+from tests.counting import LinearFlops
 
 TOKENS, WIDTH, INNER = 8192, 512, 2048
 
