@@ -22,7 +22,7 @@ from streambp.planner.page import page
 from streambp.planner.plan import Memory, plan_profile
 from streambp.planner.profile import Group, Method, Node, Phase, Profile, Setting, flops, peak
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING, streamed, survey
+from streambp.planner.survey import CHECKPOINTING, STREAMED, streamed, survey
 
 GIB = 2**30
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -86,10 +86,17 @@ def random_profile(seed, batch_size=1, experts=True):
         chunked, config = recipe.config is not None, recipe.config
         saves, offload = (config.saves, config.offload) if config else ((), "none")
         host = (draw.uniform(0, GIB), draw.uniform(0, 3e5)) if offload == "cpu" else (0.0, 0.0)
-        work = (draw.uniform(3e10, 4e10), draw.uniform(5e5, 2e6))
-        return Method(recipe.name, saves, offload, chunked, phases(chunked, False), phases(chunked, True), *host, *work)
+        on_host = chunked and config.gpu_memory is not None
+        least = 1e10 if on_host and not experts else 3e10  # one of two profiles prefers keys on the host
+        work = (draw.uniform(least, 1.2 * least), draw.uniform(5e5, 2e6) * least / 3e10)
+        regimes = (phases(chunked, False), phases(chunked, True))
+        return Method(recipe.name, saves, offload, on_host, chunked, *regimes, *host, *work)
 
-    recipes = [CHECKPOINTING, *(streamed(saves, to) for to in ("none", "cpu") for saves in ((), ("attn_out",)))]
+    recipes = [
+        CHECKPOINTING,
+        *(streamed(saves, to) for to in ("none", "cpu") for saves in ((), ("attn_out",))),
+        STREAMED[-1],
+    ]
     groups = [Group("dense", 2_031_739_904, 4_063_479_809, 2_031_739_904, 4_063_479_808)]
     groups += [Group("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)] if experts else []
     tree = Node("", "</script><b>Model", 1, 9_142_851_015, 8.5)
@@ -219,6 +226,7 @@ MUTANTS = {
     ),
     "the smallest chunk": ("const size of chunk_sizes(profile.batch_size)", "const size of chunk_sizes(1).reverse()"),
     "host memory for both": ("Math.floor(memory.host / 2)", "memory.host"),
+    "nothing left for keys": ("usable(memory) - at.total", "at.total - usable(memory)"),
     "no reserve": ("memory.gpu * (1 - memory.reserve)", "memory.gpu"),
 }  # fmt: skip
 

@@ -3,6 +3,9 @@
 const OCTAVES = [10, 24]; // log2 of the shortest and the longest T of the slider and of the chart
 const form = by_id("controls");
 
+/** What a method offloads, as the control has it. */
+const offloads = (method) => (method.prefix_on_host ? `${method.offload}, keys` : method.offload);
+
 function fill_controls() {
   const start = data.setting;
   const options = (select, pairs, chosen) =>
@@ -19,7 +22,7 @@ function fill_controls() {
   const chunked = data.profiles[0].profile.methods.filter((method) => method.chunked);
   const choices = (values, words) => [["auto", "best"], ...[...new Set(values)].map((value) => [value, words[value] || value])];
   options(form.saves, choices(chunked.map((method) => method.saves.join("+")), { "": "nothing" }), "auto");
-  options(form.offload, choices(chunked.map((method) => method.offload), { cpu: "to host" }), "auto");
+  options(form.offload, choices(chunked.map(offloads), { cpu: "to host", "cpu, keys": "also keys" }), "auto");
   for (const stage of [0, 1, 2, 3]) {
     const radio = element("input", { type: "radio", name: "zero", value: stage, "aria-label": `ZeRO stage ${stage}` });
     radio.defaultChecked = stage === start.zero;
@@ -82,7 +85,7 @@ function read_controls() {
 function evaluate({ profile, seq_len, setting, memory }) {
   const { value: saves } = form.saves, { value: offload } = form.offload;
   const allowed = profile.methods.filter((method) => !method.chunked
-    || ((saves === "auto" || saves === method.saves.join("+")) && (offload === "auto" || offload === method.offload)));
+    || ((saves === "auto" || saves === method.saves.join("+")) && (offload === "auto" || offload === offloads(method))));
   if (!allowed.some((method) => method.chunked)) return null;
   const size = chunk_sizes(profile.batch_size).at(-1);
   const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, setting);

@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
 const by_id = (id) => document.getElementById(id);
 const svg = by_id("curve-svg");
-const DASHES = ["none", "7 4", "2 3"];
+const DASHES = ["none", "7 4", "2 3", "11 3 2 3"];
 
 const whole = (number) => Math.round(number).toLocaleString("en-US");
 
@@ -36,11 +36,12 @@ function phase_text(name) {
 
 const binds_text = (binds) => (binds === "host memory" ? binds : `GPU memory, ${phase_text(binds)}`);
 
-function config_text({ chunk_size, saves, offload }) {
+function config_text({ chunk_size, saves, offload, gpu_memory }) {
   const tuple = `(${saves.map((name) => `"${name}"`).join(", ")}${saves.length === 1 ? "," : ""})`;
   const parts = [`chunk_size=${chunk_size}`];
   if (saves.length) parts.push(`saves=${tuple}`);
   if (offload !== "none") parts.push(`offload="${offload}"`);
+  if (gpu_memory !== null) parts.push(`gpu_memory=${gpu_memory}`);
   return `streambp.patch(model, streambp.StreamConfig(${parts.join(", ")}))`;
 }
 
@@ -81,5 +82,5 @@ function colour(profile, method) {
 
 function dash(profile, method) {
   const alike = profile.methods.filter((other) => other.chunked && other.offload === method.offload);
-  return method.chunked ? DASHES[alike.indexOf(method) % 3] : "none";
+  return method.chunked ? DASHES[alike.indexOf(method) % DASHES.length] : "none";
 }

@@ -83,6 +83,7 @@ function choose(profile, methods, seq_len, memory, setting) {
         const { name, saves, offload } = method;
         found.push({
           method: name, saves, offload, chunk_size: Math.min(size, seq_len), seq_len, peak: at, flops: flops(method, seq_len),
+          gpu_memory: method.prefix_on_host ? Math.max(1, Math.trunc(usable(memory) - at.total)) : null,
         });
         break;
       }
