@@ -149,14 +149,14 @@ class OffloadManager:
         """
         return batch.layer_bytes > 0 and self.has_room((self.layers - index) * batch.layer_bytes)
 
-    def place(self, holding: Holding, tensor: Tensor, optional: bool) -> Entry | None:
+    def place(self, holding: Holding, tensor: Tensor, optional: bool, foreign: bool = False) -> Entry | None:
         """Start the copy of a tensor to the host. One that does not fit stays, or is None if it can be recomputed."""
         host = self._push(holding, tensor.nbytes)
         if host is None:
             self.left += 1
             return None if optional and self.on_host_full == "recompute" else Entry(tensor)
         entry = Entry(host=as_tensor(host, tensor))
-        self.transfers.send(entry, tensor, holding.free_after)
+        self.transfers.send(entry, tensor, holding.free_after, foreign)
         return entry
 
     def reserve(self, holding: Holding, size: int) -> None:

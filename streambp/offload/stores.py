@@ -25,8 +25,11 @@ class Policy(Protocol):
     @property
     def transfers(self) -> Transfers: ...
 
-    def place(self, holding: Holding, tensor: Tensor, optional: bool) -> Entry | None:
-        """Where it is now: on its way to the host, or on the device; None for an optional one that is to be recomputed."""
+    def place(self, holding: Holding, tensor: Tensor, optional: bool, foreign: bool = False) -> Entry | None:
+        """Where it is now: on its way to the host, or on the device; None for an optional one that is to be recomputed.
+
+        foreign: others may change the tensor in place; what goes to the host is as it is now.
+        """
         ...
 
     def reserve(self, holding: Holding, size: int) -> None:
@@ -150,7 +153,7 @@ class LayerTensors(HostTensors):
             self.kept += tensor.nbytes
             entry: Entry | None = Entry(tensor, budgeted=True)
         else:
-            entry = self._policy.place(self._batch, tensor, optional=name != "x")
+            entry = self._policy.place(self._batch, tensor, optional=name != "x", foreign=name == "x")
         if entry is not None and entry.host is None and name == "x":  # the caller's tensor, not ours
             entry.version = tensor._version
         return entry

@@ -96,11 +96,14 @@ class Transfers:
         while self._in_flight and self._in_flight[0].group <= self._group - GROUPS_IN_FLIGHT:
             self._let_go(self._in_flight.popleft())
 
-    def send(self, entry: Entry, tensor: Tensor, host_is_free: Any) -> None:
-        """Start the copy of a tensor to `entry.host`, which may be written after the event `host_is_free`."""
+    def send(self, entry: Entry, tensor: Tensor, host_is_free: Any, foreign: bool = False) -> None:
+        """Start the copy of a tensor to `entry.host`, which may be written after the event `host_is_free`.
+
+        foreign: others may change it in place while it is on its way, or while its source waits here.
+        """
         assert entry.host is not None
         part = tensor.untyped_storage().nbytes() > tensor.nbytes  # of something that need not live as long
-        tensor = tensor.clone(memory_format=torch.contiguous_format) if part else tensor.contiguous()
+        tensor = tensor.clone(memory_format=torch.contiguous_format) if part or foreign else tensor.contiguous()
         engine = self.engine
         engine.compute_access(tensor, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1

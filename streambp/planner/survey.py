@@ -86,8 +86,8 @@ class CountingManager(OffloadManager):
     def on_host(self) -> int:
         return self._waiting + self._prefix
 
-    def place(self, holding: Holding, tensor: Tensor, optional: bool) -> Entry | None:
-        entry = super().place(holding, tensor, optional)
+    def place(self, holding: Holding, tensor: Tensor, optional: bool, foreign: bool = False) -> Entry | None:
+        entry = super().place(holding, tensor, optional, foreign)
         if isinstance(holding, MicroBatch):
             self._waiting += tensor.nbytes
         else:

@@ -10,7 +10,7 @@ import torch
 import streambp
 from streambp.offload import engines, manager_of, stores
 from tests import zoo
-from tests.families import LENGTH, make_batch
+from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import (
     BOTH,
     SAVES,
@@ -72,6 +72,25 @@ def test_inputs_that_stay_must_not_change():
         changed[0].add_(1.0)
     with pytest.raises(streambp.StreamBPError, match="changed in place"):
         loss.backward()
+
+
+@pytest.mark.parametrize("chunk_size", [LENGTH, LENGTH - 1])
+def test_inputs_on_the_host_may_change(chunk_size):
+    """Also where a chunk is the caller's whole tensor, and where its source still waits on the device."""
+    settings = streambp.StreamConfig(chunk_size=chunk_size, offload="cpu")
+    model = streambp.patch(build("qwen3", num_hidden_layers=3), settings)
+    expected = step(model)
+    model.zero_grad()
+    changed = []
+    hooks = [layer.register_forward_pre_hook(lambda _, args: changed.append(args[0])) for layer in model.model.layers]
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    for hook in hooks:
+        hook.remove()
+    with torch.no_grad():
+        for hidden_states in changed:
+            hidden_states.mul_(3.0)
+    loss.backward()
+    assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
 
 
 @pytest.mark.parametrize(
