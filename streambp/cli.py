@@ -170,10 +170,13 @@ def _write_page(arguments: argparse.Namespace, found: Plan, others: dict[str, Pr
 
 
 def _check_writable(file: Path) -> None:
-    """Raise before minutes of counting rather than after."""
+    """Raise before minutes of counting rather than after; the file is as it was."""
+    new = not file.exists()
     try:
         with file.open("a"):
             pass
+        if new:
+            file.unlink()
     except OSError as error:
         raise StreamBPError(f"--html {file} cannot be written ({error.strerror}). Pass another file.") from error
 
@@ -213,15 +216,15 @@ def _run_profile(arguments: argparse.Namespace) -> int:
 
 
 def parse_length(text: str) -> Any:
-    """Tokens from "65536", "64k" or "1M" (powers of 1,024); "max" stays.
+    """Tokens from "65536", "64k", "64K" or "1M" (powers of 1,024); "max" stays.
 
     Raises:
         ConfigError: it is none of these.
     """
     if text == "max":
         return text
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)", text)
-    number = 0 if match is None else int(float(match[1]) * {"": 1, "k": 2**10, "M": 2**20}[match[2]])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKM]?)", text)
+    number = 0 if match is None else int(float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()])
     if number < 1:
         raise ConfigError(f'--seq-len is {text!r}; it must be a positive number such as 65536, 64k or 1M, or "max".')
     return number

@@ -112,6 +112,7 @@ def plan(
     """
     if seq_len != "max":
         check_length("seq_len", seq_len)
+    check_length("batch_size", batch_size)
     if not 0 <= reserve < 1:
         raise ConfigError(f"reserve is {reserve!r}; it must be a part of the GPU's memory, from 0 to below 1.")
     setting = setting or Setting()

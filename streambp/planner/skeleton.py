@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from streambp.distributed.zero import full_shape, is_partitioned
-from streambp.errors import StreamBPError
+from streambp.errors import ConfigError, StreamBPError
 from streambp.patching import unpatch
 from streambp.stacks import find_stacks
 
@@ -39,16 +39,21 @@ class Skeleton:
         lora: rank of adapters on every Linear of the layers (peft's "all-linear"); everything else is frozen then.
         bits: 4 or 8 for a quantised, frozen base; 16 for none.
         device: what it stands for.
+
+    Raises:
+        StreamBPError: the source is unknown, or `lora` or `bits` do not go with it.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype, lora: int | None, bits: int, device: Device) -> None:
+        if lora is not None and lora < 1:
+            raise ConfigError(f"lora is {lora!r}; it must be the rank of the adapters, or None to train every parameter.")
         self.device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
         with self.active():
             self.model = self._copy(source) if isinstance(source, nn.Module) else self._build(read_config(source), dtype)
             if lora is not None:
                 self.model = _with_adapters(self.model, lora)
-            if bits < 16:
+            if bits != 16:
                 _quantise(self.model, bits)
         self.model.train()
 
@@ -178,13 +183,20 @@ class Dequantised(torch.autograd.Function):
 def _quantise(model: nn.Module, bits: int) -> None:
     sizes = {4: 0.5 + 4 / 64, 8: 1.0}
     if bits not in sizes:
-        raise StreamBPError(f"bits is {bits}; it must be 4, 8 or 16.")
+        raise ConfigError(f"bits is {bits}; it must be 4, 8 or 16.")
+    replaced = 0
     for stack in find_stacks(model).stacks:
         for layer in stack.layers:
             for module in list(layer.modules()):
                 for name, child in list(module.named_children()):
                     if type(child) is nn.Linear and not child.weight.requires_grad and "lora" not in name:
                         setattr(module, name, QuantisedLinear(child, sizes[bits]))
+                        replaced += 1
+    if not replaced:
+        raise ConfigError(
+            f"bits is {bits}, but no Linear of the layers is frozen, and trained weights are not stored in few bits. Give "
+            "a LoRA rank too, or leave bits out."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

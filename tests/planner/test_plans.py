@@ -100,6 +100,9 @@ def test_a_plan_of_a_model(monkeypatch):
         ({"gpu_memory": "much"}, "gpu_memory is 'much'"),
         ({"gpu_memory": "1GiB", "seq_len": -1}, "seq_len is -1"),
         ({"gpu_memory": "1GiB", "reserve": 1.5}, "reserve is 1.5"),
+        ({"gpu_memory": "1GiB", "batch_size": 0}, "batch_size is 0"),
+        ({"gpu_memory": "1GiB", "lora": 0}, "lora is 0"),
+        ({"gpu_memory": "1GiB", "bits": 4}, "bits is 4, but no Linear .* is frozen"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, words):
@@ -124,6 +127,22 @@ def test_plan_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert "8,192 tokens do not fit" in capsys.readouterr().out
     assert cli.main(["plan", str(tmp_path), "--gpu-memory", "2GiB", "--seq-len", "much"]) == 2
     assert "--seq-len is 'much'" in capsys.readouterr().err
+
+
+def test_a_failed_plan_leaves_no_page(tmp_path):
+    page = tmp_path / "plan.html"
+    arguments = ["plan", str(tmp_path / "nothing.json"), "--gpu-memory", "2GiB", "--html", str(page)]
+    (tmp_path / "nothing.json").write_text("{")
+    assert cli.main(arguments) == 2
+    assert not page.exists()
+    page.write_text("an earlier plan")
+    assert cli.main(arguments) == 2
+    assert page.read_text() == "an earlier plan"
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("64k", 65536), ("128K", 131072), ("1.5M", 1572864), ("100", 100)])
+def test_lengths_on_the_command_line(text, tokens):
+    assert cli.parse_length(text) == tokens
 
 
 def test_profile_on_the_command_line(tmp_path, capsys):
