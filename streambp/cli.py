@@ -79,9 +79,13 @@ def _add_verify(commands: Any) -> None:
     command.set_defaults(run=_run_verify)
 
 
-def _run_verify(arguments: argparse.Namespace) -> int:
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+def _check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
         raise StreamBPError("--device cuda was asked for, but torch finds no CUDA device here. Pass --device cpu.")
+
+
+def _run_verify(arguments: argparse.Namespace) -> int:
+    _check_device(arguments.device)
     model = _load(arguments.model, arguments.dtype).to(arguments.device)
     saves = tuple(name for name in arguments.saves.split(",") if name)
     result = verify(model, arguments.seq_len, arguments.chunk_size, saves, arguments.seed)
@@ -204,10 +208,12 @@ def _run_profile(arguments: argparse.Namespace) -> int:
     length = parse_length(arguments.seq_len)
     if length == "max":
         raise ConfigError("--seq-len of a profile must be a number of tokens: the step is run.")
-    model = _load(arguments.model, arguments.dtype).to(arguments.device).train()
+    _check_device(arguments.device)
     saves = tuple(name for name in arguments.saves.split(",") if name)
-    chunk = plan_chunks(length, 1, arguments.chunk_size or "auto").size
-    config = StreamConfig(chunk_size=chunk, saves=saves, offload=arguments.offload)
+    chunk_size: Any = "auto" if arguments.chunk_size is None else arguments.chunk_size
+    config = StreamConfig(chunk_size=chunk_size, saves=saves, offload=arguments.offload)
+    chunk = plan_chunks(length, 1, config.chunk_size).size
+    model = _load(arguments.model, arguments.dtype).to(arguments.device).train()
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, (1, length), device=arguments.device)  # [B, T]
     rows = compare_step(model, ids, config, chunk, arguments.snapshot)

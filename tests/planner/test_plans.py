@@ -140,6 +140,17 @@ def test_a_failed_plan_leaves_no_page(tmp_path):
     assert page.read_text() == "an earlier plan"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--chunk-size", "0"], "chunk_size is 0"), (["--device", "cuda"], "torch finds no CUDA device")],
+)
+def test_profiles_that_cannot_run(arguments, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    build("llama").save_pretrained(tmp_path)
+    assert cli.main(["profile", str(tmp_path), "--seq-len", "16", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "tokens"), [("64k", 65536), ("128K", 131072), ("1.5M", 1572864), ("100", 100)])
 def test_lengths_on_the_command_line(text, tokens):
     assert cli.parse_length(text) == tokens
