@@ -116,6 +116,7 @@ def host_limit(
     meminfo: Path = Path("/proc/meminfo"),
     cgroup: Path = Path("/sys/fs/cgroup"),
     set_aside: int = 0,
+    membership: Path = Path("/proc/self/cgroup"),
 ) -> int:
     """Bytes of host memory that this rank may use: `wanted`, but no more than its share of what this machine and its
     control group have free.
@@ -127,7 +128,7 @@ def host_limit(
         StreamBPError: less is available than wanted. The out-of-memory killer would give no exception.
     """
     ranks = local_ranks()
-    available = _available(meminfo, cgroup) / ranks
+    available = _available(meminfo, cgroup, membership) / ranks
     if wanted is None:
         return max(0, int(0.9 * available) - set_aside) if available != math.inf else 2**62
     if wanted + set_aside > available:
@@ -140,13 +141,24 @@ def host_limit(
     return wanted
 
 
-def _available(meminfo: Path, cgroup: Path) -> float:
+def _available(meminfo: Path, cgroup: Path, membership: Path) -> float:
     limits: list[float] = []
     if meminfo.exists():
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         if "MemAvailable" in lines:
             limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    most, current = cgroup / "memory.max", cgroup / "memory.current"
-    if most.exists() and current.exists() and most.read_text().strip() != "max":
-        limits.append(int(most.read_text()) - int(current.read_text()))
+    for group in _groups(cgroup, membership):
+        most, current, stat = group / "memory.max", group / "memory.current", group / "memory.stat"
+        if most.exists() and current.exists() and most.read_text().strip() != "max":
+            counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+            # MemAvailable counts such cache as free as well: a checkpoint that was just read fills it.
+            limits.append(int(most.read_text()) - int(current.read_text()) + int(counts.get("inactive_file", 0)))
     return min(limits, default=math.inf)
+
+
+def _groups(cgroup: Path, membership: Path) -> list[Path]:
+    """This process's control group (version 2) and all above it: a batch system's limit is not at the root."""
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    group = cgroup / own
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(cgroup))]

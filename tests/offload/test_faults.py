@@ -92,6 +92,21 @@ def test_host_limit_reads_what_the_machine_has(tmp_path):
     assert host_limit(60000, meminfo, tmp_path) == 60000
 
 
+def test_host_limit_of_a_job_in_its_own_control_group(tmp_path):
+    """The tightest of the process's group and all above it; cache that the kernel can drop at once is free."""
+    meminfo, membership = tmp_path / "meminfo", tmp_path / "membership"
+    meminfo.write_text("MemAvailable: 1000 kB\n")
+    membership.write_text("0::/slurm/job_1/step_0\n")
+    step = tmp_path / "slurm" / "job_1" / "step_0"
+    step.mkdir(parents=True)
+    for group, most in ((step, "max"), (step.parent, "50000"), (step.parent.parent, "90000")):
+        (group / "memory.max").write_text(f"{most}\n")
+        (group / "memory.current").write_text("30000\n")
+    assert host_limit(None, meminfo, tmp_path, membership=membership) == int(0.9 * 20000)
+    (step.parent / "memory.stat").write_text("anon 15000\ninactive_file 15000\nactive_file 0\n")
+    assert host_limit(None, meminfo, tmp_path, membership=membership) == int(0.9 * 35000)
+
+
 def failed_step(model):
     """A step whose backward raised, and what keeps its tensors alive: its loss and its exception."""
     loss = forward(model, 5)
