@@ -120,7 +120,8 @@ def _add_plan(commands: Any) -> None:
         "--optimizer-bytes",
         type=float,
         default=12,
-        help="a trained parameter: 12 is Adam with float32 weights, 4 Adam in bf16, 0 none (default %(default)s)",
+        help="a trained parameter: 12 is Adam with float32 weights, 16 with float32 gradients too, as DeepSpeed's "
+        "ZeRO-Offload keeps them on the host, 4 Adam in bf16, 0 none (default %(default)s)",
     )
     command.add_argument("--optimizer-on-host", action="store_true", help="its state waits in host memory (ZeRO-Offload)")
     command.add_argument("--accumulate", action="store_true", help="steps add to gradients that exist")
