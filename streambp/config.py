@@ -77,7 +77,7 @@ class StreamConfig:
         if isinstance(self.saves, list | tuple) and tuple(self.saves) == ("auto",):  # as command lines and JSON give it
             object.__setattr__(self, "saves", "auto")
         if self.saves != "auto":
-            if isinstance(self.saves, str) or not all(isinstance(name, str) for name in self.saves):
+            if not isinstance(self.saves, list | tuple) or not all(isinstance(name, str) for name in self.saves):
                 raise ConfigError(f"saves is {self.saves!r}; it must be a tuple of names, such as saves=('attn_out',).")
             object.__setattr__(self, "saves", tuple(self.saves))
         elif self.offload == "none":

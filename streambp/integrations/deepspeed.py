@@ -55,14 +55,24 @@ def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, *
 
 
 def read(source: Any) -> dict[str, Any]:
-    """A DeepSpeed config as a dictionary."""
+    """A DeepSpeed config as a dictionary.
+
+    Raises:
+        ConfigError: it is no JSON object, or neither a file nor base64 text.
+    """
     if source is None:
         return {}
     if isinstance(source, dict):
         return dict(source)
     path = Path(source)
-    text = path.read_text() if path.is_file() else base64.urlsafe_b64decode(str(source)).decode()
-    found = json.loads(text)
+    try:
+        text = path.read_text() if path.is_file() else base64.urlsafe_b64decode(str(source)).decode()
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"No DeepSpeed config could be read from {str(source)[:200]!r} ({error}). Pass the path of a JSON file that is "
+            "there, its base64 text, or a dictionary."
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"The DeepSpeed config is a {type(found).__name__}; it must be a JSON object.")
     return found

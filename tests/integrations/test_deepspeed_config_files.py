@@ -1,0 +1,27 @@
+"""DeepSpeed configs that cannot be read, and values of types that no field takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from streambp.config import StreamConfig
+from streambp.errors import ConfigError
+from streambp.integrations.deepspeed import read
+
+
+@pytest.mark.parametrize("saves", [None, 5, "attn_out", ("attn_out", 3)])
+def test_saves_of_another_type(saves):
+    with pytest.raises(ConfigError, match="saves is"):
+        StreamConfig(saves=saves)
+
+
+def test_a_config_that_is_not_there():
+    with pytest.raises(ConfigError, match="missing.json"):
+        read("missing.json")
+
+
+def test_a_config_that_is_no_json(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text("{,")
+    with pytest.raises(ConfigError, match=r"ds\.json.*line 1 column 2"):
+        read(str(file))
