@@ -55,7 +55,7 @@ def main() -> None:
             if method.offload == "cpu":
                 both = longest_on_both(profile, method, memory)
                 lengths.append(
-                    {**named, "method": f"{found.method}, rest kept", "tokens": both, "stopped_by": "GPU and host"}
+                    {**budget, "method": f"{found.method}, rest kept", "tokens": both, "stopped_by": "GPU and host"}
                 )
         if gpu == 79.0:
             curves += [{**named, **row} for row in peaks(profile)]
