@@ -16,7 +16,7 @@ def test_saves_of_another_type(saves):
 
 
 def test_a_config_that_is_not_there():
-    with pytest.raises(ConfigError, match="missing.json"):
+    with pytest.raises(ConfigError, match=r"missing\.json"):
         read("missing.json")
 
 
