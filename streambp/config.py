@@ -90,6 +90,8 @@ class StreamConfig:
         for field in ("host_memory", "gpu_memory"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
+                if self.offload == "none":
+                    raise ConfigError(f"{field} is set, but offload='none' moves nothing; set offload='cpu' or 'auto' too.")
         for field in ("head", "eval_logits"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")

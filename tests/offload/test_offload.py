@@ -113,10 +113,16 @@ def test_settings(field, value):
         streambp.StreamConfig(**{field: value})
 
 
+@pytest.mark.parametrize("field", ["host_memory", "gpu_memory"])
+def test_budgets_without_offloading_are_refused(field):
+    with pytest.raises(streambp.StreamBPError, match=f"{field} is set, but offload='none'"):
+        streambp.StreamConfig(**{field: "1GiB"})
+
+
 def test_sizes_are_parsed():
     sizes = {"96GiB": 96 * 2**30, "1.5 TB": 1.5e12, "512MiB": 2**29, "1000": 1000, 77: 77}
     for text, size in sizes.items():
-        assert streambp.StreamConfig(host_memory=text).host_memory == size
+        assert streambp.StreamConfig(offload="cpu", host_memory=text).host_memory == size
 
 
 def test_close_gives_the_memory_back():
