@@ -24,10 +24,10 @@ from streambp.head.deferred import Deferred, HeadRecord, Recipe
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.one_pass import Pending
 from streambp.instance_forward import InstanceForward
-from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
 from streambp.layer.sharded import stream_shard
 from streambp.layer.sharded_call import keeps_kv
+from streambp.layer.site import LayerSite
 from streambp.offload.manager import OffloadManager
 from streambp.stacks import attends, cache_argument, counts_positions
 

@@ -15,7 +15,7 @@ from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.distributed import shards
 from streambp.head import blocks, deferred, log_probs, one_pass
-from streambp.layer import arguments, call, function, products, recompute, shadows, sharded, sharded_call
+from streambp.layer import arguments, call, function, kept, products, recompute, shadows, sharded, sharded_call
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
 from streambp.offload import arena, stores
@@ -224,8 +224,8 @@ MUTANTS = {
     "ignore the window": (masks, "_from_description", plain_causal, lambda: oracle("mistral")),
     "trust wrong spans": (masks, "_agrees", lambda *_: True, dense_mask),
     "saved logsumexp of another chunk": (
-        call.LayerCall, "_saved_attention",
-        lambda self, chunk, real=call.LayerCall._saved_attention: [
+        kept.Kept, "attended",
+        lambda self, chunk, real=kept.Kept.attended: [
             dataclasses.replace(a, lse=a.lse + 0.1) for a in real(self, chunk) or []
         ],
         lambda: oracle(saves=("attn_out",)),

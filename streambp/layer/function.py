@@ -16,7 +16,7 @@ from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
 from streambp.layer.cached import why_not
-from streambp.layer.call import LayerCall, LayerSite
+from streambp.layer.call import LayerCall
 from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
 from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
@@ -25,6 +25,7 @@ from streambp.layer.probe import can_stream
 from streambp.layer.products import left_out, plain_linears
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters
+from streambp.layer.site import LayerSite
 from streambp.layer.whole import run_whole
 
 
@@ -90,7 +91,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
-            call.save_to(site.offloader)
+            call.kept.save_to(site.offloader)
         hidden_states = reduced_after_backward(site.layer, hidden_states)
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
@@ -107,26 +108,26 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     whole = Whole(call.plan.length)
     with torch.no_grad(), call.streaming():
         if keep:
-            call.find_products()
-            if call.watch is not None:
-                call.watch.start()
+            call.kept.find_products()
+            if call.kept.watch is not None:
+                call.kept.watch.start()
         for chunk in call.plan:
             if keep:
-                call.snapshot()
+                call.kept.snapshot()
             hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-            with call.capturing() if keep else contextlib.nullcontext():
+            with call.kept.capturing() if keep else contextlib.nullcontext():
                 output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD)
             assert output is not None
             if keep:
-                call.keep(chunk, hidden_chunk, attended)
+                call.kept.keep(chunk, hidden_chunk, attended)
             whole.put(None, output.hidden_states, chunk)
             for place, part in output.extras.items():
                 whole.put(place, part, chunk)
             del output, attended
     if keep:
-        call.store.seal(*call.accesses(), call.prefix.backward_bytes)
-    if not keep or "kv" not in call.saves or call.moves_kv:
-        call.prefix.drop_buffers()
+        call.kept.store.seal(*call.kept.accesses(), call.carried.prefix.backward_bytes)
+    if not keep or "kv" not in call.kept.saves or call.kept.moves_kv:
+        call.carried.drop()
     return outputs_of(call, whole)
 
 
@@ -150,7 +151,7 @@ class StreamedLayer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with explained(call):
             outputs = passes.forward(call, True)
-        if call.store.copies:
+        if call.kept.store.copies:
             # Its shape without a byte of storage; the rest has left.
             call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
         return outputs
@@ -170,7 +171,7 @@ class StreamedLayer(torch.autograd.Function):
         call.hidden_states = None  # type: ignore[assignment]
         with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
-        call.prefix.drop_buffers()
+        call.carried.drop()
         values = parameters.current()
         gradients = [gradient_or_zeros(g, p) for g, p in zip(sums.result(values), values, strict=True)]
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
@@ -193,7 +194,7 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
             "backward was called with create_graph=True; streamed layers have no second derivatives. "
             "Run this part unpatched (streambp.unpatch(model))."
         )
-    if not call.store.copies and call.hidden_states._version != ctx.version:
+    if not call.kept.store.copies and call.hidden_states._version != ctx.version:
         raise BackwardError(
             "The input of a streamed layer was changed in place between forward and backward. "
             "Work on a copy (tensor.clone()) instead."
@@ -213,7 +214,7 @@ def run_backward(call: LayerCall, work: BackwardPass) -> None:
     unread = call.unread_products(linears, work.parameters.names, work.needs_input)
     with left_out(linears, unread.refill):
         _refill(call)
-    with left_out(linears, unread.recompute.difference(call.products)):
+    with left_out(linears, unread.recompute.difference(call.kept.products)):
         for chunk in call.plan.backward():
             _chunk_backward(call, chunk, work)
 
@@ -223,23 +224,24 @@ IN_CHUNKS = Passes(LayerCall, run_forward, run_backward, run_whole)
 
 def _refill(call: LayerCall) -> None:
     """Compute K and V of every chunk but the last again; the last chunk's are written by its own recomputation."""
-    if call.prefix.filled_until or not call.prefix.calls:  # kept since forward, or a layer without attention
+    prefix = call.carried.prefix
+    if prefix.filled_until or not prefix.calls:  # kept since forward, or a layer without attention
         return
-    if call.moves_kv and call.restore_kv():
+    if call.kept.moves_kv and call.kept.restore_kv():
         return
     with torch.no_grad():
         for chunk in call.plan:
             if chunk.index == len(call.plan) - 1:
                 return
-            with call.random[chunk.index].replayed():
-                call.compute(call.store.peek("x", chunk.index), chunk, Stage.REFILL)
+            with call.kept.random[chunk.index].replayed():
+                call.compute(call.kept.store.peek("x", chunk.index), chunk, Stage.REFILL)
 
 
 def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass) -> None:
     """Recompute one chunk with a graph, differentiate it, add up."""
-    hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
+    hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
     leaves = call.arguments.leaves(chunk, work.inputs.wanted)
-    with torch.enable_grad(), call.random[chunk.index].replayed(), call.knowing(chunk):
+    with torch.enable_grad(), call.kept.random[chunk.index].replayed(), call.kept.knowing(chunk):
         output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves)
     assert output is not None
     outputs, upstream = work.grads.of(output, chunk)

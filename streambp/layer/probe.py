@@ -60,7 +60,7 @@ def can_stream(call: LayerCall) -> bool:
 
 def _run(call: LayerCall, x: Tensor, chunk_size: int) -> Tensor:
     length = x.shape[-2]
-    prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.prefix.attention)
+    prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
     parts = []
     for chunk in ChunkPlan(length, chunk_size):
         output, _ = call.compute(x[..., chunk.start : chunk.stop, :], chunk, Stage.FORWARD, prefix)

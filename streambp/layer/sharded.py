@@ -42,12 +42,14 @@ from streambp.attention.prefix import Attended, Params, PrefixAttention, attend_
 from streambp.chunks import Chunk
 from streambp.distributed.shards import Shards
 from streambp.errors import UnsupportedModelError
-from streambp.layer.call import LayerCall, LayerSite
+from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Passes, outputs_of, run_backward, run_forward, stream_layer
+from streambp.layer.kept import linear_of
 from streambp.layer.outputs import Whole
 from streambp.layer.products import left_out, plain_linears
 from streambp.layer.recompute import RandomState
-from streambp.layer.sharded_call import ShardedCall, linear_of
+from streambp.layer.sharded_call import ShardedCall
+from streambp.layer.site import LayerSite
 
 
 def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
@@ -82,7 +84,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     with torch.no_grad(), call.streaming():
         call.look_into_halves()
         if keep:
-            call.find_products()
+            call.kept.find_products()
         before = RandomState.capture(call.device)
         q, k, v = _to_heads(call, _project(call, keep))
         if not before.is_current():
@@ -97,24 +99,24 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             _keep_attention(call, k, v, o, lse)
         del q, k, v, lse
         o = call.shards.to_tokens(o, call.heads[0])  # [B, H, T / P, D_v]
-        names = [n for n in call.products if n not in call.products_before and n not in call.unread.for_output]
-        call.products_after = names
+        names = [n for n in call.kept.products if n not in call.kept.products_before and n not in call.unread.for_output]
+        call.kept.products_after = names
         with left_out(plain_linears(call.layer), call.unread.for_output):
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
-                    call.snapshot()
-                with call.capturing(names) if keep else contextlib.nullcontext():
+                    call.kept.snapshot()
+                with call.kept.capturing(names) if keep else contextlib.nullcontext():
                     output = call.run(hidden_chunk, chunk, AfterAttention(o[_part(chunk)]))
                 assert output is not None
                 if keep:
-                    call.keep(chunk, hidden_chunk, [])
+                    call.kept.keep(chunk, hidden_chunk, [])
                 whole.put(None, output.hidden_states, chunk)
                 for place, extra in output.extras.items():
                     whole.put(place, extra, chunk)
                 del output
     if keep:
-        call.store.seal(*call.accesses(), call.backward_bytes)
+        call.kept.store.seal(*call.kept.accesses(), call.backward_bytes)
     return outputs_of(call, whole)
 
 
@@ -123,11 +125,11 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     projected: list[Tensor] = []
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-        with call.capturing() if keep else contextlib.nullcontext():
+        with call.kept.capturing() if keep else contextlib.nullcontext():
             _collect(call, hidden_chunk, chunk, projected, 3)
         if keep:
-            call.keep_products(chunk)
-    call.products_before = list(dict.fromkeys(map(linear_of, call.product_names)))
+            call.kept.keep_products(chunk)
+    call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.product_names)))
     return projected
 
 
@@ -138,8 +140,8 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
     found = point.projected
     assert found is not None
     if call.params is None:
-        backend = choose_backend(call.prefix.attention, found.q, found.v, 0.0, found.softcap)
-        call.prefix.backends.add(backend.name)
+        backend = choose_backend(call.carried.prefix.attention, found.q, found.v, 0.0, found.softcap)
+        call.carried.prefix.backends.add(backend.name)
         call.params = Params(backend, found.scale, found.softcap, 0.0, 0)
         call.heads = (found.q.shape[1], found.k.shape[1])
     parts = (found.q, found.k, found.v)[:count]
@@ -161,10 +163,10 @@ def _attend(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     site = CallSite(k, v)
     for chunk in call.attention_plan:
-        if call.store.has("attn_out.0", chunk.index) and call.store.has("lse.0", chunk.index):
-            attended = Attended(*(call.store.take(name, chunk.index) for name in ("attn_out.0", "lse.0")))
+        if call.kept.store.has("attn_out.0", chunk.index) and call.kept.store.has("lse.0", chunk.index):
+            attended = Attended(*(call.kept.store.take(name, chunk.index) for name in ("attn_out.0", "lse.0")))
         else:
-            attended = attend_blocks(q[_part(chunk)], site, call.prefix.layout, chunk, call.params)
+            attended = attend_blocks(q[_part(chunk)], site, call.carried.prefix.layout, chunk, call.params)
         o[_part(chunk)], lse[_part(chunk)] = attended.o, attended.lse
     return o, lse
 
@@ -172,13 +174,13 @@ def _attend(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 def _keep_attention(call: ShardedCall, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
     """Save what this rank's heads were attended with; any other rank may have kept less. [Note: equal exchanges]"""
     for chunk in call.attention_plan:
-        if "attn_out" in call.saves:
-            call.store.put("attn_out.0", chunk.index, o[_part(chunk)])
-            call.store.put("lse.0", chunk.index, lse[_part(chunk)])
-        if call.keeps_kv and call.store.copies:
-            call.store.put("k.0", chunk.index, k[_part(chunk)])
-            call.store.put("v.0", chunk.index, v[_part(chunk)])
-    if call.keeps_kv and not call.store.copies:
+        if "attn_out" in call.kept.saves:
+            call.kept.store.put("attn_out.0", chunk.index, o[_part(chunk)])
+            call.kept.store.put("lse.0", chunk.index, lse[_part(chunk)])
+        if call.kept.keeps_kv and call.kept.store.copies:
+            call.kept.store.put("k.0", chunk.index, k[_part(chunk)])
+            call.kept.store.put("v.0", chunk.index, v[_part(chunk)])
+    if call.kept.keeps_kv and not call.kept.store.copies:
         call.kv = k, v
 
 
@@ -200,18 +202,20 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
 
 def _heads_again(call: ShardedCall) -> list[Tensor]:
     """q [B, H / P, T, D], k and v [B, H_kv / P, T, D] once more, k and v from where they were saved."""
-    count = 1 if call.keeps_kv else 3
-    unread = call.unread.for_queries.difference(call.products_before) if call.keeps_kv else frozenset()
+    count = 1 if call.kept.keeps_kv else 3
+    unread = call.unread.for_queries.difference(call.kept.products_before) if call.kept.keeps_kv else frozenset()
     projected: list[Tensor] = []
     with torch.no_grad(), left_out(plain_linears(call.layer), unread):
         for chunk in call.plan:
-            with call.knowing(chunk, call.products_before, again=True):
-                _collect(call, call.store.peek("x", chunk.index), chunk, projected, count)
+            with call.kept.knowing(chunk, call.kept.products_before, again=True):
+                _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
     found = _to_heads(call, projected)
-    if call.keeps_kv and call.kv is None:
+    if call.kept.keeps_kv and call.kv is None:
         for chunk in call.attention_plan:
-            call.prefix.restore(0, chunk, call.store.take("k.0", chunk.index), call.store.take("v.0", chunk.index))
-        site = call.prefix.sites[0]
+            call.carried.prefix.restore(
+                0, chunk, call.kept.store.take("k.0", chunk.index), call.kept.store.take("v.0", chunk.index)
+            )
+        site = call.carried.prefix.sites[0]
         assert isinstance(site, CallSite)
         call.kv = site.k, site.v
     if call.kv is not None:
@@ -222,12 +226,16 @@ def _heads_again(call: ShardedCall) -> list[Tensor]:
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
     """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
-    with left_out(plain_linears(call.layer), call.unread.to_differentiate_after.difference(call.products_after)):
+    with left_out(plain_linears(call.layer), call.unread.to_differentiate_after.difference(call.kept.products_after)):
         for chunk in call.plan.backward():
-            hidden_chunk = call.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
+            hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
             o_chunk = o[_part(chunk)].detach().requires_grad_()
-            with torch.enable_grad(), call.random[chunk.index].replayed(), call.knowing(chunk, call.products_after):
+            with (
+                torch.enable_grad(),
+                call.kept.random[chunk.index].replayed(),
+                call.kept.knowing(chunk, call.kept.products_after),
+            ):
                 output = call.run(hidden_chunk, chunk, AfterAttention(o_chunk), leaves)
             assert output is not None
             outputs, upstream = work.grads.of(output, chunk)
@@ -266,7 +274,7 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor,
         leaves = [x[here].detach().requires_grad_() for x in (q, k, v)]
         saved = Attended(attended.o[here], attended.lse[here])
         with torch.enable_grad():
-            out = PrefixAttention.apply(*leaves, None, site, call.prefix.layout, chunk, call.params, saved)
+            out = PrefixAttention.apply(*leaves, None, site, call.carried.prefix.layout, chunk, call.params, saved)
         gradients = torch.autograd.grad(out, leaves, d_o[here].transpose(1, 2))
         for x, gradient in zip((q, k, v), gradients, strict=True):
             x[here] = gradient
@@ -274,12 +282,16 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor,
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
     """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
-    with left_out(plain_linears(call.layer), call.unread.to_differentiate_before.difference(call.products_before)):
+    with left_out(plain_linears(call.layer), call.unread.to_differentiate_before.difference(call.kept.products_before)):
         for chunk in call.plan.backward():
-            hidden_chunk = call.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
+            hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
             point = BeforeAttention()
-            with torch.enable_grad(), call.random[chunk.index].replayed(), call.knowing(chunk, call.products_before):
+            with (
+                torch.enable_grad(),
+                call.kept.random[chunk.index].replayed(),
+                call.kept.knowing(chunk, call.kept.products_before),
+            ):
                 call.run(hidden_chunk, chunk, point, leaves)
             found = point.projected
             assert found is not None

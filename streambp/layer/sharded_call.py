@@ -9,17 +9,20 @@ from torch import Tensor
 
 from streambp.attention.halves import AfterAttention, BeforeAttention
 from streambp.attention.masks import resolve_whole
-from streambp.attention.prefix import Params, Prefix
+from streambp.attention.prefix import Params
 from streambp.attention.spans import Spans
-from streambp.chunks import Chunk, plan_chunks
+from streambp.chunks import Chunk, ChunkPlan, plan_chunks
 from streambp.config import StreamConfig
 from streambp.distributed.shards import Shards
 from streambp.errors import StreamBPError, UnsupportedMaskError
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import PROBE_TOKENS, LayerCall, LayerSite
+from streambp.layer.call import PROBE_TOKENS, LayerCall
+from streambp.layer.carried import Carried
+from streambp.layer.kept import Kept, linear_of
 from streambp.layer.products import UnreadInHalves, plain_linears, trace
 from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters
+from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, Offloader
 
 
@@ -30,41 +33,19 @@ def keeps_kv(config: StreamConfig) -> bool:
     return certain and "kv" in config.named_saves
 
 
-class ShardedCall(LayerCall):
-    """One call of a layer on this rank's shard; `plan` cuts the shard, `attention_plan` the whole sequences."""
+class ShardedKept(Kept):
+    """What the two halves of a shard's chunks keep, and the attention of whole sequences.
 
-    def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
-        self.shards = shards
-        super().__init__(site, arguments)
-        batch_size, length = self.hidden_states.shape[-3:-1]
-        if length != shards.length:
-            raise StreamBPError(
-                f"A layer was given {length} tokens, this rank's shard has {shards.length}. Pass all of the shard's tokens "
-                "through every layer."
-            )
-        self.attention_plan = plan_chunks(shards.whole_length, batch_size, self.plan.size)
-        self.prefix = Prefix(self.prefix.layout, shards.whole_length, site.config.attention)
-        self.params: Params | None = None
-        self.heads: tuple[int, int] = (0, 0)  # of queries, and of keys and values
-        self.kv: tuple[Tensor, Tensor] | None = None  # [B, H_kv / P, T, D] each, if saved on the device
-        self.backward_bytes = 0  # of the attention's tensors in backward, on this device
-        self.unread = UnreadInHalves()
+    products_before, products_after: the kept Linears that are called before attention and after it.
+    """
+
+    def __init__(
+        self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, attention_plan: ChunkPlan
+    ) -> None:
+        super().__init__(site, plan, carried, device)
+        self.attention_plan = attention_plan
         self.products_before: list[str] = []
         self.products_after: list[str] = []
-
-    def _layout(self) -> Spans:
-        named = self.arguments.named
-        if named.get("cu_seq_lens_q") is not None:
-            raise UnsupportedMaskError(
-                "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids that restart, and leave "
-                "cu_seq_lens out."
-            )
-        mask, positions = named.get("attention_mask"), named.get("position_ids")
-        return resolve_whole(mask, self.shards.spans, self.shards.length, positions, self.hidden_states.device)
-
-    @property
-    def gradients_of_a_parameter(self) -> int:
-        return 2 * len(self.plan)  # one from each half
 
     @property
     def keeps_kv(self) -> bool:
@@ -85,6 +66,48 @@ class ShardedCall(LayerCall):
         for names in (after, before):
             order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *names)]
         return order, 1 + max(len(before), len(after))
+
+
+class ShardedCall(LayerCall):
+    """One call of a layer on this rank's shard; `plan` cuts the shard, `attention_plan` the whole sequences."""
+
+    kept: ShardedKept
+
+    def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
+        self.shards = shards
+        super().__init__(site, arguments)
+        self.params: Params | None = None
+        self.heads: tuple[int, int] = (0, 0)  # of queries, and of keys and values
+        self.kv: tuple[Tensor, Tensor] | None = None  # [B, H_kv / P, T, D] each, if saved on the device
+        self.backward_bytes = 0  # of the attention's tensors in backward, on this device
+        self.unread = UnreadInHalves()
+
+    def _carry(self) -> Carried:
+        length = self.plan.length
+        if length != self.shards.length:
+            raise StreamBPError(
+                f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. Pass all of the shard's "
+                "tokens through every layer."
+            )
+        return Carried(self.site, self._layout(), self.shards.whole_length)
+
+    def _keep(self) -> ShardedKept:
+        self.attention_plan = plan_chunks(self.shards.whole_length, self.hidden_states.shape[-3], self.plan.size)
+        return ShardedKept(self.site, self.plan, self.carried, self.device, self.attention_plan)
+
+    def _layout(self) -> Spans:
+        named = self.arguments.named
+        if named.get("cu_seq_lens_q") is not None:
+            raise UnsupportedMaskError(
+                "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids that restart, and leave "
+                "cu_seq_lens out."
+            )
+        mask, positions = named.get("attention_mask"), named.get("position_ids")
+        return resolve_whole(mask, self.shards.spans, self.shards.length, positions, self.hidden_states.device)
+
+    @property
+    def gradients_of_a_parameter(self) -> int:
+        return 2 * len(self.plan)  # one from each half
 
     def look_into_halves(self) -> None:
         """Find out which products each half leaves out; traced once for each situation. Called while streaming."""
@@ -121,7 +144,3 @@ class ShardedCall(LayerCall):
         return UnreadInHalves(
             first.called - first.reached, unreached, first.called - first.read, unreached | (second.called - second.read)
         )
-
-
-def linear_of(product: str) -> str:
-    return product.removeprefix("product.").split("#")[0]

@@ -11,7 +11,7 @@ from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
 from streambp.errors import UnsupportedModelError
 from streambp.layer.arguments import CACHES
-from streambp.layer.call import LayerSite, attention_configs
+from streambp.layer.site import LayerSite, attention_configs
 
 
 def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:

@@ -22,8 +22,8 @@ from streambp.attention.spans import Kind
 from streambp.config import StreamConfig
 from streambp.head.deferred import Deferred, HeadRecord, Recipe
 from streambp.head.one_pass import Pending
-from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
+from streambp.layer.site import LayerSite
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.oracle import gradients

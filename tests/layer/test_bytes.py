@@ -14,8 +14,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from streambp.config import StreamConfig
 from streambp.head.log_probs import token_log_probs
-from streambp.layer.call import LayerSite
 from streambp.layer.function import stream_layer
+from streambp.layer.site import LayerSite
 from streambp.offload.arena import Arena
 from streambp.offload.engines import SynchronousEngine
 from streambp.offload.manager import OffloadManager

@@ -14,8 +14,8 @@ from streambp.attention.spans import Spans
 from streambp.config import StreamConfig
 from streambp.distributed.shards import Shards
 from streambp.errors import UnsupportedMaskError, UnsupportedModelError
-from streambp.layer.call import LayerSite
 from streambp.layer.sharded import stream_shard
+from streambp.layer.site import LayerSite
 from tests import zoo
 from tests.counting import LinearFlops
 from tests.distributed.one_rank import give_back, split_over_one_rank, with_shifted_labels

@@ -1,0 +1,60 @@
+"""A streamed layer: how it streams, and what its calls found out about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from streambp.config import StreamConfig
+from streambp.layer.products import UnreadInHalves, UnreadProducts
+from streambp.layer.store import Offloader
+
+
+@dataclasses.dataclass
+class LayerSite:
+    """A streamed layer: the module, how it streams, and what was found out about it.
+
+    Args:
+        attends: it hands attention_mask to transformers' attention interface.
+        counts_positions: it asks its cache how many tokens came before.
+        cache: the argument that takes its cache, if it attends by itself over what that returns.
+        whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
+        mask_because: the same, of the last call's attention mask alone.
+        offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
+        chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
+    """
+
+    layer: nn.Module
+    config: StreamConfig
+    attends: bool = True
+    counts_positions: bool = False
+    cache: str | None = None
+    whole_because: str | None = None
+    mask_because: str | None = None
+    offloader: Offloader | None = None
+    index: int = 0
+    chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
+    probed: bool = False
+    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
+    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
+
+    @property
+    def because(self) -> str | None:
+        """Why its last call ran whole; None if it streamed."""
+        return self.whole_because or self.mask_because
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The class's forward, which takes the layer first."""
+        return type(self.layer).forward
+
+
+def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
+    """Every distinct config that the layer's modules read their attention implementation from."""
+    found = {id(m.config): m.config for m in layer.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    return list(found.values())
