@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 AUTO_CHUNKS = 8
@@ -25,20 +27,37 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class Barrier:
+    """No chunk may end at `first`, `last` or between: a position before the end would read one at or behind it."""
+
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """`length` positions in chunks of `size`; the last chunk takes what is left."""
+    """`length` positions in chunks of `size`, or in those that stop at `ends`.
+
+    Args:
+        size: what was asked for; the last chunk takes what is left. Where `ends` are given, chunks may be longer.
+        ends: rising, the last is `length`; () for every `size` positions.
+    """
 
     length: int
     size: int
+    ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ends:
+            object.__setattr__(self, "ends", (*range(self.size, self.length, self.size), self.length))
 
     def __len__(self) -> int:
-        return -(-self.length // self.size)
+        return len(self.ends)
 
     def __getitem__(self, index: int) -> Chunk:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        start = index * self.size
-        return Chunk(index, start, min(start + self.size, self.length))
+        return Chunk(index, self.ends[index - 1] if index else 0, self.ends[index])
 
     def __iter__(self) -> Iterator[Chunk]:
         return (self[index] for index in range(len(self)))
@@ -46,6 +65,35 @@ class ChunkPlan:
     def backward(self) -> Iterator[Chunk]:
         """Last to first: the only order in which a chunk's dK and dV are complete. [Note: prefix accumulation order]"""
         return (self[index] for index in reversed(range(len(self))))
+
+    def holding(self, position: int) -> int:
+        """The index of the chunk that a position is in."""
+        return bisect.bisect_right(self.ends, position)
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest chunk."""
+        return max(b - a for a, b in itertools.pairwise((0, *self.ends)))
+
+    def avoiding(self, barriers: Sequence[Barrier]) -> ChunkPlan:
+        """The plan whose chunks end outside of `barriers`: each end moves to the nearest one before it, so that no chunk is
+        longer than `size`; where there is none, to the nearest behind.
+
+        Args:
+            barriers: rising, disjoint and apart from one another.
+        """
+        starts = [barrier.first for barrier in barriers]
+        ends: list[int] = []
+        start = 0
+        while start < self.length:
+            end = min(start + self.size, self.length)
+            at = bisect.bisect_right(starts, end) - 1
+            if at >= 0 and end <= barriers[at].last:
+                before, behind = barriers[at].first - 1, barriers[at].last + 1
+                end = before if before > start else behind
+            ends.append(end)
+            start = end
+        return ChunkPlan(self.length, self.size, tuple(ends))
 
 
 def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"]) -> ChunkPlan:

@@ -14,6 +14,7 @@ from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.layer.products import matching
+from streambp.layer.site import LayerSite
 from streambp.offload.arena import local_ranks
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
@@ -41,7 +42,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         StreamBPError: it is part of a model that is patched already.
 
     Layers that turn out to mix tokens elsewhere than in their attention (convolutions, recurrences) run under gradient
-    checkpointing; their first call finds out, and `describe` names them.
+    checkpointing; their first call of each kind finds out, and `describe` names them.
     """
     config = StreamConfig() if config is None else config
     if not isinstance(config, StreamConfig):
@@ -193,7 +194,7 @@ def describe(model: nn.Module) -> Description:
             names[id(w.module)],
             type(w.module).__name__,
             "checkpoints" if w.site.because else "streams",
-            w.site.because or (OWN_ATTENTION if w.site.cache else ""),
+            _reason(w.site),
         )
         for w in found.state.wrappers
         if isinstance(w, LayerForward)
@@ -208,6 +209,16 @@ def describe(model: nn.Module) -> Description:
         _describe_head(found),
         _notes(model, found),
     )
+
+
+def _reason(site: LayerSite) -> str:
+    """Why a layer does not stream, or what its streaming costs."""
+    if site.because:
+        return site.because
+    parts = [OWN_ATTENTION] if site.cache else []
+    if site.longest is not None:
+        parts.append(f"chunks of up to {site.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
+    return "; ".join(parts)
 
 
 def _saves(found: Patch) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import transformers
 from packaging import version
 
 import streambp
-from streambp.chunks import ChunkPlan
+from streambp.chunks import Barrier
 from streambp.layer import cached
 from tests import zoo
 from tests.families import MODES, make_batch
@@ -185,15 +185,16 @@ def test_attention_over_what_a_cache_returns(setting):
 
 
 def test_cached_attention_needs_a_mask_that_is_causal_at_chunk_ends():
-    mask = torch.ones(1, 1, 7, 7).tril().log()
-    cached.check_chunk_ends(mask, ChunkPlan(7, 3))
-    cached.check_chunk_ends(mask == 0, ChunkPlan(7, 3))
-    cached.check_chunk_ends(mask != 0, ChunkPlan(7, 3))  # MPT's say what is not read
-    mask[..., 1, 2] = 0  # inside of a chunk it may
-    cached.check_chunk_ends(mask, ChunkPlan(7, 3))
-    mask[..., 1, 3] = 0
-    with pytest.raises(streambp.StreamBPError, match="after its chunk"):
-        cached.check_chunk_ends(mask, ChunkPlan(7, 3))
+    mask = torch.ones(2, 1, 7, 7).tril().log()
+    for given in (mask, mask == 0, mask != 0):  # MPT's say what is not read
+        assert cached.own_mask(given, 7).barriers == ()
+        assert torch.equal(cached.own_mask(given, 7).read(0, 7, 0, 7), mask == 0)
+        assert "does not show" in cached.own_mask(torch.full_like(given, fill_value=True, dtype=torch.bool), 7)
+    mask[1, :, 1, 3] = 0
+    assert cached.own_mask(mask, 7).barriers == (Barrier(2, 3),)
+    assert "not causal" in cached.own_mask(mask == 0, 7)
+    mask[1] = 0
+    assert "does not show" in cached.own_mask(mask == 0, 7)
 
 
 @pytest.mark.full

@@ -155,21 +155,10 @@ def gemma3_with_images():
 
 
 @pytest.mark.usefixtures("float64_everywhere")
-@pytest.mark.parametrize("chunk_size", [5, 10, LENGTH])
-def test_images_inside_chunks_stream(chunk_size):
+@pytest.mark.parametrize("chunk_size", [5, 7, LENGTH])
+def test_images_stream(chunk_size):
     model, batch = gemma3_with_images()
     check(model, lambda m: m(**batch).loss, chunk_size)
-
-
-@pytest.mark.usefixtures("float64_everywhere")
-def test_image_across_a_chunk_end_is_refused():
-    model, batch = gemma3_with_images()
-    streambp.patch(model.double().train(), streambp.StreamConfig(chunk_size=7))
-    with pytest.raises(streambp.StreamBPError, match="after the end of its chunk at 7"):
-        model(**batch)
-    loss = model(**{**batch, "token_type_ids": torch.zeros_like(batch["token_type_ids"])}).loss
-    loss.backward()
-    assert loss.isfinite()
 
 
 def test_optimizer_fused_into_backward(float64_everywhere):

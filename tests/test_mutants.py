@@ -15,12 +15,12 @@ from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.distributed import shards
 from streambp.head import blocks, deferred, log_probs, one_pass
-from streambp.layer import arguments, call, function, kept, products, recompute, shadows, sharded, sharded_call
+from streambp.layer import arguments, cached, call, function, kept, products, recompute, shadows, sharded, sharded_call
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
 from streambp.offload import arena, stores
 from streambp.planner import auto, count, profile, skeleton
-from tests import test_contract, test_families, test_oracle, test_training
+from tests import test_contract, test_families, test_oracle, test_padding, test_training, test_uneven_chunks
 from tests.distributed import one_rank, test_host, test_shards
 from tests.families import build, make_batch
 from tests.head import test_expected_scale, test_log_probs
@@ -94,6 +94,11 @@ def only_this_chunk(self):
 def family(name):
     with default_float64():
         test_families.check(name, modes=["plain"], chunk_sizes=[5])
+
+
+def uneven(check, *args):
+    with default_float64():
+        check(*args)
 
 
 def router_loss():
@@ -288,6 +293,21 @@ MUTANTS = {
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "stream whatever comes": (
         function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
+    ),
+    "chunks that end inside of images": (
+        ChunkPlan, "avoiding", lambda self, barriers: self, lambda: uneven(test_uneven_chunks.check_images),
+    ),
+    "barriers of the first row alone": (
+        masks, "find_barriers",
+        lambda tile, *rest, real=masks.find_barriers: real(lambda *edges: tile(*edges)[:1], *rest),
+        lambda: uneven(test_uneven_chunks.check_images),
+    ),
+    "empty queries that read what they like": (
+        cached.OwnMask, "cut", lambda self, chunk: self.mask[:, :, chunk.start : chunk.stop, : chunk.stop],
+        lambda: uneven(test_padding.check_chunk_sizes, "bloom"),
+    ),
+    "empty queries that read themselves": (
+        cached.OwnMask, "values", lambda self, v, chunk: v, lambda: uneven(test_padding.check_zero),
     ),
     # The planner's, in one block.
     "workspaces left out": (count, "_workspace", lambda *_: 0, test_estimates.check_workspaces),

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from streambp.attention.masks import reads
+from streambp.attention.reading import reads
 from streambp.attention.spans import Block, Kind, Tiling
 from streambp.errors import StreamBPError
 

@@ -179,7 +179,7 @@ class TiledSite:
 
     def visit(self, blocks: list[Block], gradients: bool = False) -> Visit:
         wanted = [self._tiles(block) for block in blocks]
-        own = blocks[0].q0 // self.plan.size if blocks else None
+        own = self.plan.holding(blocks[0].q0) if blocks else None
         self._leave([index for index in self._here if index != own and index not in wanted[0]])
         for number, block in enumerate(blocks):
             for index in wanted[number]:
@@ -237,7 +237,7 @@ class TiledSite:
         return self._keys if self._keys.has(name, index) else self._scratch
 
     def _tiles(self, block: Block) -> range:
-        return range(block.k0 // self.plan.size, -(-block.k1 // self.plan.size))
+        return range(self.plan.holding(block.k0), self.plan.holding(block.k1 - 1) + 1)
 
     def _overlaps(self, block: Block) -> Iterator[tuple[int, slice, slice]]:
         """The tiles of a block's keys: which, which of the tile's keys, and where these are among the block's."""
@@ -275,7 +275,7 @@ class PrefixMemory:
         """
         room, found = self.room, list[int | None]()
         for size in sizes:
-            whole, tile = size * self.plan.length, size * self.plan.size
+            whole, tile = size * self.plan.length, size * self.plan.longest
             if room is None or whole <= room:
                 found.append(None)
                 room = None if room is None else room - whole

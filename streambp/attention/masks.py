@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 
+from streambp.attention.reading import SCAN, find_barriers, find_empty, reads
 from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
-from streambp.chunks import ChunkPlan
+from streambp.chunks import Barrier
 from streambp.errors import UnsupportedMaskError
-
-SCAN = 1024
 
 
 class LazyMask:
@@ -57,15 +56,18 @@ class DenseMask:
     """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]; bool (True is read) or added to the scores.
 
     Args:
-        causal: no query reads a key behind it. Otherwise (image tokens that read their whole image) a chunk may still be
-            computed if no query of it reads beyond its end; `check_chunk_ends` raises where one does.
+        barriers: where no chunk may end, because a query before would read a key behind. [Note: chunk ends]
     """
 
     batch_size: int
     length: int
     source: LazyMask | Tensor
-    causal: bool = True
-    checked: set[int] = dataclasses.field(default_factory=set, compare=False)
+    barriers: tuple[Barrier, ...] = ()
+
+    @property
+    def causal(self) -> bool:
+        """No query reads a key behind it."""
+        return not self.barriers
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
         q_step = tiling.q_block or SCAN
@@ -92,38 +94,6 @@ class DenseMask:
             use_vmap=known.get("use_vmap", False),
             device=device,
         )
-
-    def is_causal(self, device: torch.device) -> bool:
-        """Whether no query reads a key behind it. Costs T^2 / 2 mask elements, SCAN^2 at a time, once a forward."""
-        for q0 in range(0, self.length, SCAN):
-            q1 = min(q0 + SCAN, self.length)
-            for k0 in range(q0, self.length, SCAN):
-                read = reads(self.tile(q0, q1, k0, min(k0 + SCAN, self.length), device))
-                if (read.triu(1) if k0 == q0 else read).any():
-                    return False
-        return True
-
-    def check_chunk_ends(self, plan: ChunkPlan, device: torch.device) -> None:
-        """Raise if a query of one chunk reads a key of a later one."""
-        if self.causal or plan.size in self.checked:
-            return
-        for chunk in plan:
-            for q0 in range(chunk.start, chunk.stop, SCAN):
-                q1 = min(q0 + SCAN, chunk.stop)
-                for k0 in range(chunk.stop, self.length, SCAN):
-                    if reads(self.tile(q0, q1, k0, min(k0 + SCAN, self.length), device)).any():
-                        raise UnsupportedMaskError(
-                            f"The attention mask lets a query in [{q0}, {q1}) read a key that comes after the end of its "
-                            f"chunk at {chunk.stop}. streambp needs masks that are causal, or causal at every chunk end: "
-                            "a chunk must not read what later chunks hold. Choose a chunk_size whose ends lie outside of "
-                            "such blocks (images), or run this batch unpatched (streambp.unpatch(model))."
-                        )
-        self.checked.add(plan.size)
-
-
-def reads(tile: Tensor) -> Tensor:
-    """Which pairs of a mask tile count; an added mask leaves a pair out with the lowest number of its dtype, or -inf."""
-    return tile if tile.dtype == torch.bool else tile > torch.finfo(tile.dtype).min / 2
 
 
 def resolve(
@@ -201,16 +171,15 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
             "The attention mask requires a gradient, which streambp does not compute. Pass mask.detach() if it is not "
             "trained, or run this model unpatched (streambp.unpatch(model))."
         )
-    dense = _dense(mask, batch_size, length, device)
     if mask.dtype != torch.bool:
-        for q0 in range(0, length, SCAN):
-            if not reads(mask[:, :, q0 : q0 + SCAN]).any(-1).all():
-                raise UnsupportedMaskError(
-                    f"The added 4-D attention mask leaves a query in [{q0}, {q0 + SCAN}) without any key, which softmax "
-                    "turns into equal weights on all of them, later ones too. Pass a bool mask (True is read): there "
-                    "such a query reads nothing."
-                )
-    return dense
+        _, harmless = find_empty(lambda q0, q1, k0, k1: reads(mask[:, :, q0:q1, k0:k1]), length, mask.device)
+        if not harmless:
+            raise UnsupportedMaskError(
+                "The added 4-D attention mask leaves a query without any key, though its own is read by others, or in some "
+                "heads. Softmax turns that into equal weights on all keys, later ones too, which chunks cannot "
+                "compute. Pass a bool mask (True is read): there such a query reads nothing."
+            )
+    return _dense(mask, batch_size, length, device)
 
 
 def _from_description(
@@ -274,7 +243,8 @@ def spans_of_tokens(batch_size: int, length: int, padding: Tensor | None, positi
 
 def _dense(mask: LazyMask | Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:
     dense = DenseMask(batch_size, length, mask)
-    return dense if dense.is_causal(device) else dataclasses.replace(dense, causal=False)
+    barriers = find_barriers(lambda q0, q1, k0, k1: reads(dense.tile(q0, q1, k0, k1, device)), length, device)
+    return dataclasses.replace(dense, barriers=barriers)
 
 
 def _rows(batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None) -> tuple[tuple[Run, ...], ...]:

@@ -140,7 +140,8 @@ class Prefix:
             saved = self.memory.saved
         if self._scratch is None:
             self._scratch = self.memory.scratch()
-        moving = max(0, len(plan) - 1 - resident) * plan.size  # tokens whose tiles go to the scratch store
+        # Tokens whose tiles go to the scratch store: all but the resident ones' and the last's.
+        moving = plan[len(plan) - 1].start - plan[resident].start if resident < len(plan) - 1 else 0
         self._scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
         return TiledSite(index, plan, saved or self._scratch, self._scratch, resident, saved is not None, size.value_size)
 

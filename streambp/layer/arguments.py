@@ -85,12 +85,22 @@ class Arguments:
         self.hidden_states: Tensor = self.named.pop("hidden_states")
         self.length = self.hidden_states.shape[-2]
         self.counts_positions = counts_positions
+        # What the layer is called with, whatever the batch: calls of one kind stream alike.
+        self.kind: frozenset[tuple[str, Any]]
         self.inputs: list[Tensor] = []  # as the caller gave them, with their history; taken by the Function
         self.differentiable: list[Differentiable] = []
         # Mappings that the layer reads and writes, as given: what it adds to a chunk's copy is an output of the layer.
         self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
         for name, value in self.named.items():
             self.named[name] = _rebuild(value, functools.partial(self._detach, name))
+        self.kind = frozenset((name, self._kind(value)) for name, value in self.named.items() if value is not None)
+
+    def _kind(self, value: Any) -> Any:
+        """What an argument is, whatever batch it comes with."""
+        tensor = self.differentiable[value.number].tensor if isinstance(value, Slot) else value
+        if isinstance(tensor, Tensor):
+            return tensor.dim(), tensor.dtype
+        return value if isinstance(value, bool) else type(value)
 
     def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
         if not (tensor.requires_grad and torch.is_grad_enabled()) or name == "attention_mask":
@@ -121,6 +131,10 @@ class Arguments:
         if self.counts_positions:
             named["past_key_values"] = ChunkCache(chunk.start)
         return named
+
+    def check_lengths(self) -> None:
+        """Raise if an argument has other positions than the sequence."""
+        self.cut(Chunk(0, 0, self.length))
 
     def _check_length(self, name: str, tensor: Tensor) -> None:
         dim = TOKEN_DIMS.get(name)

@@ -3,48 +3,103 @@
 Models from before transformers' attention interface (GPT-J, GPT-Neo, CodeGen, BLOOM) call `cache.update(key, value)` and
 attend to what it returns. So a chunk's cache returns the keys and values up to the chunk's end, and the mask, which their
 model builds whole, is cut to the chunk. Exact, but the scores of one chunk against its prefix exist, as does the mask.
+
+A query that reads nothing would get the mean over the keys of its prefix here, which depends on the chunks. It is made to
+read itself alone, with a value of zero that no other query reads. [Note: empty queries]
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.prefix import ChunkMask
-from streambp.chunks import Chunk, ChunkPlan
-from streambp.errors import UnsupportedMaskError
+from streambp.attention.reading import find_barriers, find_empty, reads
+from streambp.chunks import Barrier, Chunk
 from streambp.layer.arguments import ChunkCache
 
 PER_KEY = ("alibi",)  # arguments whose last dimension is the keys
 
 
-def chunk_arguments(named: dict[str, Any], cache: str, mask: ChunkMask) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class OwnMask:
+    """The 4-D mask of a layer that attends by itself, and what was found out about it.
+
+    Some are added to the scores. Of the others some say what is read and some what is not (MPT): in a causal one the first
+    query does not read the last key, which tells which.
+
+    Args:
+        mask: [B or 1, H or 1, T, T].
+        barriers: where no chunk may end. [Note: chunk ends]
+        empty: [B or 1, T], queries that read nothing; None if all read something.
+    """
+
+    mask: Tensor
+    barriers: tuple[Barrier, ...] = ()
+    empty: Tensor | None = None
+
+    def read(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        tile = self.mask[:, :, q0:q1, k0:k1]
+        return tile != self.mask[:, :, :1, -1:] if tile.dtype == torch.bool else reads(tile)
+
+    def cut(self, chunk: Chunk) -> Tensor:
+        """[B or 1, H or 1, C, e], with empty queries that read themselves."""
+        part = self.mask[:, :, chunk.start : chunk.stop, : chunk.stop]
+        if self.empty is None:
+            return part
+        part = part.clone()
+        own = part.diagonal(chunk.start, -2, -1)  # [B, H or 1, C]
+        is_read = ~self.mask[:, :, 0, -1:] if part.dtype == torch.bool else own.new_zeros(())
+        own.copy_(torch.where(self.empty[:, None, chunk.start : chunk.stop], is_read, own))
+        return part
+
+    def values(self, v: Tensor, chunk: Chunk) -> Tensor:
+        """v [B, H_kv, C, D] of a chunk, zero for empty queries."""
+        return v if self.empty is None else v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
+
+    def causal(self, length: int) -> OwnMask:
+        """A plain causal mask of its kind for the first tokens."""
+        lower = torch.ones(length, length, dtype=torch.bool, device=self.mask.device).tril()
+        not_read = self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else torch.finfo(self.mask.dtype).min
+        is_read = ~self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else self.mask.new_zeros(())
+        plain = torch.where(lower, is_read, not_read)
+        return OwnMask(plain.expand(*self.mask.shape[:2], -1, -1))
+
+
+def chunk_arguments(named: dict[str, Any], cache: str, point: ChunkMask) -> dict[str, Any]:
     """The arguments of a chunk for a layer that attends by itself; `cache` is the name of its cache's argument."""
-    chunk: Chunk = mask.chunk
-    changed = {cache: ChunkCache(chunk.start, mask.read)}
-    changed["attention_mask"] = named["attention_mask"][..., chunk.start : chunk.stop, : chunk.stop]
+    chunk: Chunk = point.chunk
+    mask: OwnMask = named["attention_mask"]
+    changed: dict[str, Any] = {cache: ChunkCache(chunk.start, functools.partial(_read, point, mask))}
+    changed["attention_mask"] = mask.cut(chunk)
     changed.update({name: named[name][..., : chunk.stop] for name in PER_KEY if isinstance(named.get(name), Tensor)})
     return {**named, **changed}
 
 
-def why_not(mask: Any, length: int) -> str | None:
-    """Why a layer with this mask cannot be cut; None if it can."""
+def _read(point: ChunkMask, mask: OwnMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return point.read(k, mask.values(v, point.chunk))
+
+
+def own_mask(mask: Any, length: int) -> OwnMask | str:
+    """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is taken for causal."""
     if not isinstance(mask, Tensor) or mask.dim() != 4 or tuple(mask.shape[-2:]) != (length, length):
         return "it attends by itself, without a 4-D attention mask"
-    return None
-
-
-def check_chunk_ends(mask: Tensor, plan: ChunkPlan) -> None:
-    """Raise if a query may read a key of a later chunk.
-
-    Some masks are added, some say what is read and some what is not; what they say of the first query and the last key
-    means "not read" in a causal one, and the layer's probe shows that it is.
-    """
-    for chunk in plan:
-        if not bool((mask[..., chunk.start : chunk.stop, chunk.stop :] == mask[..., :1, -1:]).all()):
-            raise UnsupportedMaskError(
-                f"The attention mask lets a query of [{chunk.start}, {chunk.stop}) read a key that comes after its chunk. "
-                "streambp needs masks that are causal at every chunk end. Choose another chunk_size, or run this batch "
-                "unpatched (streambp.unpatch(model))."
-            )
+    if mask.is_meta or isinstance(mask, FakeTensor):
+        return OwnMask(mask)
+    if mask.dtype == torch.bool:
+        corner, ends = mask[:, :, :1, -1:], mask[:, :, [0, -1]]
+        if bool((ends == corner).all() | (corner.any() & ~corner.all())):
+            return "it attends by itself, and its attention mask does not show what it means by True"
+    whole = OwnMask(mask)
+    barriers = find_barriers(whole.read, length, mask.device)
+    if barriers and mask.dtype == torch.bool:
+        return "it attends by itself, and its attention mask is not causal"
+    empty, harmless = find_empty(whole.read, length, mask.device)
+    if not harmless:
+        return "it attends by itself, and its attention mask leaves a query without keys whose own key is read"
+    return OwnMask(mask, barriers, empty)

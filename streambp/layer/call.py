@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from streambp.attention.interface import routed
 from streambp.attention.keys import CallSite
 from streambp.attention.prefix import Attended, AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
+from streambp.attention.reading import move_ends
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
 from streambp.errors import StreamBPError, UnsupportedModelError
@@ -57,11 +58,13 @@ class LayerCall:
         self.training = site.layer.training
         self.extras: list[Place] = []
         self.carried = self._carry()
+        self.plan = move_ends(self.plan, self.carried.barriers)
+        site.longest = self.plan.longest if self.plan.longest > self.plan.size else None
         self.kept = self._keep()
 
     def _carry(self) -> Carried:
-        layout = layout_of(self.site, self.arguments.named, self.hidden_states, self.plan)
-        return Carried(self.site, layout, self.plan.length)
+        layout, barriers = layout_of(self.site, self.arguments.named, self.hidden_states)
+        return Carried(self.site, layout, self.plan.length, barriers)
 
     def _keep(self) -> Kept:
         return Kept(self.site, self.plan, self.carried, self.device)

@@ -17,8 +17,8 @@ from streambp.attention.keys import PrefixMemory
 from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix
 from streambp.attention.spans import Spans
-from streambp.chunks import ChunkPlan
-from streambp.layer.cached import check_chunk_ends, chunk_arguments
+from streambp.chunks import Barrier, ChunkPlan
+from streambp.layer.cached import OwnMask, chunk_arguments
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Offloader, SavedTensors
 
@@ -29,10 +29,12 @@ class Carried:
     Args:
         layout: what the queries of the whole sequence may read.
         length: positions of the whole sequence.
+        barriers: where no chunk may end. [Note: chunk ends]
     """
 
-    def __init__(self, site: LayerSite, layout: Spans | DenseMask, length: int) -> None:
+    def __init__(self, site: LayerSite, layout: Spans | DenseMask, length: int, barriers: tuple[Barrier, ...] = ()) -> None:
         self.site = site
+        self.barriers = barriers
         self.prefix = Prefix(layout, length, site.config.attention)
 
     def limit(self, plan: ChunkPlan, offloader: Offloader, device: torch.device, saved: SavedTensors | None) -> None:
@@ -61,20 +63,16 @@ class Carried:
         self.prefix.drop_buffers()
 
 
-def layout_of(site: LayerSite, named: dict[str, Any], hidden_states: Tensor, plan: ChunkPlan) -> Spans | DenseMask:
-    """What each query of hidden_states [..., B, T, h] may read, by the arguments of the call.
-
-    Raises:
-        UnsupportedMaskError: a query may read beyond its chunk's end.
-    """
+def layout_of(
+    site: LayerSite, named: dict[str, Any], hidden_states: Tensor
+) -> tuple[Spans | DenseMask, tuple[Barrier, ...]]:
+    """What each query of hidden_states [..., B, T, h] may read by the arguments of a call, and where no chunk may end."""
     batch_size, length = hidden_states.shape[-3:-1]
     mask = named.get("attention_mask")
-    if site.cache is not None and isinstance(mask, Tensor):
-        check_chunk_ends(mask, plan)
+    if isinstance(mask, OwnMask):
+        return Spans.causal(batch_size, length), mask.barriers  # the layer itself reads the mask
     if not site.attends and not isinstance(mask, LazyMask):
-        return Spans.causal(batch_size, length)  # nobody reads it
+        return Spans.causal(batch_size, length), ()  # nobody reads it
     positions, cu_seq_lens = named.get("position_ids"), named.get("cu_seq_lens_q")
     layout = resolve(mask, batch_size, length, positions, cu_seq_lens, hidden_states.device)
-    if isinstance(layout, DenseMask):
-        layout.check_chunk_ends(plan, hidden_states.device)
-    return layout
+    return layout, layout.barriers if isinstance(layout, DenseMask) else ()

@@ -30,7 +30,7 @@ def explained(call: LayerCall) -> Iterator[None]:
         details = str(error).splitlines()[0] if str(error) else "torch gave no details"
         raise DeviceMemoryError(
             f"The device ran out of memory in {type(call.layer).__name__} on {call.plan.length} positions a row in "
-            f"chunks of {call.plan.size}. {next_lever(call.site.config, call.plan)} `streambp plan` computes what fits. "
+            f"chunks of {call.plan.longest}. {next_lever(call.site.config, call.plan)} `streambp plan` computes what fits. "
             f"({details})"
         ) from error
 

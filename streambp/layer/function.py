@@ -15,7 +15,7 @@ from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
-from streambp.layer.cached import why_not
+from streambp.layer.cached import own_mask
 from streambp.layer.call import LayerCall
 from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
 from streambp.layer.exhausted import explained
@@ -64,7 +64,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
 
     Args:
         site: a decoder layer whose only work across tokens is attention through transformers' interface. Whether that is
-            so is found out at its first call; if not, the layer runs whole and checkpointed from then on.
+            so is found out at its first call of each kind; if not, such calls run whole and checkpointed.
         passes: how; None: chunk by chunk.
 
     Raises:
@@ -72,15 +72,10 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     """
     passes = passes or IN_CHUNKS
     _refuse_inner_fsdp(site.layer)
-    if site.whole_because is not None:
-        return passes.whole(site, args, kwargs)
     counts_when_alone()
     arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
-    mask = arguments.named.get("attention_mask")
-    site.mask_because = _no_mask_of_attention(mask) if site.attends else None
-    if site.cache is not None:
-        site.mask_because = why_not(mask, arguments.length)
-    if site.mask_because is not None:
+    site.because = site.verdicts.get(arguments.kind) or _take_mask(site, arguments)
+    if site.because is not None:
         return passes.whole(site, args, kwargs)
     call: LayerCall = passes.make(site, arguments)
     hidden_states = call.hidden_states
@@ -252,11 +247,17 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass) -> None:
     work.sums.add(found[len(targets) :])
 
 
-def _no_mask_of_attention(mask: Any) -> str | None:
-    """Why a layer that attends through the interface cannot be cut with this mask; None if it can."""
-    if mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4):
+def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
+    """Why the layer cannot be cut with this call's attention mask; None if it can. Its own kind becomes an `OwnMask`."""
+    mask = arguments.named.get("attention_mask")
+    if site.cache is not None:
+        found = own_mask(mask, arguments.length)
+        if isinstance(found, str):
+            return found
+        arguments.named["attention_mask"] = found
         return None
-    return "its attention_mask is not for attention alone"
+    known = mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)
+    return None if known or not site.attends else "its attention_mask is not for attention alone"
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

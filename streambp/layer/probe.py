@@ -1,8 +1,8 @@
 """Whether a layer can be cut: found out by running it, before it is first streamed.
 
 A convolution, a recurrence or a token-shift inside a decoder layer would make chunks compute something else, silently.
-So the first call of every layer runs a few tokens twice, whole and in chunks, and compares. What it cannot see: effects
-of positions far beyond these tokens, which is why layers that count positions get a `ChunkCache`.
+So the first call of every layer, and of every new kind, runs a few tokens twice, whole and in chunks, and compares. What
+it cannot see: effects of positions far beyond these tokens, which is why layers that count positions get a `ChunkCache`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import ChunkPlan
+from streambp.errors import StreamBPError
+from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
 
 TOKENS = 12
 CHUNK = 5
+SAMPLES = 64  # positions that show how large hidden states are
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 
@@ -29,33 +32,74 @@ HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 def can_stream(call: LayerCall) -> bool:
     """Whether chunks of the layer compute what the whole computes; if not, the site is told why.
 
-    Without data (meta, fake) it cannot be tried: layers that attend then stream. A single token has nothing to cut; it runs
-    whole, because some layers would not run on chunks at all. Few tokens are tried as well, and the layer again on more.
+    What is judged is the layer, not the batch: hidden states are random and the mask is causal, because padding looks
+    alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
+    well, but their verdict is this call's alone. Without data (meta, fake) it cannot be tried: layers that attend then
+    stream. A single token has nothing to cut; it runs whole, because some layers would not run on chunks at all.
     """
-    x = call.hidden_states.detach()[..., :TOKENS, :]
-    if call.site.probed:
-        return True
+    site, kind = call.site, call.arguments.kind
+    x = call.hidden_states.detach()
+    if kind in site.verdicts:
+        return True  # what is known not to stream does not get here
     if x.device.type == "meta" or isinstance(x, FakeTensor):
-        return call.site.attends
+        return site.attends
     if x.shape[-2] == 1:
         return False
-    chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
-    with torch.no_grad(), call.streaming(), _evaluated(call.layer), RandomState.capture(x.device).replayed():
+    try:
+        call.arguments.check_lengths()
+    except StreamBPError as error:
+        site.because = str(error)
+        return False
+    site.because, certain = _why_not(call, x)
+    if certain:
+        site.verdicts[kind] = site.because
+    return site.because is None
+
+
+def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
+    """Why chunks compute something else, None if they do not; and whether that will be so for any batch."""
+    certain = hidden_states.shape[-2] > CHUNK
+    with torch.no_grad(), call.streaming(), _evaluated(call.layer), RandomState.capture(hidden_states.device).replayed():
+        x = _random_like(hidden_states)
+        chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
         try:
-            whole, pieces = (_run(call, x, size) for size in (x.shape[-2], chunk_size))
+            with _causal_mask(call, x.shape[-2]):
+                whole, pieces = (_run(call, x, size) for size in (x.shape[-2], chunk_size))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever it is, it comes from cutting the layer
-            call.site.whole_because = f"its forward does not work on chunks ({type(error).__name__}: {error})"
-            return False
+            return f"its forward does not work on chunks ({type(error).__name__}: {error})", certain
     autocast = any(enabled for _, enabled, _ in call.autocast.states)
     tolerance = HALF_TOLERANCE if autocast else TOLERANCE.get(x.dtype, HALF_TOLERANCE)
     scale = tolerance * (whole - x).float().norm() + 8 * torch.finfo(x.dtype).eps * whole.float().norm()
-    if bool((whole - pieces).float().norm() > scale):
-        call.site.whole_because = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
-        return False
-    call.site.probed = x.shape[-2] > CHUNK
-    return True
+    if bool((whole - pieces).float().norm() <= scale):
+        return None, certain
+    if not bool(whole.isfinite().all()):  # weights that are still to be loaded
+        return None, False
+    return "it mixes tokens outside of its attention (a convolution, a recurrence?)", certain
+
+
+def _random_like(hidden_states: Tensor) -> Tensor:
+    """[..., B, TOKENS, h], as large as the given ones usually are."""
+    some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
+    usual = some.float().abs().median()
+    usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
+    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual
+    return x.to(hidden_states.dtype)
+
+
+@contextlib.contextmanager
+def _causal_mask(call: LayerCall, length: int) -> Iterator[None]:
+    """Within, a layer that attends by itself gets a plain causal mask; for the others `_run` has one."""
+    named = call.arguments.named
+    mask = named.get("attention_mask")
+    if isinstance(mask, OwnMask):
+        named["attention_mask"] = mask.causal(length)
+    try:
+        yield
+    finally:
+        if isinstance(mask, OwnMask):
+            named["attention_mask"] = mask
 
 
 def _run(call: LayerCall, x: Tensor, chunk_size: int) -> Tensor:

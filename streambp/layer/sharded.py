@@ -59,7 +59,8 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly.
     """
     if site.cache is not None:
-        site.whole_because = "it attends by itself, to this rank's shard"
+        site.because = "it attends by itself, to this rank's shard"
+        return _refuse(site, args, kwargs)
     if not site.attends:
         return stream_layer(site, args, kwargs, Passes(LayerCall, run_forward, run_backward, _refuse))
     make = functools.partial(ShardedCall, shards=shards)

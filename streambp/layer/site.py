@@ -23,8 +23,9 @@ class LayerSite:
         attends: it hands attention_mask to transformers' attention interface.
         counts_positions: it asks its cache how many tokens came before.
         cache: the argument that takes its cache, if it attends by itself over what that returns.
-        whole_because: why it runs whole, checkpointed, instead of in chunks; None if it streams.
-        mask_because: the same, of the last call's attention mask alone.
+        because: why its last call ran whole, checkpointed, instead of in chunks; None if it streamed.
+        verdicts: the same, of the layer itself, for each kind of call that was tried (`probe.py`).
+        longest: tokens of its last call's longest chunk, if that is longer than asked for. [Note: chunk ends]
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
     """
@@ -34,19 +35,14 @@ class LayerSite:
     attends: bool = True
     counts_positions: bool = False
     cache: str | None = None
-    whole_because: str | None = None
-    mask_because: str | None = None
+    because: str | None = None
+    verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=dict)
+    longest: int | None = None
     offloader: Offloader | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
-    probed: bool = False
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
-
-    @property
-    def because(self) -> str | None:
-        """Why its last call ran whole; None if it streamed."""
-        return self.whole_because or self.mask_because
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -126,6 +126,14 @@ class LayerWatch:
         """Of each chunk."""
         return [self.engine.seconds(a, b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
 
+    def paces(self) -> list[tuple[float, float]]:
+        """Of each chunk, FLOPs of attention and seconds, per byte of hidden states: chunks may differ in length."""
+        sizes = [cost.x or 1 for cost in self.chunks]
+        return [
+            (cost.attention_flops / size, seconds / size)
+            for cost, seconds, size in zip(self.chunks, self.seconds(), sizes, strict=True)
+        ]
+
     def cost(self) -> Cost:
         """Of all chunks, without the products that backward leaves out anyway."""
         total = sum(self.chunks, Cost())
@@ -205,26 +213,24 @@ class Auto:
         moved = transfers.bytes[OUT] - self._before.moved
         copying = transfers.engine.copying()[OUT] - self._before.copying
         warm = self._watches[1:] or self._watches  # the first layer's kernels may have been made while it ran
-        times = [watch.seconds() for watch in warm]
-        flops = [[cost.attention_flops for cost in watch.chunks] for watch in warm]
-        seconds = sum(map(sum, times)) * len(self._watches) / len(warm)
+        seconds = sum(sum(watch.seconds()) for watch in warm) * len(self._watches) / len(warm)
         link = moved / copying if moved and copying else 1.0
-        measured = Measured(self._length, seconds, link, attention_rate(flops, times))
+        measured = Measured(self._length, seconds, link, attention_rate([watch.paces() for watch in warm]))
         return choose(sum((watch.cost() for watch in self._watches), Cost()), measured, host_bytes)
 
 
-def attention_rate(flops: list[list[float]], seconds: list[list[float]]) -> float:
+def attention_rate(paces: list[list[tuple[float, float]]]) -> float:
     """FLOP/s of attention, from the slope of the chunks' times: they differ in nothing but how much they attend to.
 
     Args:
-        flops: of each chunk's attention, layer by layer. seconds: of each chunk.
+        paces: of each chunk's attention, layer by layer: FLOPs and seconds, both for the same number of tokens.
 
     Returns:
         Infinity if longer spans take no longer.
     """
     above = below = 0.0
-    for work, times in zip(flops, seconds, strict=True):
-        whole = list(zip(work, times, strict=True))[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
+    for layer in paces:
+        whole = layer[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
         mean_work, mean_time = (sum(values) / len(whole) for values in zip(*whole, strict=True))
         above += sum((w - mean_work) ** 2 for w, _ in whole)
         below += sum((w - mean_work) * (t - mean_time) for w, t in whole)

@@ -12,8 +12,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from streambp.attention.interface import routed
 from streambp.attention.masks import DenseMask, LazyMask, resolve
+from streambp.attention.reading import move_ends
 from streambp.attention.spans import Kind, Run, Spans, Tiling
-from streambp.chunks import ChunkPlan
+from streambp.chunks import Barrier, ChunkPlan
 from streambp.errors import UnsupportedMaskError
 
 CPU = torch.device("cpu")
@@ -152,12 +153,14 @@ def test_padding_with_a_hole_is_read_tile_by_tile():
 def test_bidirectional_mask_is_refused():
     lazy, _ = describe_mask(is_causal=False, padding=padding_mask((0, 20), (0, LENGTH)))
     dense = resolve(lazy, 2, LENGTH, None, None, CPU)
+    assert dense.barriers == (Barrier(1, LENGTH - 1),)
     with pytest.raises(UnsupportedMaskError, match="comes after"):
-        dense.check_chunk_ends(ChunkPlan(LENGTH, 5), CPU)
+        move_ends(ChunkPlan(LENGTH, 5), dense.barriers)
+    assert len(move_ends(ChunkPlan(LENGTH, LENGTH), dense.barriers)) == 1
 
 
 @pytest.mark.parametrize("value", [True, 0.0])
-def test_one_pair_above_the_diagonal_is_refused(value):
+def test_one_pair_above_the_diagonal_moves_chunk_ends(value):
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     if value is not True:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -165,16 +168,22 @@ def test_one_pair_above_the_diagonal_is_refused(value):
     mask[0, 0, 7, 19] = value
     dense = resolve(mask, 2, LENGTH, None, None, CPU)
     assert not dense.causal
-    with pytest.raises(UnsupportedMaskError, match="comes after"):
-        dense.check_chunk_ends(ChunkPlan(LENGTH, 8), CPU)
-    dense.check_chunk_ends(ChunkPlan(LENGTH, 20), CPU)
+    assert dense.barriers == (Barrier(8, 19),)
+    assert move_ends(ChunkPlan(LENGTH, 8), dense.barriers).ends == (7, 20, LENGTH)
+    assert move_ends(ChunkPlan(LENGTH, 20), dense.barriers) == ChunkPlan(LENGTH, 20)
     assert max(block.k1 for block in dense.blocks(0, 20, Tiling())) == 20
 
 
-def test_added_mask_with_an_empty_row_is_refused():
-    mask = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
-    mask[0, 0, 3] = torch.finfo(torch.float32).min
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -torch.inf])
+def test_added_mask_with_an_empty_row_is_refused_where_others_read_its_key(lowest):
+    mask = torch.full((1, 2, LENGTH, LENGTH), lowest).triu(1)
+    mask[0, :, 3] = lowest
     with pytest.raises(UnsupportedMaskError, match="without any key"):
+        resolve(mask, 1, LENGTH, None, None, CPU)
+    mask[0, :, :, 3] = lowest
+    assert resolve(mask, 1, LENGTH, None, None, CPU).causal
+    mask[0, 1, 3, 3] = 0.0
+    with pytest.raises(UnsupportedMaskError, match="in some heads"):
         resolve(mask, 1, LENGTH, None, None, CPU)
 
 

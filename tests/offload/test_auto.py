@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 import streambp
 from streambp.layer.cost import Cost, Product
 from streambp.offload import manager_of
-from streambp.offload.auto import Measured, attention_rate, choose
+from streambp.offload.auto import LayerWatch, Measured, attention_rate, choose
 from streambp.offload.engines import OUT, DeviceMemory, SynchronousEngine
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, layer_bytes, model_with, prefix_bytes, step
@@ -76,9 +77,19 @@ def test_a_link_that_inputs_fill_carries_nothing_else():
 def test_attention_rate_is_the_slope_of_the_chunks_times():
     work = [1e12, 3e12, 5e12, 7e12, 1e12]  # the last chunk is a short one
     layers = [[0.5 + w / 4e14 for w in work], [0.25 + w / 4e14 for w in work]]
-    assert attention_rate([work, work], layers) == pytest.approx(4e14)
-    assert attention_rate([[1e12]], [[0.5]]) == math.inf
-    assert attention_rate([work], [[0.5] * 5]) == math.inf
+    assert attention_rate([list(zip(work, times, strict=True)) for times in layers]) == pytest.approx(4e14)
+    assert attention_rate([[(1e12, 0.5)]]) == math.inf
+    assert attention_rate([[(w, 0.5) for w in work]]) == math.inf
+
+
+def test_attention_rate_of_chunks_of_different_lengths():
+    """20 us a token, and attention at 4e14 FLOP/s: more tokens take longer whatever they attend to."""
+    engine = SimpleNamespace(clock=None, seconds=lambda before, after: after - before)
+    watch = LayerWatch(engine, {}, [0.0])
+    for tokens, flops in ((8192, 2e12), (1000, 1e12), (8000, 9e12), (3000, 6e12), (10, 1e9)):
+        watch.marks.append(watch.marks[-1] + 20e-6 * tokens + flops / 4e14)
+        watch.chunks.append(Cost(x=2 * tokens, attention_flops=flops))
+    assert attention_rate([watch.paces()]) == pytest.approx(4e14)
 
 
 class Injected(SynchronousEngine):
