@@ -74,6 +74,7 @@ def _add_verify(commands: Any) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
     command.add_argument("--saves", default="", help="comma-separated, of attn_out and kv")
     command.add_argument("--seed", type=int, default=0, help="of the random tokens (default %(default)s)")
+    command.add_argument("--left-padding", type=int, default=0, help="tokens of padding at the start (default %(default)s)")
     command.add_argument("--top", type=int, default=20, help="parameters to list, 0 for all (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON, with every parameter, instead of a table")
     command.set_defaults(run=_run_verify)
@@ -88,7 +89,9 @@ def _run_verify(arguments: argparse.Namespace) -> int:
     _check_device(arguments.device)
     model = _load(arguments.model, arguments.dtype).to(arguments.device)
     saves = tuple(name for name in arguments.saves.split(",") if name)
-    result = verify(model, arguments.seq_len, arguments.chunk_size, saves, arguments.seed)
+    result = verify(
+        model, arguments.seq_len, arguments.chunk_size, saves, arguments.seed, left_padding=arguments.left_padding
+    )
     print(_to_json(result) if arguments.json else result.table(max(arguments.top, 0)))
     return EXACT if result.exact else NOT_EXACT
 

@@ -34,6 +34,10 @@ from streambp.verdict import Distances, Losses, Verification, find_notes, find_p
 MIN_CHUNKS = 4
 ELEMENTS = 2**24  # of a gradient, compared at a time
 GIB = 2**30
+PADDING_NOTE = (
+    "the first token after the padding has no label here, streamed or not: padding predicts it, which reads nothing; "
+    "streambp gives such a row 0, as sdpa does, eager attention the mean over all tokens, later ones too"
+)
 
 Batch = dict[str, Tensor]
 
@@ -44,6 +48,7 @@ def verify(
     chunk_size: int | None = None,
     saves: tuple[str, ...] = (),
     seed: int = 0,
+    left_padding: int = 0,
     **fields: Any,
 ) -> Verification:
     """Compare the streamed gradients of `model` with the unpatched ones, parameter by parameter.
@@ -54,6 +59,7 @@ def verify(
         seq_len: tokens of the one random row; about a quarter of them have no label.
         chunk_size: must give at least four chunks, the last shorter than the others; chosen if None.
         seed: of the tokens.
+        left_padding: so many tokens of the row are padding, at its start. [Note: labels after padding]
         saves, fields: as in `StreamConfig`.
 
     Raises:
@@ -62,7 +68,7 @@ def verify(
     config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
     narrow, wide = _dtypes(model)
     _check(model, seq_len, narrow, wide)
-    batch = _make_batch(model, seq_len, seed)
+    batch = _make_batch(model, seq_len, seed, left_padding)
     scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
     with _set_aside(model), _float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
         streamed, notes = _run_streamed(model, config, batch, scale)
@@ -73,6 +79,7 @@ def verify(
     rated, whole = rate(distances)
     problems = find_problems(rated, whole, losses, set(unpatched.gradients), set(streamed.gradients))
     window = _window(model)
+    notes += [PADDING_NOTE] if left_padding else []
     notes += [*_window_notes(window, seq_len), *find_notes(whole, _name(narrow), not problems)]
     notes += _untouched(model, streamed.gradients.keys() | unpatched.gradients.keys())
     size = int(config.chunk_size)
@@ -169,8 +176,14 @@ def _available_memory() -> int | None:
     return min(found)
 
 
-def _make_batch(model: nn.Module, seq_len: int, seed: int) -> Batch:
-    """One row of random tokens; an eighth at the start, and an eighth of the rest, have no label."""
+def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0) -> Batch:
+    """One row of random tokens; an eighth at the start, and an eighth of the rest, have no label.
+
+    [Note: labels after padding] Nor has padding on the left, nor the first token behind it, in any of the runs: the last
+    padding token would predict it, which reads nothing. [Note: empty queries]
+    """
+    if not 0 <= left_padding <= seq_len // 2:
+        raise ConfigError(f"left_padding is {left_padding}; pass 0 to {seq_len // 2}, half of seq_len.")
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     config = vars(_text_config(model) or model) | vars(getattr(model, "config", model))
     special = [value for name, value in config.items() if name.endswith("token_id") and isinstance(value, int)]
@@ -180,7 +193,11 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int) -> Batch:
     ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[None]  # [1, T]
     unlabelled = torch.rand(1, seq_len, generator=generator) < 1 / 8
     unlabelled[:, : seq_len // 8] = True
+    if left_padding:
+        unlabelled[:, : left_padding + 1] = True
     batch = {"input_ids": ids, "labels": ids.masked_fill(unlabelled, -100)}
+    if left_padding:
+        batch["attention_mask"] = (torch.arange(seq_len) >= left_padding).long()[None]  # [1, T]
     return {name: tensor.to(embedding.weight.device) for name, tensor in batch.items()}
 
 

@@ -29,6 +29,7 @@ from streambp.layer.sharded import stream_shard
 from streambp.layer.sharded_call import keeps_kv
 from streambp.layer.site import LayerSite
 from streambp.offload.manager import OffloadManager
+from streambp.padding import warn_of_labels_after_padding
 from streambp.stacks import attends, cache_argument, counts_positions
 
 
@@ -42,6 +43,7 @@ class PatchState:
     deferring: what stands in for that norm meanwhile.
     chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
+    warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
     """
 
@@ -57,6 +59,7 @@ class PatchState:
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
     shards: Shards | None = None
     split_over: int = 1
+    warned_of_padding: bool = False
 
 
 class LayerForward(InstanceForward):
@@ -245,6 +248,9 @@ class CausalLMForward(InstanceForward):
         if args:
             kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
         labels = kwargs.get("labels")
+        if not self.state.warned_of_padding:
+            attention = self.module.config.get_text_config()._attn_implementation  # type: ignore[operator, union-attr]
+            self.state.warned_of_padding = warn_of_labels_after_padding(attention, kwargs)
         if labels is None and want_log_probs:
             raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
         if labels is None or not self.state.config.head or self._caches(kwargs):

@@ -19,7 +19,7 @@ ORDER = (
     "head.one_pass", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
-    "offload.manager", "stacks", "instance_forward", "wrappers", "patching", "integrations.deepspeed",
+    "offload.manager", "stacks", "instance_forward", "padding", "wrappers", "patching", "integrations.deepspeed",
     "planner.count", "planner.profile", "planner.skeleton", "planner.step", "planner.compose", "planner.tree",
     "planner.survey", "planner.estimate", "planner.plan", "planner.auto", "planner.measure", "planner.report",
     "planner.page", "planner.megatron",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
+
 import pytest
 import torch
 
 import streambp
 from streambp.layer import probe
+from streambp.verify import verify
 from tests import zoo
-from tests.families import LENGTH, make_batch
+from tests.families import LENGTH, build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.test_families import REFUSED, REFUSED_WHEN_RUN
 
@@ -210,6 +213,36 @@ def test_probed_tokens_are_as_large_as_the_layers_own(scale):
     found = probe._random_like(hidden_states)
     assert found.shape == (2, probe.TOKENS, 64)
     assert 0.8 < found.std() / (scale * 0.67 if scale else 1.0) < 1.2
+
+
+def test_warning_names_the_label_once():
+    stock = with_attention(build("qwen3", torch.float64), "eager")
+    ours = patched(stock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours(**padded("others"), use_cache=False)
+        ours(**make_batch("right-padded"), use_cache=False)
+        patched(with_attention(stock, "sdpa"))(**padded(), use_cache=False)
+    with pytest.warns(UserWarning, match="first token after left padding is labelled"):
+        ours(**padded(), use_cache=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours(**padded(), use_cache=False)
+    shifted = padded()
+    labels = torch.nn.functional.pad(shifted["labels"][:, 1:], (0, 1), value=-100)
+    with pytest.warns(UserWarning, match="Set the label to -100"):
+        patched(stock)(**{**shifted, "labels": labels, "shift_labels": labels}, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bloom"])
+def test_verify_does_not_blame_streaming_for_padding(name):
+    model = zoo.build(name)
+    result = verify(model, 33, left_padding=9)
+    assert result.exact, str(result)
+    assert "has no label here" in str(result)
+    assert "has no label here" not in str(verify(model, 33))
+    with pytest.raises(streambp.StreamBPError, match="pass 0 to 16"):
+        verify(model, 33, left_padding=17)
 
 
 @pytest.mark.full

@@ -1,0 +1,36 @@
+"""Labels that padding on the left predicts: the one thing that streamed and eager attention do not agree on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def labels_after_padding(kwargs: dict[str, Any]) -> bool:
+    """Whether a forward's label is predicted by a token that may read nothing. [Note: empty queries]
+
+    Args:
+        kwargs: with labels or shift_labels [B, T], attention_mask [B, T]. Other masks are not looked at.
+    """
+    labels, mask, shifted = kwargs.get("labels"), kwargs.get("attention_mask"), kwargs.get("shift_labels")
+    if shifted is None and labels is not None:
+        shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+    if shifted is None or not isinstance(mask, Tensor) or mask.shape != shifted.shape:
+        return False
+    nothing_yet = mask.cumsum(1) == 0
+    return bool(((shifted != -100) & nothing_yet.to(shifted.device)).any())  # waits for the device
+
+
+def warn_of_labels_after_padding(attention: str | None, kwargs: dict[str, Any]) -> bool:
+    """Warn if the model's own attention (by transformers' name) would predict such a label otherwise; whether it did."""
+    if attention != "eager" or not labels_after_padding(kwargs):
+        return False
+    warnings.warn(
+        "The first token after left padding is labelled. What predicts it is padding, which may read nothing: eager "
+        "attention gives such a row the mean over all tokens, later ones too; streamed layers give it 0, as sdpa does. The "
+        "label's gradient differs from the unpatched model's, all others are the same. Set the label to -100.",
+        stacklevel=2,
+    )
+    return True
