@@ -24,6 +24,10 @@ parameters, relative to each parameter's gradient. Made by `python -m tests.fami
 {transformers.__version__} and torch {torch.__version__.split("+")[0]}; `pytest -m "" tests/test_families.py` asserts it
 (gradients <= 1e-10, loss <= 1e-12).
 
+Left-padded batches leave out one label, that of the first token after the padding: what predicts it is padding, which
+reads nothing, and there eager attention gives what no causal computation can
+([how-it-works.md](how-it-works.md), masks and padding).
+
 *streams*: so many layers run in chunks; *checkpoints*: these mix tokens elsewhere than in their attention and run whole
 under torch's checkpoint, which costs memory and is exact. *head*: whether the loss is computed without logits.
 
