@@ -18,7 +18,7 @@ from tests.distributed.worker import DONE, SECONDS
 
 
 def run(engine, cases):
-    """Rank 0's rows of the worker on two ranks, one for each case."""
+    """Rank 0's rows of the worker on two ranks, one for each case, all of whose runs trained under that engine."""
     if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     if any(case.get("lora") for case in cases):
@@ -27,7 +27,12 @@ def run(engine, cases):
     rows = [line.removeprefix(DONE) for line in outputs[0].splitlines() if line.startswith(DONE)]
     if len(rows) < len(cases):
         raise AssertionError("\n".join(output[-4000:] for output in outputs))
-    return [json.loads(row) for row in rows]
+    found = [json.loads(row) for row in rows]
+    for row, case in zip(found, cases, strict=True):
+        expected = {"ddp": "ddp", "fsdp": "fsdp2", "deepspeed": f"zero-{case.get('stage')}"}[engine]
+        for name in {"unpatched", "before", "after", "checkpointing"} & row.keys():
+            assert row[name].pop("engines") == [expected], (case, name)
+    return found
 
 
 def run_split(*arguments, ranks=2):

@@ -15,6 +15,7 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from transformers import Trainer, TrainingArguments
 
 import streambp
+from tests.distributed.watch import engines_seen
 from tests.families import build, make_batch
 
 LENGTH = 24
@@ -51,14 +52,15 @@ def main():
     if what == "streamed":
         streambp.patch(model, streambp.StreamConfig(chunk_size=(5, 7)[rank], saves=("attn_out",)))
     trainer = Trainer(model, arguments, train_dataset=rows(32, seed=1), eval_dataset=rows(4, seed=2))
-    trainer.train()
+    with engines_seen() as engines:
+        trainer.train()
     weights = {}
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             weights[name] = parameter.detach().double().clone()
     if rank == 0:
         logged = [entry[key] for entry in trainer.state.log_history for key in ("eval_loss", "train_loss") if key in entry]
-        torch.save({"weights": weights, "logged": logged}, output / f"{what}.pt")
+        torch.save({"weights": weights, "logged": logged, "engines": sorted(engines)}, output / f"{what}.pt")
     torch.distributed.destroy_process_group()
 
 

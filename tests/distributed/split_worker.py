@@ -22,6 +22,7 @@ import torch.distributed as dist
 import streambp
 from tests import zoo
 from tests.distributed.traffic import Gathers
+from tests.distributed.watch import engines_seen
 from tests.families import FAMILIES, build, make_batch
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
 
@@ -198,7 +199,7 @@ def train_split(rank, case, mpu, patched):
         streambp.patch(engine.module, config)
     engine.train()
     group = mpu.get_sequence_parallel_group()
-    with counted() as counter, Gathers() as gathers:
+    with counted() as counter, Gathers() as gathers, engines_seen() as engines:
         for whole in engine_batches(case, rank // RANKS):
             batch, _ = shard(whole, rank % RANKS)
             counter.phase = "forward"
@@ -219,6 +220,7 @@ def train_split(rank, case, mpu, patched):
                 found[name] = parameter.detach().double().clone()
     micro_steps = STEPS * accumulation
     counts = {name: count / micro_steps for name, count in counter.counts.items() if name.startswith("all_to_all")}
+    counts["engines"] = sorted(engines)
     if case["stage"] == 3:
         counts["gathers per parameter"] = max(gathers.values(), default=0) / micro_steps
     return found, counts
@@ -260,7 +262,8 @@ def compare_bf16(case, rank, truth):
     for name in ("stock", "ours"):
         if name == "ours":
             streambp.patch(model, streambp.StreamConfig(chunk_size=case["chunks"][rank]))
-        result[name] = relative_l2(gradients_of(model, dict(batch), items, reduce=True)[1], truth)
+        _, gradients, result[f"{name} counts"] = gradients_of(model, dict(batch), items, reduce=True)
+        result[name] = relative_l2(gradients, truth)
         model.zero_grad(set_to_none=True)
     return result
 

@@ -62,19 +62,27 @@ def check(runs):
         print("    unpatched with checkpointing", row.get("checkpointing counts"))
         assert all(error <= GRADIENT_BAR for error in errors.values())
         layers = row["layers"]
+        if row["case"].get("stock"):
+            assert row["stock counts"]["all_to_all_single forward"] >= layers
         assert row["counts"]["all_to_all_single forward"] == 4 * layers
         assert row["counts"]["all_to_all_single backward"] <= 8 * layers
         assert "split over 2 ranks" in row["described"]
     for row in results.get("engines", []):
+        engine = [f"zero-{row['case']['stage']}"]
+        assert row["stock counts"]["engines"] == engine
+        assert row["stock counts"]["all_to_all_single forward"] > 0
         for when in ("before", "after"):
             print(row["case"], "patched", when, row[when], "unpatched itself", row["stock"], row["stock counts"])
             assert row[when]["unpatched Ulysses"] <= TRAINING_BAR
             assert row[when]["single process"] <= TRAINING_BAR
             counts = row[when]["counts"]
+            assert counts["engines"] == engine
             assert (counts["all_to_all_single forward"], counts["all_to_all_single backward"]) == (8, 16)  # of two layers
             assert counts.get("gathers per parameter", 0) <= 2 + row["case"].get("eval", False)
     if "bf16" in results:
         ratios = [row["ours"] / row["stock"] for row in results["bf16"]]
+        counts = [row[f"{name} counts"] for row in results["bf16"] for name in ("ours", "stock")]
+        assert all(count["all_to_all_single forward"] for count in counts)
         print("bf16, our error / unpatched Ulysses' error:", ratios)
         assert sum(ratios) / len(ratios) <= 1.05
 
@@ -98,6 +106,7 @@ def test_trainer(tmp_path):
         result = torchrun("-m", "tests.distributed.split_trainer", str(tmp_path), what)
         assert result.returncode == 0, result.stderr[-4000:]
         found[what] = torch.load(tmp_path / f"{what}.pt")
+        assert found[what]["engines"] == ["zero-3"]
     error = worst_error(found["streamed"]["weights"], found["stock"]["weights"])
     print("weights after 4 steps:", error, "losses:", found["streamed"]["logged"], found["stock"]["logged"])
     assert error <= TRAINING_BAR

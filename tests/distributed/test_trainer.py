@@ -27,8 +27,9 @@ def train(loop, settings, folder):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
+    environment.pop("ACCELERATE_USE_CPU", None)  # it would mean DDP
     result = subprocess.run(
         [*command, "tests.distributed.trainer_script", loop, str(config), str(output)],
         capture_output=True, text=True, check=False, env=environment, timeout=300,
@@ -45,6 +46,8 @@ def test_a_config_with_a_section_trains_as_one_without(loop, stage, tmp_path):
     settings = {**CONFIG, "zero_optimization": {"stage": stage}}
     stock = train(loop, settings, tmp_path / "stock")
     ours = train(loop, {**settings, "streambp": {"chunk_size": 5, "saves": ["attn_out"]}}, tmp_path / "ours")
+    for run in (stock, ours):
+        assert (run["engines"], run["distributed_type"]) == ([f"zero-{stage}"], "DEEPSPEED")
     assert stock["chunks"] == []
     assert LENGTH not in ours["chunks"]
     assert ours["chunks"].count(LENGTH % 5) >= 6  # a last chunk of every layer and step

@@ -28,7 +28,9 @@ def run(trainer, objective, engine, folder):
         [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=180
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return torch.load(folder / f"{trainer}.pt")
+    found = torch.load(folder / f"{trainer}.pt")
+    assert found["engines"] == [engine.replace("zero", "zero-")]
+    return found
 
 
 def compare(expected, found):

@@ -1,6 +1,7 @@
 """torchrun --nproc-per-node 2 -m tests.distributed.trainer_script LOOP CONFIG OUTPUT
 
 Trains under HF Trainer or a loop on accelerate, with a DeepSpeed config; rank 0 saves weights and what was seen.
+accelerate is not told to use the CPU (`Accelerator(cpu=True)`, ACCELERATE_USE_CPU): it would choose DDP.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 import streambp
 from streambp.attention import prefix
 from streambp.integrations import deepspeed as plugin
+from tests.distributed.watch import engines_seen
 from tests.families import build, make_batch
 
 STEPS = 3
@@ -29,20 +31,20 @@ def examples():
 
 def with_trainer(model, config, output):
     arguments = TrainingArguments(
-        str(output.parent / "trainer"), report_to=[], use_cpu=True, deepspeed=config, per_device_train_batch_size=1,
+        str(output.parent / "trainer"), report_to=[], deepspeed=config, per_device_train_batch_size=1,
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, seed=3,
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=examples(), callbacks=[plugin.StreamCallback()])
     trainer.train()
-    return trainer.state.log_history[-1]["train_loss"]
+    return trainer.state.log_history[-1]["train_loss"], trainer.accelerator.distributed_type
 
 
 def with_accelerate(model, config, output):
     stream = plugin.stream_config(plugin.read(config))
     if stream is not None:
         streambp.patch(model, stream)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     loader = DataLoader(examples(), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     model.train()
@@ -51,7 +53,7 @@ def with_accelerate(model, config, output):
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return float(loss)
+    return float(loss), accelerator.distributed_type
 
 
 def main():
@@ -59,13 +61,15 @@ def main():
     chunks, real = [], prefix.ChunkMask.attend
     prefix.ChunkMask.attend = lambda self, q, *rest: chunks.append(q.shape[2]) or real(self, q, *rest)
     model = build("qwen3")
-    loss = {"trainer": with_trainer, "accelerate": with_accelerate}[loop](model, config, output)
+    with engines_seen() as engines:
+        loss, kind = {"trainer": with_trainer, "accelerate": with_accelerate}[loop](model, config, output)
     weights = {}
     for name, parameter in model.named_parameters():
         with GatheredParameters([parameter]):
             weights[name] = parameter.detach().cpu().clone()
     if torch.distributed.get_rank() == 0:
-        torch.save({"weights": weights, "chunks": chunks, "loss": loss}, output)
+        seen = {"engines": sorted(engines), "distributed_type": kind.value}
+        torch.save({"weights": weights, "chunks": chunks, "loss": loss, **seen}, output)
     torch.distributed.barrier()
 
 

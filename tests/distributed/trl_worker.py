@@ -13,6 +13,7 @@ import torch.distributed as dist
 import trl
 
 from streambp.integrations import trl as streamed
+from tests.distributed.watch import engines_seen
 from tests.families import build
 from tests.integrations import test_trl
 
@@ -45,14 +46,16 @@ def main(trainer, objective, engine, folder):
     before = {name: p.detach().clone() for name, p in build("qwen3").named_parameters()}
     model = str(Path(folder) / "model")  # the reference is loaded from where the policy came from
     settings["model_init_kwargs"] = {"dtype": "float32"}
-    log, _, made = test_trl.train(
-        getattr(where, f"{prefix}{objective}Trainer"), getattr(where, f"{prefix}{objective}Config"), DATA[objective](),
-        Path(folder) / trainer, model=model, trainer=extra, **settings,
-    )  # fmt: skip
+    with engines_seen() as engines:
+        log, _, made = test_trl.train(
+            getattr(where, f"{prefix}{objective}Trainer"), getattr(where, f"{prefix}{objective}Config"),
+            DATA[objective](), Path(folder) / trainer, model=model, trainer=extra, **settings,
+        )  # fmt: skip
     after = made.accelerator.get_state_dict(made.model_wrapped) if stage == 3 else made.model.state_dict()
     if dist.get_rank() == 0:
         weights = {name.removeprefix("module."): value.float() for name, value in after.items() if name in before}
-        torch.save({"log": [entry["loss"] for entry in log], "before": before, "after": weights}, f"{folder}/{trainer}.pt")
+        found = {"log": [entry["loss"] for entry in log], "before": before, "after": weights, "engines": sorted(engines)}
+        torch.save(found, f"{folder}/{trainer}.pt")
     dist.destroy_process_group()
 
 

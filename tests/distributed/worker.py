@@ -22,6 +22,7 @@ import streambp
 from streambp.distributed.host import engine_host_use
 from tests.distributed.engines import ENGINES, SingleProcess
 from tests.distributed.traffic import Gathers, Traffic
+from tests.distributed.watch import engines_seen
 from tests.families import make_batch
 
 STEPS = 4  # optimizer steps, if the case does not say
@@ -38,13 +39,14 @@ def batches(rank, case):
 
 @dataclasses.dataclass
 class Trained:
-    """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; what `describe` says
-    about offloading, and the bytes of the engine's own."""
+    """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; the engines of its
+    forwards; what `describe` says about offloading, and the bytes of the engine's own."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
     losses: dict = dataclasses.field(default_factory=dict)
     counts: dict = dataclasses.field(default_factory=dict)
+    engines: set = dataclasses.field(default_factory=set)
     host: dict = dataclasses.field(default_factory=dict)
 
 
@@ -64,8 +66,13 @@ def train(engine_class, rank, case, patched):
             engine = restart(engine, lambda: engine_class(case, rank, patched, seed=1))
         micro_batches = stream[step * accumulation : (step + 1) * accumulation]
         for micro, batch in enumerate(micro_batches):
-            with gathers if case.get("stage") == 3 else contextlib.nullcontext(), counting(case, traffic):
+            with (
+                gathers if case.get("stage") == 3 else contextlib.nullcontext(),
+                counting(case, traffic),
+                engines_seen() as seen,
+            ):
                 engine.micro_step(batch, last=micro == accumulation - 1)
+            found.engines |= seen
         found.gradients.update({f"{step}.{name}": gradient for name, gradient in engine.gradients().items()})
         with counting(case, traffic):
             engine.step()
@@ -151,14 +158,15 @@ def run(engine_class, rank, case):
     row = {"case": case, "unpatched": {}}
     alone = None if case.get("zero_init") else train_alone(case)
     stock = train(engine_class, rank, {**case, "resume": None}, None)
-    row["unpatched"]["counts"] = stock.counts
+    row["unpatched"] |= {"counts": stock.counts, "engines": sorted(stock.engines)}
     if alone is not None:
         row["unpatched"]["single process"] = compare(stock, alone)
     if case.get("checkpointing"):
-        row["checkpointing"] = {"counts": train(engine_class, rank, case, "checkpointing").counts}
+        found = train(engine_class, rank, case, "checkpointing")
+        row["checkpointing"] = {"counts": found.counts, "engines": sorted(found.engines)}
     for when in case.get("patched", ["before", "after"]):
         found = train(engine_class, rank, case, when)
-        row[when] = {"counts": found.counts, "unpatched": compare(found, stock)}
+        row[when] = {"counts": found.counts, "engines": sorted(found.engines), "unpatched": compare(found, stock)}
         if alone is not None:
             row[when]["single process"] = compare(found, alone)
         if case.get("stream", {}).get("offload"):

@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.watch import SEEN
+
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
+WATCH = "tests.distributed.watch"
+
+
+def check_engine(result, engine):
+    """Of every rank's training."""
+    assert re.findall(rf"{SEEN}(.*)", result.stdout) == [f" {engine}"] * 2
 
 
 def torchrun(script, *arguments, timeout=240):
@@ -24,12 +32,13 @@ def torchrun(script, *arguments, timeout=240):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero3"])
-def test_loss_falls(name):
+@pytest.mark.parametrize(("name", "engine"), [("fsdp2", "fsdp2"), ("deepspeed_zero3", "zero-3")])
+def test_loss_falls(name, engine):
     if name == "deepspeed_zero3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    result = torchrun(EXAMPLES / name / "train.py")
+    result = torchrun("-m", WATCH, EXAMPLES / name / "train.py")
     assert result.returncode == 0, result.stderr[-3000:]
+    check_engine(result, engine)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", result.stdout)]
     assert len(losses) == 40
     assert losses[0] > 4.0
@@ -40,8 +49,9 @@ def test_loss_falls(name):
 def test_sequence_parallel(tmp_path):
     """The asking half of every sequence is on rank 1, what it asks for on rank 0."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    result = torchrun(EXAMPLES / "sequence_parallel" / "train.py", "--output", str(tmp_path))
+    result = torchrun("-m", WATCH, EXAMPLES / "sequence_parallel" / "train.py", "--output", str(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]
+    check_engine(result, "zero-3")
     losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)]
     assert len(losses) == 30
     assert losses[-1] < 0.5 * losses[0]
@@ -51,6 +61,7 @@ def test_sequence_parallel(tmp_path):
 BREAKS = """
 import os, sys, torch, torch.distributed as dist
 import streambp
+from tests.distributed.watch import engine_of
 from tests.families import build, make_batch
 engine = sys.argv[1]
 if engine == "zero-3":
@@ -77,6 +88,7 @@ else:
     settings = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+print("TRAINED UNDER", engine_of(wrapped), flush=True)
 for seed in range(3):
     loss = wrapped(**make_batch("plain", seed=seed), use_cache=False).loss
     wrapped.backward(loss) if engine == "zero-3" else loss.backward()
@@ -86,6 +98,7 @@ print("all steps done")
 
 BREAKS_BETWEEN_EXCHANGES = """
 import os, deepspeed, torch, streambp
+from streambp.distributed.sequence_parallel import find_ulysses
 from tests.distributed.split_worker import model_for, register, shard, whole_batch
 deepspeed.init_distributed(dist_backend="gloo")
 rank = int(os.environ["RANK"])
@@ -99,6 +112,7 @@ def forward(x):
         raise ValueError("injected in the middle of a step")
     return real(mlp, x)
 mlp.forward = forward
+print("TRAINED UNDER", type(find_ulysses("sdpa")).__name__, flush=True)
 for seed in range(3):
     batch, items = shard(whole_batch({"seed": seed}), rank)
     model(**batch, num_items_in_batch=items, use_cache=False).loss.backward()
@@ -119,4 +133,5 @@ def test_a_rank_that_raises_ends_the_job_with_its_error(engine, tmp_path):
     assert result.returncode != 0
     assert "ValueError: injected in the middle of a step" in result.stderr
     assert "all steps done" not in result.stdout
+    check_engine(result, "Ulysses" if engine == "split sequences" else engine)
     assert time.monotonic() - start < 100  # a hang, not a speed

@@ -1,0 +1,79 @@
+"""Under what engine a model trains: read off the modules that are called and their parameters, not off what was asked for.
+
+python -m tests.distributed.watch SCRIPT ARGUMENT...     runs a script, and prints it at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as hooks
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+SEEN = "TRAINED UNDER"
+
+
+def engine_of(module):
+    """What a module is, if it is an engine over several ranks: "ddp", "fsdp2" or "zero-STAGE"; else None."""
+    if isinstance(module, DistributedDataParallel):
+        return "ddp" if dist.get_world_size(module.process_group) > 1 else None
+    if isinstance(module, FSDPModule):
+        sharded = all(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in module.parameters())
+        return "fsdp2" if sharded else None
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is None or not isinstance(module, deepspeed.DeepSpeedEngine):
+        return None
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    stage, parameters = module.zero_optimization_stage(), list(module.module.parameters())
+    over_ranks = isinstance(module.optimizer, ZeROOptimizer) and dist.get_world_size(module.data_parallel_group) > 1
+    cut = [hasattr(p, "ds_id") and p.ds_tensor.numel() < p.ds_numel for p in parameters]
+    if not over_ranks or any(cut) != (stage == 3) or all(cut) != (stage == 3):
+        return None
+    return f"zero-{stage}"
+
+
+@contextlib.contextmanager
+def engines_seen():
+    """A set that fills with the engine of every forward that trains; "none" for a model that is called without one."""
+    seen, within = set(), []
+
+    def enter(module, args):
+        if within or not torch.is_grad_enabled():
+            return
+        found = engine_of(module)
+        if found or isinstance(module, PreTrainedModel):
+            seen.add(found or "none")
+            within.append(module)
+
+    def leave(module, args, output):
+        if within and within[-1] is module:
+            within.pop()
+
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def main():
+    del sys.argv[0]
+    with engines_seen() as seen:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    print(SEEN, *sorted(seen), flush=True)
+
+
+if __name__ == "__main__":
+    main()

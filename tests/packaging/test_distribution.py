@@ -1,0 +1,135 @@
+"""The wheel and the source archive: that they are whole, what they say of themselves, and that the wheel alone runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 reads this pyproject.toml")
+
+ROOT = Path(__file__).parents[2]
+TREES = (".ci", ".github", "docs", "examples", "paper_repro", "streambp", "tests")
+FILES = (
+    ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml",
+    "setup.py",
+)  # fmt: skip
+LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.pyc")
+BUILD = "import sys; from setuptools import build_meta as b; to = sys.argv.pop(); b.build_wheel(to); b.build_sdist(to)"
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """A wheel and a source archive of a copy of the project, and the copy."""
+    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
+    for tree in TREES:
+        shutil.copytree(ROOT / tree, source / tree, ignore=LEFT_BEHIND)
+    for file in FILES:
+        shutil.copy(ROOT / file, source / file)
+    subprocess.run([sys.executable, "-c", BUILD, str(made)], cwd=source, check=True, capture_output=True, timeout=300)
+    (wheel,), (archive,) = made.glob("*.whl"), made.glob("*.tar.gz")
+    return wheel, archive, source
+
+
+def files_of(source, *trees):
+    return {p.relative_to(source).as_posix() for tree in trees for p in (source / tree).rglob("*") if p.is_file()}
+
+
+def test_the_wheel_has_every_file_of_the_package_and_no_other(archives):
+    wheel, _, source = archives
+    assert wheel.name == "streambp-0.1.0-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    inside = {name for name in names if not name.startswith("streambp-0.1.0.dist-info/")}
+    assert inside == files_of(source, "streambp")
+    assert {"streambp/py.typed", "streambp/planner/web/page.html"} < inside
+    assert "streambp-0.1.0.dist-info/licenses/LICENSE" in names
+
+
+def test_the_source_archive_has_the_project(archives):
+    _, archive, source = archives
+    with tarfile.open(archive) as tar:
+        names = {name.removeprefix("streambp-0.1.0/") for name in tar.getnames()}
+    assert files_of(source, *TREES) | set(FILES) <= names
+
+
+def metadata(wheel):
+    return HeaderParser().parsestr(zipfile.ZipFile(wheel).read("streambp-0.1.0.dist-info/METADATA").decode())
+
+
+def test_what_the_package_says_of_itself(archives):
+    found = metadata(archives[0])
+    assert (found["Name"], found["License-Expression"], found["Requires-Python"]) == ("streambp", "Apache-2.0", ">=3.10")
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload() == (ROOT / "README.md").read_text("utf-8")
+    assert "long context" in found["Keywords"]
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.10"} < set(found.get_all("Classifier"))
+    assert not any(line.startswith("License ::") for line in found.get_all("Classifier"))  # beside an expression: refused
+    assert all(re.fullmatch(r"[\w ]+, https://\S+", line) for line in found.get_all("Project-URL"))
+
+
+def test_requirements(archives):
+    """Only torch and transformers without extras; every extra whole, and what is installed here in its range."""
+    found = metadata(archives[0])
+    wanted = [Requirement(line) for line in found.get_all("Requires-Dist")]
+    assert {r.name for r in wanted if not (r.marker and "extra" in str(r.marker))} == {"torch", "transformers"}
+    assert set(found.get_all("Provides-Extra")) == {"trl", "deepspeed", "peft", "examples", "test"}
+    by_extra = {e: {r.name for r in wanted if "extra" in str(r.marker) and r.marker.evaluate({"extra": e})}
+                for e in found.get_all("Provides-Extra")}  # fmt: skip
+    assert [by_extra[name] for name in ("trl", "deepspeed", "peft")] == [{"trl"}, {"deepspeed"}, {"peft"}]
+    for name in ("torch", "transformers"):
+        version = __import__(name).__version__
+        assert next(r for r in wanted if r.name == name).specifier.contains(Version(version), prereleases=True)
+
+
+def test_the_wheel_alone_runs(archives, tmp_path):
+    """Elsewhere, without the project beside it: its command, and the planner's page, which needs the package's data."""
+    with zipfile.ZipFile(archives[0]) as wheel:
+        wheel.extractall(tmp_path)
+        entry = wheel.read("streambp-0.1.0.dist-info/entry_points.txt").decode()
+    assert "streambp = streambp.cli:main" in entry
+    program = (
+        "import streambp, streambp.planner.page as page, sys; print(streambp.__file__)\n"
+        "assert '</html>' in page.part('page.html')\n"
+        "from streambp.cli import main; main(['--help'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.startswith(str(tmp_path))
+    assert "usage: streambp" in result.stdout
+
+
+def test_the_workflow_runs_both_ends_of_what_the_package_supports():
+    """And every other version that it names is one of them."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8"))["jobs"]
+    versions = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text("utf-8"))
+    matrix = jobs["tests"]["strategy"]["matrix"]
+    assert matrix["python"] == [versions[0], versions[-1]] == ["3.10", "3.13"]
+    assert {system.split("-")[0] for system in matrix["os"]} == {"ubuntu", "macos"}
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    named = {str(step["with"]["python-version"]) for step in steps if "python-version" in step.get("with", {})}
+    assert named - {"${{ matrix.python }}"} <= set(versions)
+    assert sum("bash .ci/setup" in step.get("run", "") for step in steps) == 2
+
+
+def test_hooks_run_what_the_set_up_installs():
+    yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert repo["repo"] == "local"
+    tools = {hook["entry"].split()[0] for hook in repo["hooks"]}
+    assert tools == {".venv/bin/ruff", ".venv/bin/mypy"}
+    assert all(hook["language"] == "system" for hook in repo["hooks"])
