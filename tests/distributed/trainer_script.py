@@ -19,6 +19,7 @@ import streambp
 from streambp.attention import prefix
 from streambp.integrations import deepspeed as plugin
 from tests.families import build, make_batch
+from tests.seeds import seed_of
 
 STEPS = 3
 
@@ -30,7 +31,7 @@ def examples():
 def with_trainer(model, config, output):
     arguments = TrainingArguments(
         str(output.parent / "trainer"), report_to=[], use_cpu=True, deepspeed=config, per_device_train_batch_size=1,
-        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, seed=3,
+        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, seed=seed_of(3),
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=examples(), callbacks=[plugin.StreamCallback()])
