@@ -1,12 +1,29 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from streambp.attention import prefix
+from tests import seeds
 from tests.oracle import lift_float32_casts
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
+
+
+def pytest_report_header() -> str:
+    """What a failure depends on beside the code."""
+    return (
+        f"STREAMBP_TEST_SEED={seeds.BASE}, ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, "
+        f"OMP_NUM_THREADS={torch.get_num_threads()}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws without a seed of its own does not depend on the tests before it."""
+    seeds.seed_torch()
 
 
 @pytest.fixture

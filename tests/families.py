@@ -24,6 +24,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.seeds import seed_torch, seeded
+
 VOCABULARY = 53
 LENGTH = 23
 WINDOW = 6
@@ -63,7 +65,7 @@ MODES = ("plain", "left-padded", "right-padded", "packed")
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A model in train mode with sdpa and random weights, norms and biases among them."""
     model_class, config_class, extra = FAMILIES[family]
-    torch.manual_seed(seed)
+    seed_torch(seed)
     config = config_class(**{**SIZES, **extra, **overrides}, attn_implementation="sdpa")
     model = model_class(config).to(dtype).train()
     with torch.no_grad():
@@ -75,7 +77,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **over
 
 def make_batch(mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2) -> dict[str, Tensor]:
     """Random tokens with labels; padding and prompts are not labelled, documents of a packed row restart at 0."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     labels = ids.clone()
     batch = {"input_ids": ids, "labels": labels}

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import streambp
 from tests.families import WINDOW, build, make_batch
 from tests.oracle import gradients, worst_error
+from tests.seeds import seeded
 
 CONFIG = streambp.StreamConfig(chunk_size=5)
 pytestmark = pytest.mark.usefixtures("float64_oracle")
@@ -320,7 +321,7 @@ def test_log_probs_of_the_labels():
     target = batch["labels"][:, 1:]
     expected = logits[:, :-1].log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)
     torch.testing.assert_close(output.log_probs, expected, rtol=1e-10, atol=1e-10)
-    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=seeded(0))
     (output.log_probs.exp() * weights).sum().backward()
     (expected.exp() * weights).sum().backward()
     found, reference = ({n: p.grad for n, p in m.named_parameters()} for m in (ours, stock))

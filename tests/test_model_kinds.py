@@ -29,6 +29,7 @@ import streambp
 from tests import zoo
 from tests.families import LENGTH, VOCABULARY, make_batch
 from tests.oracle import relative_l2, worst_error
+from tests.seeds import seed_torch, seeded
 
 IMAGE = VOCABULARY - 1
 IMAGE_TOKENS = slice(5, 9)
@@ -50,7 +51,7 @@ def gradients_of(model, run):
 
 def check(stock, run, chunk_size=5, tolerance=1e-10):
     """The patched copy gives the same loss and the same gradients; returns it."""
-    torch.manual_seed(0)
+    seed_torch(0)
     expected_loss, expected = gradients_of(stock.double().train(), run)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size))
     loss, found = gradients_of(ours, run)
@@ -102,10 +103,10 @@ def test_reward_model():
 
 
 def image_batch():
-    ids = torch.randint(3, IMAGE - 3, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, IMAGE - 3, (2, LENGTH), generator=seeded(0))
     ids[:, IMAGE_TOKENS] = IMAGE
     labels = ids.masked_fill(ids == IMAGE, -100)
-    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pixels = torch.randn(2, 3, 8, 8, generator=seeded(1), dtype=torch.float64)
     return {"input_ids": ids, "labels": labels, "pixel_values": pixels, "use_cache": False}
 
 
@@ -132,7 +133,7 @@ def test_qwen_vl_with_its_three_positions_per_token():
     del text_config["model_type"]
     config = Qwen2_5_VLConfig(text_config=text_config, vision_config=vision, image_token_id=IMAGE)
     batch = image_batch()
-    batch["pixel_values"] = torch.randn(8, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batch["pixel_values"] = torch.randn(8, 96, generator=seeded(1), dtype=torch.float64)
     batch["image_grid_thw"] = torch.tensor([[1, 2, 2], [1, 2, 2]])
     batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
     ours = check(Qwen2_5_VLForConditionalGeneration(config), lambda m: m(**batch).loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 import streambp
 from streambp.patching import streamed_head
 from tests.families import VOCABULARY, build, make_batch
-from tests.oracle import gradients, relative_l2, worst_error
+from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
+from tests.seeds import seed_of, seed_torch, seeded
 
 CONFIG = streambp.StreamConfig(chunk_size=5)
 PROBED = 4  # forwards of a layer before its first call: 12 tokens whole and in chunks of 5
@@ -37,7 +39,7 @@ def test_lora(patch_first, saves, float64_oracle):
         config = streambp.StreamConfig(chunk_size=5, saves=saves)
         if streamed and patch_first:
             streambp.patch(model, config)
-        torch.manual_seed(3)
+        seed_torch(3)
         model = peft.get_peft_model(model, lora).to(torch.float64).train()
         for name, p in model.named_parameters():
             if "lora_B" in name:
@@ -93,12 +95,12 @@ def test_dropout_by_finite_differences(family, float64_oracle):
     batch = make_batch("left-padded")
 
     def loss():
-        torch.manual_seed(7)
+        seed_torch(7)
         return model(**batch, use_cache=False).loss
 
     value = loss()
     value.backward()
-    torch.manual_seed(11)
+    seed_torch(11)
     direction = [torch.randn_like(p) for p in model.parameters()]
     slope = sum((p.grad * d).sum() for p, d in zip(model.parameters(), direction, strict=True))
     step, ends = 1e-6, []
@@ -123,7 +125,11 @@ def test_backward_leaves_the_random_stream_alone():
 
 @pytest.mark.parametrize("saves", [(), ("attn_out",), ("kv",)])
 def test_autocast_is_as_precise_as_the_unpatched_model(saves):
-    for seed in range(3):
+    assert_as_precise(autocast_errors(saves))
+
+
+def autocast_errors(saves):
+    for seed in itertools.count():
         model = build("qwen3", seed=seed, hidden_size=64)
         batch = make_batch("plain", length=96, seed=seed)
         _, truth = gradients(model, **batch)
@@ -138,7 +144,7 @@ def test_autocast_is_as_precise_as_the_unpatched_model(saves):
 
         stock = step(model)
         ours = step(streambp.patch(model, streambp.StreamConfig(chunk_size=11, saves=saves)))
-        assert relative_l2(ours, truth) <= 1.05 * relative_l2(stock, truth)
+        yield relative_l2(ours, truth), relative_l2(stock, truth)
 
 
 def test_autocast_covers_the_recomputation():
@@ -156,8 +162,12 @@ def test_autocast_covers_the_recomputation():
 
 def test_fp16_with_a_gradient_scaler():
     """Weights in float32 under autocast: without the scaler's factor the head's products underflow in float16."""
-    model = build("qwen3", vocab_size=2048)
-    ids = torch.randint(3, 2048, (2, 256), generator=torch.Generator().manual_seed(1))
+    assert_as_precise(map(scaled_errors, itertools.count()))
+
+
+def scaled_errors(seed):
+    model = build("qwen3", seed=seed, vocab_size=4096)
+    ids = torch.randint(3, 4096, (2, 96), generator=seeded(seed))
     batch = {"input_ids": ids, "labels": ids}
     _, truth = gradients(model, **batch)
     found = []
@@ -175,7 +185,7 @@ def test_fp16_with_a_gradient_scaler():
         scaler.update()
         assert scaler.get_scale() == 65536.0
         model.zero_grad()
-    assert relative_l2(found[1], truth) <= 1.05 * relative_l2(found[0], truth)
+    return relative_l2(found[1], truth), relative_l2(found[0], truth)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -257,7 +267,7 @@ class Rows(torch.utils.data.Dataset):
         return 12
 
     def __getitem__(self, index):
-        ids = torch.randint(3, VOCABULARY, (17,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(3, VOCABULARY, (17,), generator=seeded(index))
         return {"input_ids": ids, "labels": ids}
 
 
@@ -267,7 +277,7 @@ def train(model, folder, resume=None, steps=6, **settings):
     arguments = transformers.TrainingArguments(
         folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
         save_steps=3, logging_steps=1, report_to=[], use_cpu=True, gradient_checkpointing=True, eval_strategy="steps",
-        eval_steps=3, disable_tqdm=True, seed=5, **settings,
+        eval_steps=3, disable_tqdm=True, seed=seed_of(5), **settings,
     )  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train(resume_from_checkpoint=resume)

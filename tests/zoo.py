@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.families import VOCABULARY, WINDOW
+from tests.seeds import seed_torch
 
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "padded_vocab_size"), VOCABULARY),
@@ -148,7 +149,7 @@ def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **change
     With sdpa, or with transformers' eager attention where the family's sdpa is missing or incomplete.
     """
     config = tiny_config(name, **changes)
-    torch.manual_seed(seed)
+    seed_torch(seed)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name in EAGER else "sdpa")
     except ValueError as error:

@@ -15,6 +15,7 @@ from streambp.attention import kernels
 from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, Task, choose_backend
 from streambp.attention.spans import Block, Kind
 from streambp.errors import StreamBPError
+from tests.seeds import seed_of, seeded
 
 SCALE = 0.3
 WINDOW = 4
@@ -32,7 +33,7 @@ BLOCKS = {
 
 def make(block, dtype=torch.float64, head_size=8, value_size=8, heads=4, kv_heads=2, seed=0):
     """q, k, v, do of a block, and a merged (o, lse) as if the row had other blocks as well."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     rows, queries, keys = block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0
 
     def random(*shape):
@@ -79,8 +80,8 @@ def check(kernel, block, tile=None, rtol=1e-10, **sizes):
     torch.testing.assert_close(o.double(), expected_o, rtol=rtol, atol=rtol)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=rtol, atol=rtol)
 
-    other_lse = torch.randn(lse.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    other_o = torch.randn(o.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    other_lse = torch.randn(lse.shape, dtype=torch.float64, generator=seeded(1))
+    other_o = torch.randn(o.shape, dtype=torch.float64, generator=seeded(2))
     merged_lse = torch.logaddexp(expected_lse, other_lse)
     merged_o = (
         expected_o * torch.exp(expected_lse - merged_lse)[..., None]
@@ -102,7 +103,7 @@ def test_math(name, value_size):
 @pytest.mark.parametrize("added", [False, True])
 def test_math_with_a_mask(shape, added):
     block = BLOCKS["mask"]
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     tile = torch.rand(*shape, 9, 13, generator=generator) < 0.5
     tile[:, :, 4] = added  # a query that reads nothing, which added masks may not have
     if added:
@@ -131,9 +132,9 @@ def test_cpu_flash(name, dtype, rtol):
 def test_dropout_draws_the_same_in_backward():
     block = BLOCKS["full"]
     q, k, v, do = make(block)
-    task = Task(block, SCALE, dropout=0.4, seed=5)
+    task = Task(block, SCALE, dropout=0.4, seed=seed_of(5))
     wide = [x.requires_grad_() for x in (q, k, v)]
-    draw = torch.rand(2, 2, 2, 9, 13, generator=torch.Generator().manual_seed(5)).flatten(1, 2)
+    draw = torch.rand(2, 2, 2, 9, 13, generator=seeded(5)).flatten(1, 2)
     weights = (q @ k.repeat_interleave(2, 1).mT * SCALE).softmax(-1) * (draw >= 0.4) / 0.6
     expected = weights @ v.repeat_interleave(2, 1)
     o, lse = MATH.forward(*(x.detach() for x in wide), task)

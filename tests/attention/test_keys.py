@@ -9,6 +9,7 @@ from streambp.attention.keys import WORKING, CallSite, PrefixMemory, TiledSite
 from streambp.attention.spans import Run, Spans, Tiling
 from streambp.chunks import ChunkPlan
 from streambp.layer.store import InMemory
+from tests.seeds import seeded
 
 LENGTH, CHUNK, SHAPE = 23, 5, (2, 3, 4)  # B, H_kv, D
 LAYOUTS = {
@@ -37,7 +38,7 @@ class Elsewhere(InMemory):
 @pytest.mark.parametrize("k_block", [3, 4, 16384])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     rows, heads, size = SHAPE
     whole = torch.randn(2, rows, heads, LENGTH, size, generator=generator)  # K and V
     plan, store, scratch = ChunkPlan(LENGTH, CHUNK), Elsewhere(), Elsewhere()

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import streambp
 from tests import zoo
 from tests.families import FAMILIES, SIZES, build
+from tests.seeds import seed_torch
 
 WIDER = {
     "hidden_size": 64,
@@ -26,7 +27,7 @@ WIDER = {
 
 def model_for(case, seed=0):
     """The model of a case; other weights for another seed."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     name = case.get("model", "qwen3")
     changes = {"tie_word_embeddings": True} if case.get("tied") else {}
     if case.get("zero_init"):  # weights are elsewhere as soon as they are made

@@ -25,6 +25,7 @@ from tests.distributed.traffic import Gathers
 from tests.distributed.watch import engines_seen
 from tests.families import FAMILIES, build, make_batch
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
+from tests.seeds import seed_torch
 
 RANKS = 2
 LENGTH = 24
@@ -44,7 +45,7 @@ def model_for(case):
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
-        torch.manual_seed(7)
+        seed_torch(7)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:

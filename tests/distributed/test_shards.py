@@ -10,6 +10,7 @@ import streambp
 from streambp.attention.spans import Run, Spans
 from streambp.distributed.shards import Shards, gather_shards
 from streambp.errors import StreamBPError, UnsupportedModelError
+from tests.seeds import seed_torch
 
 
 class Sent(Exception):  # noqa: N818 - ends a rank's first run
@@ -39,7 +40,7 @@ def on_all_ranks(shards, method, tensors, *args):
 
 def check_exchange(ranks, heads):
     """Rank r gets heads [r H / P, (r + 1) H / P) of all tokens, and its own tokens back."""
-    torch.manual_seed(0)
+    seed_torch(0)
     length = 3
     whole = torch.randn(2, heads, ranks * length, 5)
     shards = Shards(None, ranks, length, Spans.causal(2, ranks * length))

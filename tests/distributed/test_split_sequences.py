@@ -10,7 +10,7 @@ import torch
 from tests.distributed.ranks import run_split
 from tests.distributed.test_engines import CPU, NOTHING_CACHED
 from tests.examples.test_distributed_examples import torchrun
-from tests.oracle import worst_error
+from tests.oracle import assert_as_precise, worst_error
 
 GRADIENT_BAR = 1e-10  # float64
 TRAINING_BAR = 1e-6  # float32, weights after four steps
@@ -38,7 +38,7 @@ FULL = [
         {"family": "gemma3n_text"}, {"config": {"head": False}}, {"config": {"attention": "math"}, "mode": "packed"},
     ]},
     {"bf16": [{"seed": seed, "length": 256, "chunks": [29, 43], "changes": {"num_hidden_layers": 3, "hidden_size": 64}}
-              for seed in range(6)]},
+              for seed in range(8)]},
     *({"engines": [case]} for case in (
         {"stage": 1}, {"stage": 2, "accumulation": 3, "family": "llama"}, {"stage": 2, "lora": True},
         {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 3, "eval": True},
@@ -80,11 +80,15 @@ def check(runs):
             assert (counts["all_to_all_single forward"], counts["all_to_all_single backward"]) == (8, 16)  # of two layers
             assert counts.get("gathers per parameter", 0) <= 2 + row["case"].get("eval", False)
     if "bf16" in results:
+<<<<<<< HEAD
         ratios = [row["ours"] / row["stock"] for row in results["bf16"]]
         counts = [row[f"{name} counts"] for row in results["bf16"] for name in ("ours", "stock")]
         assert all(count["all_to_all_single forward"] for count in counts)
         print("bf16, our error / unpatched Ulysses' error:", ratios)
         assert sum(ratios) / len(ratios) <= 1.05
+=======
+        assert_as_precise((row["ours"], row["stock"]) for row in results["bf16"])
+>>>>>>> tolerances
 
 
 def test_split_sequences():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import streambp
 from streambp.head import blocks, token_log_probs
+from tests.oracle import assert_as_precise, relative_l2
+from tests.seeds import seeded
 
 OPTIONS = {
     "plain": {},
@@ -25,7 +29,7 @@ def small_blocks(monkeypatch):
 
 
 def make(bias=True, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     norm = nn.RMSNorm(8, eps=1e-6, dtype=torch.float64)
     norm.weight.data += 0.3 * random(8)
@@ -78,6 +82,32 @@ def test_half_precision_is_summed_in_float32():
     hidden, weight, _, _, labels = make()
     found = token_log_probs(hidden.bfloat16(), weight.bfloat16().requires_grad_(), labels)
     assert found.log_probs.dtype == torch.float32
+
+
+def bf16_errors(seed, rows=8, length=12, width=32, vocabulary=61):
+    """Of the gradients of hidden states and weight, ours over many blocks and those of full logits."""
+    generator = seeded(seed)
+    random = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
+    leaves = {"hidden": random(rows, length, width), "weight": random(vocabulary, width) / width**0.5}
+    labels = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    upstream = torch.rand(rows, length, generator=generator)
+
+    def full(hidden, weight):
+        log_p = nn.functional.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
+        return log_p.gather(-1, labels[..., None])[..., 0]
+
+    def gradients(log_probs, dtype=torch.bfloat16):
+        own = {name: leaf.to(dtype, copy=True).requires_grad_() for name, leaf in leaves.items()}
+        (log_probs(**own) * upstream).sum().backward()
+        return {name: leaf.grad for name, leaf in own.items()}
+
+    truth = gradients(full, torch.float64)
+    ours = gradients(lambda hidden, weight: token_log_probs(hidden, weight, labels).log_probs)
+    return relative_l2(ours, truth), relative_l2(gradients(full), truth)
+
+
+def test_bf16_is_as_precise_as_full_logits():
+    assert_as_precise(map(bf16_errors, itertools.count()))
 
 
 def test_shapes_and_labels_are_checked():

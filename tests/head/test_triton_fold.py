@@ -11,13 +11,14 @@ import torch
 
 from streambp.head import triton_fold
 from streambp.head.blocks import Fold, Projection, fold_in_torch
+from tests.seeds import seeded
 
 PROJECTIONS = (Projection(), Projection(0.3, None, 1.7), Projection(1.3, 3.0, 0.8))
 
 
 def compare(device="cpu"):
     """Blocks that are wider and narrower than the kernel's, rows of a slice, labels inside and outside of the block."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for dtype in (torch.float32, torch.bfloat16):
         for columns in (7, 1000, 5000):
             wide = torch.randn(5, columns + 3, generator=generator) * 4

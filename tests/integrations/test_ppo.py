@@ -23,6 +23,7 @@ from transformers import AutoModelForTokenClassification
 
 from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer, values
 from tests.integrations.test_trl import tokenizer
+from tests.seeds import seed_of, seeded
 
 WORDS = (5, 9, 14, 20)
 
@@ -48,7 +49,7 @@ def make(folder, model, value_model=None, peft_config=None, **settings):
             "max_steps": 4, "per_device_train_batch_size": 32, "num_generations": 2, "steps_per_generation": 2,
             "num_iterations": 2, "learning_rate": 3e-3, "max_completion_length": 3, "report_to": [], "use_cpu": True,
             "bf16": False, "disable_tqdm": True, "logging_steps": 20, "save_strategy": "no", "value_coef": 0.5,
-            "lr_scheduler_type": "constant", "kl_coef": 0.01, "stream_chunk_size": "2", **settings,
+            "lr_scheduler_type": "constant", "seed": seed_of(42), "kl_coef": 0.01, "stream_chunk_size": "2", **settings,
         },
     )  # fmt: skip
     return StreamPPOTrainer(
@@ -59,7 +60,7 @@ def make(folder, model, value_model=None, peft_config=None, **settings):
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
 def test_learns_what_the_prompt_asks_for(seed, tmp_path, attended_chunks):
-    trainer = make(tmp_path, build("qwen3", seed=seed), max_steps=320, seed=seed)
+    trainer = make(tmp_path, build("qwen3", seed=seed), max_steps=320, seed=seed_of(seed))
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     rewards = [entry["rewards/repeats/mean"] for entry in log]
@@ -73,7 +74,7 @@ def test_learns_what_the_prompt_asks_for(seed, tmp_path, attended_chunks):
 
 
 def rollouts(trainer):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     draw = lambda: torch.randn(4, 5, generator=generator, dtype=torch.float64)  # noqa: E731
     mask = torch.ones(4, 5, dtype=torch.long)
     mask[1, 3:] = mask[2, 1:] = 0

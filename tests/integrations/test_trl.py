@@ -10,6 +10,7 @@ import torch
 import streambp
 from tests.families import VOCABULARY, build
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
+from tests.seeds import seed_of, seed_torch, seeded
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -72,12 +73,12 @@ def words(generator, low, high):
 
 
 def texts():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     return Dataset.from_list([{"text": words(generator, 5, 30)} for _ in range(24)])
 
 
 def pairs():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     return Dataset.from_list(
         [
             {
@@ -91,7 +92,7 @@ def pairs():
 
 
 def prompts():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     return Dataset.from_list([{"prompt": words(generator, 2, 9)} for _ in range(16)])
 
 
@@ -103,7 +104,7 @@ def train(trainer_class, config_class, dataset, folder, model=None, trainer=None
         **{
             "max_steps": 10, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.1,
             "optim": "sgd", "report_to": [], "use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "bf16": False,
-            "save_strategy": "no", "lr_scheduler_type": "constant", "seed": 3, **settings,
+            "save_strategy": "no", "lr_scheduler_type": "constant", "seed": seed_of(3), **settings,
         },
     )  # fmt: skip
     made = trainer_class(
@@ -183,7 +184,7 @@ def checkpoint(tmp_path_factory):
 def test_dpo(lora, loss_type, tmp_path, attended_chunks, checkpoint):
     def run(trainer_class, config_class, **settings):
         trainer = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
-        torch.manual_seed(0)
+        seed_torch(0)
         model = {} if lora else checkpoint
         return train(
             trainer_class, config_class, pairs(), tmp_path, trainer=trainer, loss_type=[loss_type], **model, **settings

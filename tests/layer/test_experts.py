@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 import streambp
 from tests import zoo
 from tests.counting import WrittenBytes
+from tests.seeds import seed_torch
 
 EXPERT_WEIGHTS = 128 * 64  # experts times their width: the same weights, cut into more or fewer experts
 
@@ -19,7 +20,7 @@ def written_per_chunk(experts, length=512, chunk_size=128):
         hidden_size=256, moe_intermediate_size=EXPERT_WEIGHTS // experts,
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
-    torch.manual_seed(0)
+    seed_torch(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     weights = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if ".experts." in n)
     assert weights == 3 * EXPERT_WEIGHTS * 256 * 2

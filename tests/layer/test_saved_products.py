@@ -10,13 +10,14 @@ import torch
 import streambp
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
+from tests.seeds import seed_torch
 
 GLOBS = (("mlp.gate_proj",), ("mlp.*",), ("*",), ("self_attn.[qkv]_proj", "attn_out"), ("mlp.up_proj", "kv", "attn_out"))
 
 
 def step(model, saves, scale=1.0, **settings):
     ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=5, saves=saves, **settings))
-    torch.manual_seed(3)
+    seed_torch(3)
     loss = ours(**make_batch("left-padded"), use_cache=False).loss
     with LinearFlops() as flops:
         loss.backward()

@@ -22,7 +22,8 @@ from tests.distributed.one_rank import give_back, split_over_one_rank, with_shif
 from tests.families import build, make_batch
 from tests.layer.test_arithmetic import LAYERS, LENGTH, layer_flops, meta_layer
 from tests.layer.test_bytes import KB, qwen3_8b_layer, run_layer
-from tests.oracle import gradients, relative_l2, worst_error
+from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
+from tests.seeds import seed_torch
 from tests.test_oracle import reference
 
 
@@ -85,7 +86,7 @@ def test_dropout_after_attention_is_drawn_as_in_chunks(monkeypatch, float64_orac
         with monkeypatch.context() as patch:
             if split:
                 split_over_one_rank(patch)
-            torch.manual_seed(3)
+            seed_torch(3)
             found[split] = shard_gradients(model, make_batch("plain"))
     assert found[True][0] == pytest.approx(found[False][0].item(), rel=1e-12)
     assert worst_error(found[True][1], found[False][1]) <= 1e-10
@@ -95,13 +96,17 @@ def test_dropout_after_attention_is_drawn_as_in_chunks(monkeypatch, float64_orac
 
 def test_autocast_is_replayed(one_rank):
     """Against float32, beside the unpatched model under autocast."""
-    batch = with_shifted_labels(make_batch("plain", length=256))
-    model = build("qwen3")
+    assert_as_precise(map(autocast_errors, itertools.count()))
+
+
+def autocast_errors(seed):
+    batch = with_shifted_labels(make_batch("plain", length=96, seed=seed))
+    model = build("qwen3", seed=seed, hidden_size=64)
     _, truth = gradients(model, **batch)
     errors = []
     for patched in (False, True):
         if patched:
-            streambp.patch(model, StreamConfig(chunk_size=29))
+            streambp.patch(model, StreamConfig(chunk_size=11))
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
@@ -109,7 +114,7 @@ def test_autocast_is_replayed(one_rank):
         model.zero_grad(set_to_none=True)
     stock, ours = errors
     assert stock > 1e-3
-    assert ours <= 1.05 * stock
+    return ours, stock
 
 
 def test_a_half_without_trainable_parameters_before_it(one_rank, float64_oracle):

@@ -14,6 +14,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from tests.integrations.test_trl import pairs, prompts, reward, tokenizer
+from tests.seeds import seeded
 
 SETTINGS = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 4}
 
@@ -63,7 +64,7 @@ def grpo(tmp_path_factory):
         model=build("qwen3"), reward_funcs=reward, args=arguments, train_dataset=prompts(), processing_class=tokenizer()
     )
     trainer.current_gradient_accumulation_steps = 1
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     completion_mask = torch.ones(4, 7, dtype=torch.long)
     completion_mask[1, 5:] = completion_mask[2, 1:] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import streambp
 from streambp.head import blocks, token_log_probs
 from streambp.losses import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, dpo_loss, gae, grpo_loss, ppo_loss, sft_loss, whiten
 from tests.families import build
-from tests.oracle import relative_l2
+from tests.oracle import assert_as_precise, relative_l2
+from tests.seeds import seeded
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 4, 9, 8, 29
 
@@ -27,7 +29,7 @@ class Head:
     """Hidden states, norm and weight, as a policy and as a reference model of its own."""
 
     def __init__(self, seed=0):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
         self.hidden = random(ROWS, LENGTH, WIDTH).requires_grad_()
         self.weight = (0.5 * random(VOCABULARY, WIDTH)).requires_grad_()
@@ -48,7 +50,7 @@ class Head:
 
 def make_labels(kind):
     """Prompts without labels; sparse, empty rows, and completions of one token on request."""
-    labels = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+    labels = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=seeded(3))
     for row, prompt in enumerate((2, 4, 1, 3)):
         labels[row, :prompt] = -100
     if kind == "sparse":
@@ -64,7 +66,7 @@ LABELS = ("dense", "sparse", "empty rows", "one token")
 
 
 def other_policy(labels, seed, spread=0.3):
-    noise = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    noise = torch.randn(ROWS, LENGTH, generator=seeded(seed), dtype=torch.float64)
     with torch.no_grad():
         return (Head().full(labels)["log_probs"] + spread * noise) * (labels != -100)
 
@@ -95,7 +97,7 @@ def grpo(loss_type, **options):
 
 
 def ppo(v, labels):
-    generator = torch.Generator().manual_seed(8)
+    generator = seeded(8)
     noise = [torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64) for _ in range(4)]
     values = v["log_probs"] * 0.3 + v["entropy"]  # a value that depends on the model
     return ppo_loss(
@@ -148,7 +150,7 @@ def test_gradients_accumulate_over_two_batches(name):
 def unscaled_gradients(name, patched, seed):
     """Of a float32 model under float16 autocast, with torch's GradScaler; None: in float64 without either."""
     model = build("qwen3", seed=seed, vocab_size=512)
-    labels = torch.randint(3, 512, (4, 48), generator=torch.Generator().manual_seed(2))
+    labels = torch.randint(3, 512, (4, 48), generator=seeded(2))
     labels[0, :20] = labels[1, 5:] = labels[2, ::3] = labels[3, :-1] = -100  # a prompt, padding, gaps, one token
     batch = {"input_ids": labels.clamp(min=3), "labels": labels}
     ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=13))
@@ -165,7 +167,7 @@ def unscaled_gradients(name, patched, seed):
             log_p = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
             log_p = (log_p.float() if patched is False else log_p).log_softmax(-1)
             log_probs = log_p.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * (labels[:, 1:] != -100)
-    draw = torch.randn(4, log_probs.shape[1], generator=torch.Generator().manual_seed(9))
+    draw = torch.randn(4, log_probs.shape[1], generator=seeded(9))
     mask = labels[:, 1:] != -100
     old = (-6.2 + 0.1 * draw) * mask
     loss = {
@@ -184,13 +186,12 @@ def unscaled_gradients(name, patched, seed):
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo"])
 def test_float16_with_a_grad_scaler(name):
-    """Over five models: of a single one the two errors are two draws of a noise, 10 % apart."""
-    ratios = []
-    for seed in range(5):
-        truth, stock, ours = (unscaled_gradients(name, patched, seed) for patched in (None, False, True))
-        ratios.append(relative_l2(ours, truth) / relative_l2(stock, truth))
-    print(f"{name}: error over the unpatched model's own", [f"{ratio:.2f}" for ratio in ratios])
-    assert sum(ratios) / len(ratios) <= 1.05
+    assert_as_precise(scaled_errors(name, seed) for seed in itertools.count())
+
+
+def scaled_errors(name, seed):
+    truth, stock, ours = (unscaled_gradients(name, patched, seed) for patched in (None, False, True))
+    return relative_l2(ours, truth), relative_l2(stock, truth)
 
 
 def test_gae_by_hand():
@@ -209,7 +210,7 @@ def test_gae_by_hand():
 
 def test_gae_passes_over_what_the_policy_did_not_write():
     """A tool's answer between two turns: the reward at the end reaches the first turn as if it were not there."""
-    draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=seeded(4), dtype=torch.float64)  # noqa: E731
     rewards, values = draw(2, 7), draw(2, 7) * 0.5
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 1, 1, 0, 0]])
     found = gae(rewards, values, mask, gamma=0.9, lam=0.8)

@@ -25,6 +25,7 @@ from tests.offload.runs import (
     sampled,
     step,
 )
+from tests.oracle import worst_error
 
 
 @pytest.mark.parametrize(
@@ -42,10 +43,20 @@ def test_gradients_are_bitwise_the_same(mode, saves):
     assert "to the host" in str(streambp.describe(model))
 
 
-@pytest.mark.parametrize("name", ["jamba", "gemma3n_text", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["jamba", "qwen3_moe", "deepseek_v3"])
 def test_families(name):
     expected = step(model_with(("kv",), zoo.build(name, torch.float32)))
     assert_same(step(offloaded(("kv",), zoo.build(name, torch.float32))), expected)
+
+
+def test_hidden_states_that_are_not_contiguous(float64_oracle):
+    """Gemma 3n's are views with other strides than what comes back from the host. The values are the same, but BLAS chooses
+    its product by strides, and not the same on every CPU: equal but for rounding."""
+    (loss, expected), (found_loss, found) = (
+        step(make(("kv",), zoo.build("gemma3n_text", torch.float64))) for make in (model_with, offloaded)
+    )
+    assert torch.equal(found_loss, loss)
+    assert worst_error(found, expected) <= 1e-10
 
 
 @pytest.mark.parametrize(("schedule", "saves"), sampled(lambda schedule, saves: saves == BOTH, SCHEDULES, SAVES))

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.seeds import seeded
+
 SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B")
 
 
@@ -48,7 +50,7 @@ def worker(rank, schedule_name, port):
         made = [pipelining.PipelineStage(part, rank + 2 * k, stages, torch.device("cpu")) for k, part in enumerate(mine)]
         schedule_class = getattr(pipelining, schedule_name)
         schedule = schedule_class(made if per_rank > 1 else made[0], micro_batches, loss_fn=loss_function)
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         x, target = (torch.randn(8, length, width, generator=generator, dtype=torch.float64) for _ in range(2))
         arguments = ((x,) if rank == 0 else (), {"target": target} if rank == 1 else {})
         schedule.step(*arguments[0], **arguments[1])

@@ -13,18 +13,19 @@ from paper_repro.losses import OBJECTIVES
 from paper_repro.methods import METHODS, Unavailable
 from paper_repro.shapes import build, make_batch
 from tests.oracle import worst_error
+from tests.seeds import seed_of
 
 ON_CPU = ("plain", "trl", "trl-selective", "streambp", "streambp-lean")
 CASES = [("sft", False), ("dpo", True)]
 
 
 def gradients(name, objective, lora, device):
-    model = build("mini", lora, torch.device(device), seed=0)
+    model = build("mini", lora, torch.device(device), seed=seed_of(0))
     method = METHODS[name]()
     try:
         method.prepare(model, 24)
         with method.step(model):
-            loss = OBJECTIVES[objective](method, model, make_batch(model, 100, seed=1, rows=2), 2)
+            loss = OBJECTIVES[objective](method, model, make_batch(model, 100, seed=seed_of(1), rows=2), 2)
     except Unavailable as reason:
         pytest.skip(f"{name}: {reason}")
     loss.backward()
