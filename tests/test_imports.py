@@ -18,11 +18,13 @@ ORDER = (
     "head.one_pass", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
-    "offload.manager", "stacks", "instance_forward", "wrappers", "patching", "integrations.deepspeed",
+    "offload.manager", "stacks", "instance_forward", "wrappers", "causal_lm", "patching", "describe",
+    "integrations.deepspeed",
     "planner.count", "planner.profile", "planner.skeleton", "planner.step", "planner.compose", "planner.tree",
     "planner.survey", "planner.estimate", "planner.plan", "planner.auto", "planner.measure", "planner.report",
     "planner.page", "planner.megatron",
-    "integrations.trl.settings", "integrations.trl.head", "integrations.trl.sft", "integrations.trl.dpo",
+    "integrations.trl.settings", "integrations.trl.head", "integrations.trl.trainer", "integrations.trl.sft",
+    "integrations.trl.dpo",
     "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "verify", "cli", "__main__",
 )  # fmt: skip
 PACKAGES = ("", "attention", "layer", "head", "losses", "offload", "distributed", "integrations", "integrations.trl")

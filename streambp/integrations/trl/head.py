@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
+from streambp.causal_lm import CausalLMForward, Scored
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
 from streambp.head.blocks import Wanted
 from streambp.instance_forward import InstanceForward
 from streambp.patching import patch, streamed_head
-from streambp.wrappers import CausalLMForward, Scored
 
 OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
 
