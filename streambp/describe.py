@@ -6,10 +6,11 @@ import dataclasses
 
 from torch import nn
 
-from streambp.causal_lm import CausalLMForward
+from streambp.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.chunks import AUTO_RULE
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import StreamBPError
+from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.offload.arena import local_ranks
 from streambp.patching import Patch
 from streambp.wrappers import LayerForward
@@ -147,13 +148,33 @@ def _describe_head(found: Patch) -> str:
     heads = [wrapper for wrapper in found.state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
         return "none (no language-model head)"
-    if not any(head.reached for head in heads):
-        return "as another library computes it: it replaced the model's forward after streambp.patch"
-    if not found.state.config.head:
+    told = [_what_became_of(head) for head in heads]
+    if len(set(told)) == 1:
+        return told[0]
+    return "; ".join(f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True))
+
+
+def _what_became_of(head: CausalLMForward) -> str:
+    """What a head did in the last step; before the first, what it will do."""
+    if not head.reached:
+        return f"as another library computes it: {_outermost(head)} replaced the model's forward after streambp.patch"
+    if head.foreign is not None:
+        return f"as another library computes it: {head.foreign}"
+    if not head.state.config.head:
         return "builds the logits (head=False)"
-    if found.state.head_built_for is not None:
-        return f"builds the logits: the loss uses {found.state.head_built_for} on them, costs memory"
-    return "blockwise loss, no logits when labels are given"
+    use = head.use
+    if use.last is None:
+        return f"{BLOCKWISE} when labels are given; no call yet"
+    missing = f" ({use.unlabelled} of {use.trained} training calls came without labels)" if use.unlabelled else ""
+    return use.last + missing
+
+
+def _outermost(head: CausalLMForward) -> str:
+    """Who replaced the forward of a patched model: TRL's head is known, others tell by where they were written."""
+    forward = head.module.__dict__.get(head.slot)
+    if any(trls_head(function) is not None for function in wrapped_functions(forward)):
+        return "TRL's fused head"
+    return foreign_forward(type(head.module), forward) or "something"
 
 
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:

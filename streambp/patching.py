@@ -15,7 +15,7 @@ from streambp.instance_forward import InstanceForward, forwards
 from streambp.layer.products import matching
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
-from streambp.stacks import Found, find_stacks
+from streambp.stacks import Found, Stack, find_stacks
 from streambp.wrappers import BackboneForward, LayerForward, PatchState
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -67,7 +67,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     backbones = {id(stack.backbone) for stack in found.stacks}
     for module in model.modules():
         if _is_causal_lm(module) and id(module) not in backbones:
-            wrappers.append(CausalLMForward(module, state))  # type: ignore[arg-type]
+            wrappers.append(CausalLMForward(module, state, _norms_before(module, found.stacks)))  # type: ignore[arg-type]
     for wrapper in wrappers:
         wrapper.install()
     model._streambp = Patch(state, found.left_alone)  # type: ignore[assignment]
@@ -122,6 +122,14 @@ def unpatch(model: Model) -> Model:
 
 def _final_norm(backbone: nn.Module) -> nn.Module | None:
     return next((getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name)), None)
+
+
+def _norms_before(module: PreTrainedModel, stacks: tuple[Stack, ...]) -> tuple[nn.Module, ...]:
+    """The final norms of the decoder that a language-model head belongs to; of all stacks if the model does not tell."""
+    decoder = module.get_decoder()
+    inside = {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+    own = [stack for stack in stacks if id(stack.backbone) in inside] or stacks
+    return tuple(norm for stack in own if (norm := _final_norm(stack.backbone)) is not None)
 
 
 def _is_causal_lm(module: nn.Module) -> bool:

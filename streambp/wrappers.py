@@ -18,9 +18,10 @@ from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_
 from streambp.distributed.shards import Shards, gather_shards
 from streambp.distributed.zero import make_leaf, unmake_leaf
 from streambp.errors import StreamBPError
-from streambp.head.deferred import Deferred, HeadRecord, Recipe
+from streambp.head.deferred import Deferred
 from streambp.head.one_pass import Pending
-from streambp.instance_forward import InstanceForward
+from streambp.head.recipe import HeadRecord, Recipe
+from streambp.instance_forward import InstanceForward, wants_gradients
 from streambp.layer.function import stream_layer
 from streambp.layer.sharded import stream_shard
 from streambp.layer.sharded_call import keeps_kv
@@ -46,7 +47,6 @@ class PatchState:
     root: nn.Module | None = dataclasses.field(default=None, repr=False)
     bypass: bool = False
     pending: Pending = dataclasses.field(default_factory=Pending)
-    head_built_for: str | None = None
     defer_norm: HeadRecord | None = None
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
@@ -90,12 +90,17 @@ class LayerForward(InstanceForward):
             output = stream_layer(self.site, args, kwargs)
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
-        if self.final_norm is not None and self.state.defer_norm is not None:
+        if self.final_norm is not None and self._defers(self.final_norm):
+            assert self.state.defer_norm is not None
             # Not before: some models normalise the embeddings with the same module.
             self.state.deferring = DeferredNorm(self.final_norm, self.state.defer_norm)
             self.state.deferring.install()
             self.state.defer_norm = None
         return output
+
+    def _defers(self, norm: nn.Module) -> bool:
+        record = self.state.defer_norm
+        return record is not None and any(norm is own for own in record.norms) and not wants_gradients(norm)
 
 
 class BackboneForward(InstanceForward):
@@ -211,4 +216,4 @@ class DeferredNorm(InstanceForward):
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         self.remove()  # `Deferred` calls the module itself, block by block
-        return Deferred(hidden_states, Recipe(self.record, norm=self.module))
+        return Deferred.make(hidden_states, Recipe(self.record, norm=self.module))
