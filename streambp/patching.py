@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from streambp.causal_lm import CausalLMForward
 from streambp.config import SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
+from streambp.fused_head import replaces_trls_head
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.layer.products import matching
 from streambp.offload.auto import Auto
@@ -70,6 +71,10 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
             wrappers.append(CausalLMForward(module, state, _norms_before(module, found.stacks)))  # type: ignore[arg-type]
     for wrapper in wrappers:
         wrapper.install()
+    for causal in [wrapper for wrapper in wrappers if isinstance(wrapper, CausalLMForward)]:
+        head = replaces_trls_head(causal) if config.head and causal.foreign is None else None
+        if head is not None:
+            head.add()
     model._streambp = Patch(state, found.left_alone)  # type: ignore[assignment]
     return model
 

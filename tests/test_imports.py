@@ -18,7 +18,7 @@ ORDER = (
     "head.one_pass", "head.recipe", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
-    "offload.manager", "instance_forward", "foreign", "stacks", "wrappers", "causal_lm", "patching",
+    "offload.manager", "instance_forward", "foreign", "stacks", "wrappers", "causal_lm", "fused_head", "patching",
     "describe", "integrations.deepspeed",
     "planner.count", "planner.profile", "planner.skeleton", "planner.step", "planner.compose", "planner.tree",
     "planner.survey", "planner.estimate", "planner.plan", "planner.auto", "planner.measure", "planner.report",

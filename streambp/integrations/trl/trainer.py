@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, ClassVar
 
-from streambp.integrations.trl.head import FusedHead, streamed_heads
+from streambp.fused_head import FusedHead
+from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streambp.causal_lm import Scored
+from streambp.fused_head import FusedHead
 from streambp.head.blocks import token_blocks
-from streambp.integrations.trl.head import FusedHead
 
 VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
 
