@@ -10,6 +10,7 @@ import torch
 import streambp
 from tests.families import VOCABULARY, build
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
+from tests.test_foreign_forwards import fused_forward
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -18,7 +19,7 @@ import peft
 from datasets import Dataset
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from streambp.integrations.trl import (
@@ -355,3 +356,12 @@ def test_without_our_head_trls_stays(tmp_path):
     before = FullLogits.calls
     compare(expected, train(SFTTrainer, SFTConfig, texts(), tmp_path, patch_with=config))
     assert FullLogits.calls > before
+
+
+def test_another_librarys_forward_on_the_class_leaves_the_head_to_trl(tmp_path, monkeypatch, attended_chunks):
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path)
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused_forward)
+    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED)
+    assert attended_chunks
+    compare(expected, found)
+    assert "TRL's fused head" in streambp.describe(found[2].model).head
