@@ -5,8 +5,9 @@ streambp.patch(model)
 """
 
 from streambp.config import StreamConfig
+from streambp.describe import describe
 from streambp.errors import StreamBPError
-from streambp.patching import describe, unpatch
+from streambp.patching import unpatch
 from streambp.planner.auto import patch
 
 __all__ = ["StreamBPError", "StreamConfig", "describe", "patch", "unpatch"]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 WRAPPERS = "_streambp_forwards"  # a module's attribute: its wrappers, outermost last
@@ -49,6 +50,19 @@ def forwards(module: nn.Module) -> Iterator[Any]:
             forward = forward.of(module)
         yield forward
         forward = getattr(forward, "__wrapped__", None) or getattr(forward, "previous", None)
+
+
+def wants_gradients(module: nn.Module) -> bool:
+    """Whether what goes in and out of a module must be real, with gradients: it has backward hooks, for which torch puts
+    an autograd.Function around it, or it is an FSDP unit, which does the same."""
+    everywhere = torch.nn.modules.module
+    hooks = (
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        everywhere._global_backward_hooks,
+        everywhere._global_backward_pre_hooks,
+    )
+    return any(hooks) or any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _slot(module: nn.Module) -> str:

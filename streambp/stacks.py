@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streambp.errors import UnsupportedModelError
+from streambp.foreign import home_of, wrapped_functions
 from streambp.layer.arguments import CACHES
 
 
@@ -47,6 +48,7 @@ def find_stacks(model: nn.Module) -> Found:
             continue
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], GradientCheckpointingLayer):
+                _refuse_unsloth(module, *child)
                 problem = _why_not(module, child)
                 if problem is None:
                     stacks.append(Stack(module, tuple(child)))
@@ -59,6 +61,18 @@ def find_stacks(model: nn.Module) -> Found:
             + ". Use gradient checkpointing for it."
         )
     return Found(tuple(stacks), tuple(reasons))
+
+
+def _refuse_unsloth(*modules: nn.Module) -> None:
+    """It replaces the forwards of transformers' classes with ones that compute attention, cache and loss in its own way."""
+    for module in modules:
+        for home in map(home_of, wrapped_functions(type(module).forward)):
+            if home.startswith("unsloth"):
+                raise UnsupportedModelError(
+                    f"Unsloth has replaced the forward of {type(module).__name__} (in {home}) with one that cannot be cut "
+                    "into chunks. Load the model with transformers in a process that does not import unsloth, or train it "
+                    "with Unsloth's own checkpointing, without streambp."
+                )
 
 
 def attends(layer: nn.Module) -> bool:

@@ -26,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
+from streambp.describe import describe
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.layer.function import StreamedLayer
-from streambp.patching import describe, patch, unpatch
+from streambp.patching import patch, unpatch
 from streambp.verdict import Distances, Losses, Verification, find_notes, find_problems, rate
 
 MIN_CHUNKS = 4

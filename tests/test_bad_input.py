@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -57,6 +58,22 @@ def test_unsupported_models(make):
     with pytest.raises(streambp.StreamBPError, match="cannot be streamed"):
         streambp.patch(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("replaced", ["Qwen3DecoderLayer", "Qwen3Model"])
+def test_unsloths_forwards(replaced, monkeypatch):
+    """It replaces them on transformers' classes, for every model of the process."""
+    model = build("qwen3")
+    owner = {type(module).__name__: type(module) for module in model.modules()}[replaced]
+    forward = types.FunctionType((lambda self, *args: args[0]).__code__, {"__name__": "unsloth.models.llama"})
+    monkeypatch.setattr(owner, "forward", forward)
+    with pytest.raises(
+        streambp.StreamBPError, match=rf"Unsloth has replaced the forward of {replaced} \(in unsloth\.models"
+    ):
+        streambp.patch(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    monkeypatch.undo()
+    streambp.patch(model)
 
 
 def test_not_a_model():

@@ -10,20 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 
+from streambp import causal_lm
 from streambp.attention import kernels, keys, masks, prefix
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.distributed import shards
-from streambp.head import blocks, deferred, log_probs, one_pass
+from streambp.head import blocks, deferred, log_probs, one_pass, recipe
 from streambp.layer import arguments, cached, call, function, kept, products, recompute, shadows, sharded, sharded_call
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
 from streambp.offload import arena, stores
 from streambp.planner import auto, count, profile, skeleton
-from tests import test_contract, test_families, test_oracle, test_padding, test_training, test_uneven_chunks
+from tests import (
+    test_contract,
+    test_families,
+    test_foreign_forwards,
+    test_oracle,
+    test_padding,
+    test_training,
+    test_uneven_chunks,
+)
 from tests.distributed import one_rank, test_host, test_shards
 from tests.families import build, make_batch
-from tests.head import test_expected_scale, test_log_probs
+from tests.head import test_expected_scale, test_log_probs, test_stand_ins
 from tests.layer import test_inner_leaves, test_sharded
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
@@ -104,6 +113,20 @@ def uneven(check, *args):
 def router_loss():
     with default_float64():
         test_families.test_router_loss("mixtral", "plain")
+
+
+def foreign_forward():
+    with pytest.MonkeyPatch.context() as patch:
+        test_foreign_forwards.check("class", patch)
+
+
+def fused_loss():
+    assert test_stand_ins.raises(test_stand_ins.step_of_a_patched_model, test_stand_ins.fused)
+
+
+def written_alias():
+    name = "written through detach"
+    assert test_stand_ins.raises(test_stand_ins.step_of_a_patched_model, test_stand_ins.RAISES[name])
 
 
 def several_blocks():
@@ -359,9 +382,14 @@ MUTANTS = {
     ),
     "split: ignore the window": (sharded_call, "resolve_whole", without_window, lambda: split("gemma3")),
     "split: ignore packing": (shards, "spans_of_tokens", without_packing, lambda: split(mode="packed")),
+    "a stand-in's gradient goes nowhere": (
+        deferred.Link, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
+    ),
+    "other libraries' forwards taken for transformers'": (causal_lm, "foreign_forward", lambda *_: None, foreign_forward),
+    "writes to what shares memory with logits unseen": (deferred.Memory, "watch", lambda self, tensor: None, written_alias),
     "final norm left out": (
-        deferred, "make_inputs",
-        lambda x, t, p, norm, ignore, real=deferred.make_inputs: real(x, t, p, None, ignore), oracle,
+        recipe, "make_inputs",
+        lambda x, t, p, norm, ignore, real=recipe.make_inputs: real(x, t, p, None, ignore), oracle,
     ),
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_math_attention_and_two_pass_head_are_exact(family, mode, float64_oracle, monkeypatch):
-    monkeypatch.setattr("streambp.head.deferred.can_run_in_one_pass", lambda *_: False)
+    monkeypatch.setattr("streambp.head.recipe.can_run_in_one_pass", lambda *_: False)
     expected_loss, expected = reference(family, mode)
     model = streambp.patch(build(family, torch.float64), streambp.StreamConfig(chunk_size=5, attention="math"))
     loss, found = gradients(model, **make_batch(mode))

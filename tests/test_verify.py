@@ -12,7 +12,7 @@ import streambp
 import streambp.verify
 from streambp import cli
 from streambp.attention import prefix
-from streambp.head import deferred
+from streambp.head import recipe
 from streambp.layer import function, shadows
 from streambp.verdict import Distances, Losses, find_problems, rate
 from streambp.verify import pick_chunk_size, verify
@@ -128,11 +128,11 @@ def test_nan_is_flagged_and_valid_json(checkpoint, capsys, monkeypatch):
 def test_a_wrong_loss_is_flagged_though_gradients_are_right(monkeypatch):
     class Shifted:
         @staticmethod
-        def apply(*args, real=deferred.OnePassNLL.apply):
+        def apply(*args, real=recipe.OnePassNLL.apply):
             total = real(*args)
             return total + 0.01 * total.detach()
 
-    monkeypatch.setattr(deferred, "OnePassNLL", Shifted)
+    monkeypatch.setattr(recipe, "OnePassNLL", Shifted)
     for dtype in (torch.float32, torch.bfloat16):
         (problem,) = verify(build("qwen3", dtype), seq_len=128).problems
         assert problem.startswith("the loss is off")

@@ -7,6 +7,16 @@ are remembered; `F.cross_entropy` finally computes the loss block by block. So n
 Any other operation builds the real tensor and goes on with it: exact, at the memory cost that the unpatched model has;
 the operation's name is kept, for `describe`. One that writes in place does so to the real tensor, which then stands for the
 deferred one; through a slice or a view it is refused.
+
+[Note: stand-ins in a graph] What follows these rules takes the stored hidden states into autograd's graph, and never the
+stand-in. Whoever does not (an autograd.Function, a C++ extension) makes the stand-in itself an input, where the gradient
+would end: the loss right, and nothing below it trained. So a stand-in is the output of `Link`, through which every path
+from there to a parameter leads, and whose backward raises. One that was made under no_grad stays without a gradient.
+
+[Note: stand-ins and memory] A real tensor that was built for an operation is let go after it, and the next operation builds
+another. That must not show. If the operation returns no tensor (a hook was registered, a pointer taken), the real one stays
+in the deferred one's place. If what it returns shares memory with the real one (`detach`, `transpose`), a write to it would
+be missed by the next; so its version is remembered, and a stand-in of the same memory that is used after a write refuses.
 """
 
 from __future__ import annotations
@@ -18,104 +28,102 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.distributed.zero import full_shape
-from streambp.errors import StreamBPError
-from streambp.head.blocks import Projection, Wanted
-from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
-from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
+from streambp.errors import BackwardError, StreamBPError
+from streambp.head.recipe import Recipe, blockwise_loss
 
 
-@dataclasses.dataclass
-class HeadRecord:
-    """What is wanted of one forward's deferred tensors, and what happened to them.
+class Link(torch.autograd.Function):
+    """A stand-in's place in the graph. [Note: stand-ins in a graph]"""
 
-    wanted: per-token values are; None: the loss is enough.
-    temperature: logits are divided by it. in_float32: their products are computed in float32.
-    """
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Deferred], *inputs: Tensor) -> Deferred:
+        result = make()
+        ctx.what = f"{'logits' if result.recipe.logits else 'hidden states'} {list(result.shape)}"
+        return result
 
-    pending: Pending
-    wanted: Wanted | None = None
-    temperature: float = 1.0
-    in_float32: bool = False
-    values: TokenLogProbs | None = None  # [N] each
-    hidden_states: Tensor | None = None  # [N, h], what they were computed from
-    norm: nn.Module | None = None  # and the norm that comes before the head
-    num_items: Tensor | int | None = None  # what the model's loss will divide a sum by
-    built_for: str | None = None  # the operation that needed a real tensor
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise BackwardError(
+            f"A gradient arrived at {ctx.what} that streambp keeps from being computed: something other than torch's own "
+            "operations took them (an autograd.Function such as a fused loss, or a kernel), and from there it would not "
+            "reach the model. Use StreamConfig(head=False), which computes them, or leave the fused loss out: streamed "
+            "models compute theirs without logits."
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What stands between the stored hidden states and a deferred tensor's value."""
+class Memory:
+    """What a stand-in, its slices and its views would share. [Note: stand-ins and memory]"""
 
-    record: HeadRecord
-    norm: nn.Module | None = None
-    scale_hidden: float = 1.0
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    before: float = 1.0  # logits = after * tanh(before * product), or after * before * product without tanh
-    tanh: bool = False
-    after: float = 1.0
-    head: nn.Module | None = None  # must be running where weight and bias are read
+    def __init__(self) -> None:
+        self.watched: list[tuple[Tensor, int]] = []
 
-    def scaled(self, factor: float) -> Recipe:
-        if self.weight is None:
-            return dataclasses.replace(self, scale_hidden=self.scale_hidden * factor)
-        if self.tanh:
-            return dataclasses.replace(self, after=self.after * factor)
-        return dataclasses.replace(self, before=self.before * factor)
+    def watch(self, tensor: Tensor) -> None:
+        if type(tensor) is Tensor and not tensor.is_inference():
+            counter = tensor.detach()  # shares the version counter, and with the next line nothing else
+            counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self.watched.append((counter, counter._version))
 
-    def projection(self) -> Projection:
-        """The same in the terms of `Projection`: softcap(scale * product), softcap(z) = cap * tanh(z / cap)."""
-        temperature = self.record.temperature
-        if not self.tanh:
-            return Projection(logit_scale=self.before, temperature=temperature)
-        return Projection(logit_scale=self.before * self.after, softcap=self.after, temperature=temperature)
+    def check(self, operation: str) -> None:
+        for counter, version in self.watched:
+            if counter._version != version:
+                raise StreamBPError(
+                    "The logits were changed in place through another tensor that shares their memory, and then used again "
+                    f"({operation}), while the loss is computed without them. Use StreamConfig(head=False) for this model."
+                )
 
 
 class Deferred(Tensor):
     """Shape, dtype and device of a tensor [..., h] or [..., V]; `source` [..., h] and `recipe` say how to compute it.
 
-    written: the real tensor, once an operation has written to it. derived: a slice or a view of another.
+    Made by `Deferred.make`. written: the real tensor, once it has taken this one's place. derived: a slice or a view of
+    another, with which it shares `memory`. cut: made under no_grad of what requires a gradient.
     """
 
     source: Tensor
     recipe: Recipe
+    memory: Memory
     written: Tensor | None
     derived: bool
+    cut: bool
 
     @staticmethod
     def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
         width = source.shape[-1] if recipe.weight is None else full_shape(recipe.weight)[0]
         shape = (*source.shape[:-1], width)
         self: Deferred = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=source.requires_grad
+            cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
         )  # type: ignore[attr-defined]
-        self.source, self.recipe = source, recipe
-        self.written, self.derived = None, False
+        self.source, self.recipe, self.memory = source, recipe, Memory()
+        self.written, self.derived, self.cut = None, False, False
         return self
 
+    @classmethod
+    def make(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
+        """One that requires a gradient if what it stands for would."""
+        inputs = (source, *recipe.inputs())
+        result: Deferred = Link.apply(lambda: cls(source, recipe, dtype), *inputs)
+        result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        return result
+
     def build(self) -> Tensor:
-        """The real tensor, differentiable."""
+        """The real tensor, differentiable if this one is, whatever grad mode it is asked for in."""
         if self.written is not None:
             return self.written
-        recipe, value = self.recipe, self.source
-        if recipe.norm is not None:
-            value = recipe.norm(value)
-        if recipe.scale_hidden != 1.0:
-            value = value * recipe.scale_hidden
-        if recipe.weight is not None:
-            value = F.linear(value, recipe.weight, recipe.bias)
-            value = value * recipe.before if recipe.before != 1.0 else value
-            value = torch.tanh(value) * recipe.after if recipe.tanh else value
-        return value.to(self.dtype)
+        with torch.set_grad_enabled(self.requires_grad):
+            return self.recipe.build(self.source).to(self.dtype)
 
     def derive(self, source: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
-        result = Deferred(self.source if source is None else source, recipe or self.recipe, self.dtype)
-        result.derived = source is not None
+        result = Deferred.make(self.source if source is None else source, recipe or self.recipe, self.dtype)
+        if source is not None:
+            result.derived, result.memory = True, self.memory
         return result
+
+    def follows_rules(self) -> bool:
+        return self.written is None and not (self.cut and torch.is_grad_enabled())
 
     def write_for(self, operation: str) -> None:
         """Make the real tensor what this stands for, because `operation` is about to change it."""
@@ -125,8 +133,14 @@ class Deferred(Tensor):
                 "Use StreamConfig(head=False) for this model."
             )
         self.written = self.build()
+        self.memory.watch(self.written)
+
+    def _build_for(self, operation: str) -> Tensor:
+        self.recipe.note(operation)
+        return self.build()
 
     @classmethod
+    @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in METADATA:
@@ -136,21 +150,42 @@ class Deferred(Tensor):
         rule = RULES.get(func) or METHODS.get(name)
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
+        stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Deferred)]
+        for deferred in stand_ins:
+            if deferred.written is None:
+                deferred.memory.check(name)
         if args and isinstance(args[0], Deferred) and _writes(name):
             args[0].write_for(name)
-        elif rule is not None and all(getattr(arg, "written", None) is None for arg in args):
+        elif rule is not None and all(deferred.follows_rules() for deferred in stand_ins):
             result = rule(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        args, kwargs = torch.utils._pytree.tree_map_only(Deferred, lambda d: _build_for(d, name), (args, kwargs))
-        return func(*args, **kwargs)
+        built = {id(deferred): (deferred, deferred._build_for(name)) for deferred in stand_ins}
+        args, kwargs = tree_map_only(Deferred, lambda deferred: built[id(deferred)][1], (args, kwargs))
+        result = func(*args, **kwargs)
+        for deferred, real in built.values():
+            _remember(deferred, real, result)
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise StreamBPError(f"{func} reached logits that do not exist. Ask for logits by calling the model without labels.")
+        raise StreamBPError(
+            f"{func} reached logits that do not exist, from where no real ones can be given to it. Use "
+            "StreamConfig(head=False) for this model."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _remember(deferred: Deferred, real: Tensor, result: Any) -> None:
+    """What an operation on `real` has left behind. [Note: stand-ins and memory]"""
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if not tensors:
+        deferred.written = real
+    aliases = [tensor for tensor in tensors if torch._C._is_alias_of(tensor, real)]  # type: ignore[attr-defined]
+    for tensor in (real, *aliases) if aliases or not tensors else ():
+        deferred.memory.watch(tensor)
 
 
 def _writes(operation: str) -> bool:
@@ -159,16 +194,14 @@ def _writes(operation: str) -> bool:
     return in_place or operation in IN_PLACE
 
 
-def _build_for(deferred: Deferred, operation: str) -> Tensor:
-    deferred.recipe.record.built_for = operation
-    return deferred.build()
-
-
 METADATA = frozenset(
     {
         Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.stride, Tensor.__len__,
+        Tensor.nelement, Tensor.ndimension, Tensor.get_device, Tensor.is_complex, Tensor.is_inference, Tensor.is_contiguous,
+        torch.numel, torch.is_floating_point, torch.is_complex,
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda",
-                                                     "is_meta", "layout", "is_leaf", "grad_fn", "is_sparse")),
+                                                     "is_cpu", "is_meta", "layout", "is_leaf", "grad_fn", "is_sparse",
+                                                     "itemsize", "nbytes")),
     }
 )  # fmt: skip
 
@@ -202,7 +235,7 @@ def _float(x: Deferred, *args: Any, **kwargs: Any) -> Any:
     wide = torch.promote_types(x.source.dtype, torch.float32)
     if wide == x.dtype:
         return x
-    return Deferred(x.source, x.recipe, wide)
+    return Deferred.make(x.source, x.recipe, wide)
 
 
 def _to(x: Deferred, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +247,7 @@ def _to(x: Deferred, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if any(torch.promote_types(d, x.source.dtype) != d for d in dtypes):
         return NotImplemented
-    return Deferred(x.source, x.recipe, dtypes[0]) if dtypes and dtypes[0] != x.dtype else x
+    return Deferred.make(x.source, x.recipe, dtypes[0]) if dtypes and dtypes[0] != x.dtype else x
 
 
 def _view(x: Deferred, *shape: Any) -> Any:
@@ -259,7 +292,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     recipe = dataclasses.replace(
         x.recipe, weight=weight, bias=bias, before=x.recipe.scale_hidden, scale_hidden=1.0
     )  # (c * hidden) @ W^T = c * (hidden @ W^T)
-    return Deferred(x.source, recipe)
+    return Deferred.make(x.source, recipe)
 
 
 def _cross_entropy(
@@ -272,60 +305,10 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    recipe = x.recipe
     unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
-    if unusual or recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    if unusual or x.recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
-    if target.shape[0] != x.shape[0]:
-        raise StreamBPError(
-            f"There are {target.shape[0]} labels for {x.shape[0]} positions. labels must be shaped like input_ids, [B, T], "
-            "and shift_labels like labels."
-        )
-    check_labels(target, x.shape[-1], ignore_index)
-    inputs = make_inputs(x.source, target, recipe.projection(), recipe.norm, ignore_index)
-    inputs.in_float32 = recipe.record.in_float32
-    record = recipe.record
-    # No valid label: loss 0 and gradient 0, where torch gives NaN.
-    labelled = (target != ignore_index).sum().clamp(min=1)
-    one_pass = reduction != "none" and record.wanted is None and can_run_in_one_pass(x.source, record.pending)
-    divisor = labelled if reduction == "mean" else (record.num_items or 1)
-
-    def compute(source: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
-        values = (weight, bias, *inputs.norm_values())
-        if not one_pass:
-            return BlockwiseLogProbs.apply(inputs, record.wanted or Wanted(), source, *values)
-        one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=x.device)
-        return (OnePassNLL.apply(inputs, record.pending, one / divisor, source, *values),)
-
-    if recipe.head is None:
-        found = compute(x.source, recipe.weight, recipe.bias)
-    else:
-        found = _within(recipe.head, x.source, compute)
-    if one_pass:
-        total: Any = found[0]
-    else:
-        record.hidden_states, record.norm = x.source, recipe.norm
-        record.values = TokenLogProbs(*found)  # type: ignore[arg-type]
-        if reduction == "none":
-            return -record.values.log_probs
-        total = -record.values.log_probs.sum()
-    return total if reduction == "sum" else total / labelled
-
-
-Compute = Callable[[Tensor, Any, Any], tuple[Tensor | None, ...]]
-
-
-def _within(head: nn.Module, source: Tensor, compute: Compute) -> tuple[Tensor | None, ...]:
-    """`compute` with the weight and bias of `head`, as its forward: between the hooks that gather and release them."""
-    before = head.__dict__.get("forward")
-    head.forward = lambda source: compute(source, head.weight, head.bias)  # type: ignore[method-assign, assignment]
-    try:
-        result: tuple[Tensor | None, ...] = head(source)
-        return result
-    finally:
-        del head.__dict__["forward"]
-        if before is not None:
-            head.forward = before  # type: ignore[method-assign]
+    return blockwise_loss(x.source, x.recipe, target, ignore_index, reduction)
 
 
 RULES: dict[Any, Callable[..., Any]] = {

@@ -32,13 +32,8 @@ def examples():
 
 def with_trainer(model, config, output):
     arguments = TrainingArguments(
-<<<<<<< HEAD
         str(output.parent / "trainer"), report_to=[], deepspeed=config, per_device_train_batch_size=1,
-        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, seed=3,
-=======
-        str(output.parent / "trainer"), report_to=[], use_cpu=True, deepspeed=config, per_device_train_batch_size=1,
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, seed=seed_of(3),
->>>>>>> tolerances
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=examples(), callbacks=[plugin.StreamCallback()])

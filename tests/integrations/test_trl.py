@@ -11,6 +11,7 @@ import streambp
 from tests.families import VOCABULARY, build
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
 from tests.seeds import seed_of, seed_torch, seeded
+from tests.test_foreign_forwards import fused_forward
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -19,7 +20,7 @@ import peft
 from datasets import Dataset
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from streambp.integrations.trl import (
@@ -35,8 +36,11 @@ from streambp.integrations.trl import (
 class FullLogits:
     """In place of TRL's kernel, which computes in float32 whatever it is given: the same values from full logits."""
 
-    @staticmethod
-    def apply(hidden, weight, bias, labels, temperature, chunk, softcap, scale, outputs):
+    calls = 0
+
+    @classmethod
+    def apply(cls, hidden, weight, bias, labels, temperature, chunk, softcap, scale, outputs):
+        cls.calls += 1
         logits = torch.nn.functional.linear(hidden, weight, bias) * scale
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         log_p = (logits / temperature).log_softmax(-1)
@@ -96,8 +100,11 @@ def prompts():
     return Dataset.from_list([{"prompt": words(generator, 2, 9)} for _ in range(16)])
 
 
-def train(trainer_class, config_class, dataset, folder, model=None, trainer=None, **settings):
-    """Ten SGD steps from the same weights; the log, and all parameters afterwards."""
+def train(trainer_class, config_class, dataset, folder, model=None, trainer=None, patch_with=None, **settings):
+    """Ten SGD steps from the same weights; the log, and all parameters afterwards.
+
+    patch_with: patches the finished trainer's model.
+    """
     model = build("qwen3", torch.float64) if model is None else model
     arguments = config_class(
         output_dir=str(folder),
@@ -110,6 +117,8 @@ def train(trainer_class, config_class, dataset, folder, model=None, trainer=None
     made = trainer_class(
         model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer(), **(trainer or {})
     )
+    if patch_with is not None:
+        streambp.patch(made.model, patch_with)
     made.train()
     log = [entry for entry in made.state.log_history if "loss" in entry]
     return log, {name: p.detach().clone() for name, p in made.model.named_parameters()}, made
@@ -282,3 +291,78 @@ def test_copies_of_a_trainers_model_score_with_their_own_weights(tmp_path):
     expected = other(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(theirs, expected)
     assert not torch.allclose(ours, theirs)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "peft"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_patching_the_model_of_a_finished_trainer(kind, lora, tmp_path, attended_chunks, checkpoint):
+    """TRL has given it a head by then: ours takes its place, with TRL's settings, and `unpatch` gives it back."""
+    classes, dataset, trainer, settings = {
+        "sft": ((SFTTrainer, SFTConfig), texts, {}, SFT["dft"]),
+        "dpo": ((DPOTrainer, DPOConfig), pairs, {}, {}),
+        "grpo": ((GRPOTrainer, GRPOConfig), prompts, {"reward_funcs": reward}, {**GRPO, "beta": 0.0}),
+    }[kind]
+
+    def run(patch_with):
+        torch.manual_seed(0)
+        with_lora = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+        model = {} if lora else checkpoint
+        return train(
+            *classes, dataset(), tmp_path, trainer={**trainer, **with_lora}, patch_with=patch_with, **{**settings, **model}
+        )
+
+    expected = run(None)
+    before = FullLogits.calls
+    found = run(streambp.StreamConfig(chunk_size=5))
+    assert attended_chunks
+    compare(expected, found)
+    model = found[2].model
+    assert streambp.describe(model).head == "blockwise loss, no logits"
+    if kind != "dpo":  # its reference is another model, or the policy without its adapters
+        assert FullLogits.calls == before
+    base = model.get_base_model() if lora else model
+    streambp.unpatch(model)
+    assert base.__dict__["forward"].__func__.__code__.co_name == "_fused_forward"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_patching_before_and_after_trl_gave_its_head(again, tmp_path, attended_chunks):
+    """Before: layers stream under TRL's own head. Patched again afterwards, the head is ours."""
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path)
+    config = streambp.StreamConfig(chunk_size=5)
+    model = streambp.patch(build("qwen3", torch.float64), config)
+    found = train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model, patch_with=config if again else None)
+    assert attended_chunks
+    compare(expected, found)
+    head = streambp.describe(found[2].model).head
+    theirs = "as another library computes it: TRL's fused head replaced the model's forward after streambp.patch"
+    assert head == ("blockwise loss, no logits" if again else theirs)
+
+
+def test_copies_of_a_model_patched_after_trl_use_their_own_weights(tmp_path):
+    config = streambp.StreamConfig(chunk_size=5)
+    _, _, trainer = train(SFTTrainer, SFTConfig, texts(), tmp_path, max_steps=1, patch_with=config)
+    other = copy.deepcopy(trainer.model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2.0)
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    expected = other.model(input_ids=ids).last_hidden_state @ other.lm_head.weight.T
+    expected = expected[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(other(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, expected)
+
+
+def test_without_our_head_trls_stays(tmp_path):
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, max_steps=10)
+    config = streambp.StreamConfig(chunk_size=5, head=False)
+    before = FullLogits.calls
+    compare(expected, train(SFTTrainer, SFTConfig, texts(), tmp_path, patch_with=config))
+    assert FullLogits.calls > before
+
+
+def test_another_librarys_forward_on_the_class_leaves_the_head_to_trl(tmp_path, monkeypatch, attended_chunks):
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path)
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused_forward)
+    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED)
+    assert attended_chunks
+    compare(expected, found)
+    assert "TRL's fused head" in streambp.describe(found[2].model).head

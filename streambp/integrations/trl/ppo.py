@@ -22,8 +22,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from streambp.distributed.zero import full_shape
 from streambp.errors import ConfigError, StreamBPError
-from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
+from streambp.integrations.trl.trainer import StreamedTrainer
 from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead, ValueHead
 from streambp.losses.masked import masked_mean
 from streambp.losses.ppo import gae, ppo_loss, whiten
@@ -71,13 +71,16 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
         super().__post_init__()
 
 
-class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
+class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
     """PPO on a streamed policy; arguments as TRL's `GRPOTrainer`, with `args` a `StreamPPOConfig`.
 
     Args:
         value_model: a model that gives one logit a token (`AutoModelForTokenClassification` with `num_labels=1`). None: a
             value head on the policy's own backbone, whose gradients reach the backbone in the policy's backward.
     """
+
+    trl_module = trl.trainer.grpo_trainer
+    head_class = PolicyAndValueHead
 
     def __init__(self, *args: Any, value_model: nn.Module | None = None, **kwargs: Any) -> None:
         settings = kwargs.get("args") or next((a for a in args if isinstance(a, StreamPPOConfig)), None)
@@ -86,8 +89,7 @@ class StreamPPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         model = kwargs.get("model", args[0] if args else None)
         in_memory = isinstance(model, nn.Module) and not is_peft_model(model) and kwargs.get("peft_config") is None
         settings.beta = 0.0 if in_memory else settings.kl_coef  # TRL loads the reference from where a model came from
-        with streamed_heads(trl.trainer.grpo_trainer, settings.stream_config(), PolicyAndValueHead):
-            super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         self.kl_coef = self.beta = settings.beta = settings.kl_coef
         if in_memory and settings.kl_coef != 0.0:
             self.ref_model = self._copy_as_reference()

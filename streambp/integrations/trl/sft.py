@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import trl.trainer.sft_trainer
 from trl import SFTConfig, SFTTrainer
 
-from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
+from streambp.integrations.trl.trainer import StreamedTrainer
 
 
 @dataclasses.dataclass
@@ -17,16 +16,7 @@ class StreamSFTConfig(StreamArguments, SFTConfig):  # type: ignore[misc]  # TRL 
     """TRL's `SFTConfig` with `stream_*` fields."""
 
 
-class StreamSFTTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
-    """TRL's `SFTTrainer` on streamed models.
+class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TRL is not typed
+    """TRL's `SFTTrainer` on streamed models: the same arguments, with `args` a `StreamSFTConfig`."""
 
-    Takes the same arguments. Policy and reference stream, and TRL's fused head is computed by ours; everything else is
-    TRL's. A model that was patched before keeps its own settings.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        settings = kwargs.get("args")
-        if not isinstance(settings, StreamArguments):
-            settings = next((value for value in args if isinstance(value, StreamArguments)), StreamArguments())
-        with streamed_heads(trl.trainer.sft_trainer, settings.stream_config()):
-            super().__init__(*args, **kwargs)
+    trl_module = trl.trainer.sft_trainer

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from streambp.causal_lm import Scored
+from streambp.fused_head import FusedHead
 from streambp.head.blocks import token_blocks
-from streambp.integrations.trl.head import FusedHead
-from streambp.wrappers import Scored
 
 VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
 

@@ -1,0 +1,274 @@
+"""What `patch` puts in place of a causal language model's forward, and of its output projection during it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from streambp.distributed.sequence_parallel import find_ulysses
+from streambp.distributed.zero import is_partitioned
+from streambp.errors import StreamBPError
+from streambp.foreign import foreign_forward, trls_head
+from streambp.head.blocks import Wanted
+from streambp.head.deferred import Deferred
+from streambp.head.log_probs import TokenLogProbs
+from streambp.head.recipe import HeadRecord, Recipe
+from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.padding import warn_of_labels_after_padding
+from streambp.wrappers import PatchState
+
+BLOCKWISE = "blockwise loss, no logits"
+WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
+WITH_LOGITS = "builds the logits: the call had a cache"
+
+
+def _how(record: HeadRecord) -> str:
+    """What became of the deferred tensors of a call with labels."""
+    if record.built_for is not None:
+        return f"builds the logits: the loss uses {record.built_for} on them, costs memory"
+    if not record.used:
+        return "builds the logits: the model's loss does not come from its output projection, costs memory"
+    if record.hidden_built_for is not None:
+        return f"{BLOCKWISE}; the final norm's output is computed for the model's {record.hidden_built_for}"
+    return BLOCKWISE
+
+
+@dataclasses.dataclass
+class Scored:
+    """A model's output, and what its labels scored: tokens [B, T - 1] of labels[:, 1:] (with shift_labels [B, T]).
+
+    hidden_states [B, T - 1, h] is what the head computed them from, before `norm` if there is one.
+    """
+
+    output: Any
+    tokens: TokenLogProbs
+    hidden_states: Tensor
+    norm: nn.Module | None
+
+
+@dataclasses.dataclass
+class HeadUse:
+    """What became of a model's head in its calls so far, for `describe`.
+
+    last: how the last call computed its loss, the last one in training if there was one.
+    trained: so many calls in training. unlabelled: so many of these came without labels.
+    """
+
+    last: str | None = None
+    trained: int = 0
+    unlabelled: int = 0
+
+    def note(self, how: str, training: bool, labelled: bool = True) -> None:
+        self.trained += training
+        self.unlabelled += training and not labelled
+        if training or not self.trained:
+            self.last = how
+
+
+class CausalLMForward(InstanceForward):
+    """A causal language model whose loss is computed without logits when labels are given (DESIGN.md section 8).
+
+    Args:
+        norms: the final norms of its decoder; the head's blocks may compute them.
+    """
+
+    def __init__(self, module: PreTrainedModel, state: PatchState, norms: tuple[nn.Module, ...]) -> None:
+        super().__init__(module)
+        self.norms = norms
+        self.state = state
+        self.use = HeadUse()
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        trls = trls_head(getattr(self.previous, "__func__", None))
+        if trls is not None and not kwargs.get("fused_lm_head") and isinstance(trls["original_forward"], MethodType):
+            # Of this model: what TRL's head holds is bound to the one that it was given to, which a copy is not.
+            return trls["original_forward"].__func__(self.module, *args, **kwargs)
+        return super().original(*args, **kwargs)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.retired:
+            return self.original(*args, **kwargs)
+        want_log_probs = kwargs.pop("output_log_probs", False)
+        if args:
+            kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
+        labels = kwargs.get("labels")
+        if not self.state.warned_of_padding:
+            attention = self.module.config.get_text_config()._attn_implementation  # type: ignore[operator, union-attr]
+            self.state.warned_of_padding = warn_of_labels_after_padding(attention, kwargs)
+        if labels is None and want_log_probs:
+            raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
+        if labels is None or not self.state.config.head or self._caches(kwargs) or self.foreign is not None:
+            if want_log_probs:
+                self.refuse_foreign()
+                raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
+            self._refuse_unshifted(kwargs)
+            output = self.original(**kwargs)
+            if labels is not None:
+                self._note(WITH_LOGITS)
+            elif self._trains:
+                self._note(WITHOUT_LABELS, labelled=False)
+            return output
+        if want_log_probs:
+            scored = self.score(kwargs, Wanted())
+            scored.output["log_probs"] = scored.tokens.log_probs
+            return scored.output
+        return self._with_record(kwargs, HeadRecord(self.state.pending))
+
+    @property
+    def foreign(self) -> str | None:
+        """The function of another library that computes this model's loss. [Note: foreign forwards]"""
+        return foreign_forward(type(self.module), self.previous)  # type: ignore[arg-type]
+
+    def refuse_foreign(self) -> None:
+        """Raises StreamBPError where per-token values cannot be had."""
+        if self.foreign is not None:
+            raise StreamBPError(
+                f"Per-token values were asked for, but {self.foreign} stands in place of the forward of "
+                f"{type(self.module).__name__} and computes its loss in its own way. Use the model without it."
+            )
+
+    def score(self, kwargs: dict[str, Any], wanted: Wanted, temperature: float = 1.0, in_float32: bool = False) -> Scored:
+        """The model's output without logits, and per-token values of its labels.
+
+        Args:
+            kwargs: of the model's forward, with labels.
+            wanted: which values, beside log-probabilities.
+            temperature: the logits are divided by it, for the loss as well.
+            in_float32: compute the head's products in float32.
+
+        Raises:
+            StreamBPError: the loss takes the logits elsewhere than to cross_entropy, or another library computes it.
+        """
+        self.refuse_foreign()
+        record = HeadRecord(self.state.pending, wanted, temperature, in_float32)
+        kwargs["return_dict"] = True  # per-token values are fields
+        output = self._with_record(kwargs, record)
+        if record.values is None:
+            raise StreamBPError(
+                f"The loss of {type(self.module).__name__} does not go through cross_entropy on its logits "
+                f"({record.built_for}), so there are no per-token log-probabilities. Compute them from logits (call the "
+                "model without labels)."
+            )
+        shift_labels = kwargs.get("shift_labels")
+        shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
+        tokens = record.values.view(shape)
+        assert record.hidden_states is not None
+        hidden_states = record.hidden_states.view(*shape, -1)
+        if shift_labels is not None:
+            return Scored(output, tokens, hidden_states, record.norm)
+        return Scored(output, tokens.without_last(), hidden_states[:, :-1], record.norm)
+
+    def _with_record(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
+        self._refuse_unshifted(kwargs)
+        record.norms = self.norms
+        kwargs["use_cache"] = False
+        record.num_items = kwargs.get("num_items_in_batch")
+        output = self._run(kwargs, record)
+        self._note(_how(record))
+        return self._finish(output)
+
+    def _note(self, how: str, labelled: bool = True) -> None:
+        self.use.note(how, self._trains, labelled)
+
+    @property
+    def _trains(self) -> bool:
+        return self.module.training and torch.is_grad_enabled()
+
+    def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
+        """Split over ranks, a shard's last token has its label on the next rank, where shifting here cannot find it."""
+        ulysses = find_ulysses(self.module.config.get_text_config()._attn_implementation_internal)  # type: ignore[operator, union-attr]
+        given = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
+        if ulysses is not None and given and ulysses.splits(self.module.training):
+            raise StreamBPError(
+                "labels were given without shift_labels while sequences are split over ranks; shifting a shard's labels "
+                "would lose its last one. Shift before splitting and pass the same tensor as labels and as shift_labels."
+            )
+
+    def _caches(self, kwargs: dict[str, Any]) -> bool:
+        return kwargs.get("past_key_values") is not None or bool(kwargs.get("use_cache") and not self.module.training)
+
+    def _run(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
+        config = self.module.config
+        hidden_wanted = kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False)
+        output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
+        if wants_gradients(output_embeddings):
+            record.built_for = "backward hooks"
+            return self.original(**kwargs)
+        gathered = is_partitioned(output_embeddings.weight)
+        # Under ZeRO-3 a module's weights are here only while it runs: the norm runs as ever, and the head with the loss.
+        head = HeadLater(self.module, output_embeddings, record) if gathered else DeferredHead(output_embeddings, record)
+        self.state.defer_norm = None if hidden_wanted or gathered else record
+        head.install()
+        try:
+            return self.original(**kwargs)
+        finally:
+            self.state.defer_norm = None
+            head.remove()
+
+    def _finish(self, output: Any) -> Any:
+        """The output without deferred logits, or with real ones where they are to be seen."""
+        logits_wanted = self.state.config.eval_logits and not self.module.training
+        if isinstance(output, tuple):
+            kept = (part.build() if isinstance(part, Deferred) and logits_wanted else part for part in output)
+            return tuple(part for part in kept if not isinstance(part, Deferred))
+        fields = {
+            name: value.build() if isinstance(value, Deferred) and logits_wanted else value
+            for name, value in output.items()
+        }
+        result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
+        return result
+
+
+class DeferredHead(InstanceForward):
+    """The output projection for one forward; makes its input `Deferred` where the final norm could not."""
+
+    def __init__(self, module: nn.Module, record: HeadRecord) -> None:
+        super().__init__(module)
+        self.record = record
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
+            hidden_states = hidden_states.written
+        if not isinstance(hidden_states, Deferred):
+            hidden_states = Deferred.make(hidden_states, Recipe(self.record))
+        self.record.projecting = True
+        try:
+            result: Tensor = self.original(hidden_states)
+        finally:
+            self.record.projecting = False
+        if isinstance(result, Deferred) and result.written is None:
+            result = result.derive(recipe=dataclasses.replace(result.recipe, logits=True))
+        return result
+
+
+class HeadLater(nn.Module):
+    """In the output projection's place for one forward: the projection is called when the loss is computed, not before."""
+
+    def __init__(self, model: nn.Module, head: nn.Module, record: HeadRecord) -> None:
+        super().__init__()
+        self._model, self._head = [model], [head]  # in lists, so as not to become submodules
+        self._name = next(name for name, child in model.named_children() if child is head)
+        self.record = record
+
+    def install(self) -> None:
+        self._model[0]._modules[self._name] = self
+
+    def remove(self) -> None:
+        self._model[0]._modules[self._name] = self._head[0]
+
+    @property
+    def weight(self) -> Any:
+        return self._head[0].weight
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        head = self._head[0]
+        recipe = Recipe(self.record, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
+        return Deferred.make(hidden_states, recipe)

@@ -1,0 +1,88 @@
+"""Whether a module's forward is its class's own or was written by another library.
+
+[Note: foreign forwards] The head's stand-ins (`head/deferred.py`) are made for forwards that compute a loss with torch's
+operations, as transformers' do. A fused loss of another library hands the hidden states to an autograd.Function instead,
+or to a kernel, which need real ones. So nothing is deferred below a forward that another library wrote: whoever has put it
+there, on the class or on the instance, before `patch` or after it. A function's globals tell where it was written;
+`__module__` does not, since `functools.wraps` copies it from what is wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from streambp.instance_forward import InstanceForward, Unbound
+
+OWN = ("transformers", "accelerate", "torch", "peft", "deepspeed", "streambp")  # of these, forwards and what wraps them
+
+
+def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] | None = None) -> str | None:
+    """The full name of a function of another library that runs when a module is called; None if there is none.
+
+    Args:
+        module_class: the module's class. A user's own subclass of a transformers model is not another library: all
+            modules that define one of its bases are its own.
+        forward: what stands in for the class's forward on the instance, if anything does.
+    """
+    bases = module_class.__mro__
+    own = {base.__module__ for base in bases}
+    of_classes = (base.__dict__["forward"] for base in bases if "forward" in base.__dict__)
+    for start in (forward, *of_classes):
+        for function in wrapped_functions(start):
+            if trls_head(function) is not None:
+                continue  # it asks the forward below for the loss, unless it is told to compute its own
+            home = home_of(function)
+            if home not in own and home.partition(".")[0] not in OWN:
+                return f"{home}.{_name(function)}"
+    return None
+
+
+def wrapped_functions(forward: Any) -> Iterator[Any]:
+    """A forward and the functions that it tells to wrap, outermost first."""
+    seen: set[int] = set()
+    while forward is not None and id(forward) not in seen:
+        seen.add(id(forward))
+        if isinstance(forward, MethodType):
+            forward = forward.__func__
+        elif isinstance(forward, functools.partial):
+            forward = forward.func
+        elif isinstance(forward, InstanceForward):
+            forward = forward.previous  # without one, the class's
+        elif isinstance(forward, Unbound):
+            return  # ours, of the module at hand
+        else:
+            yield forward
+            trls = trls_head(forward)
+            forward = getattr(forward, "__wrapped__", None) if trls is None else trls["original_forward"]
+
+
+TRLS_SETTINGS = ("original_forward", "temperature", "cast_lm_head_to_fp32", "outputs")
+
+
+def trls_head(function: Any) -> dict[str, Any] | None:
+    """What TRL's `add_fused_lm_head` was called with and the forward it stands in front of, if `function` is what it
+    made; there is no other way to learn them."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != "_fused_forward" or not home_of(function).startswith("trl."):
+        return None
+    found = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
+    return found if all(name in found for name in TRLS_SETTINGS) else None
+
+
+def home_of(function: Any) -> str:
+    """The module whose source has the function; for another callable, its class's."""
+    names = getattr(function, "__globals__", None)
+    if names is None and not hasattr(function, "__code__"):
+        names = getattr(type(function).__call__, "__globals__", None)
+    home = (names or {}).get("__name__") or getattr(function, "__module__", None)
+    return str(home)
+
+
+def _name(function: Any) -> str:
+    code = getattr(function, "__code__", None)  # its own name, where `functools.wraps` has copied another's
+    return str(code.co_name if code is not None else getattr(function, "__qualname__", type(function).__name__))

@@ -1,0 +1,157 @@
+"""What stands between hidden states that exist and logits that do not: how to build these, or a loss without them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from streambp.distributed.zero import full_shape
+from streambp.errors import StreamBPError
+from streambp.head.blocks import Projection, Wanted
+from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
+from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
+
+
+@dataclasses.dataclass
+class HeadRecord:
+    """What is wanted of one forward's deferred tensors, and what happened to them.
+
+    wanted: per-token values are; None: the loss is enough.
+    temperature: logits are divided by it. in_float32: their products are computed in float32.
+    norms: the final norms of the decoder that ends in this head; others (of an encoder's) are not deferred to it.
+    """
+
+    pending: Pending
+    wanted: Wanted | None = None
+    temperature: float = 1.0
+    in_float32: bool = False
+    values: TokenLogProbs | None = None  # [N] each
+    hidden_states: Tensor | None = None  # [N, h], what they were computed from
+    norm: nn.Module | None = None  # and the norm that comes before the head
+    num_items: Tensor | int | None = None  # what the model's loss will divide a sum by
+    built_for: str | None = None  # the operation that needed real logits
+    norms: tuple[nn.Module, ...] = ()
+    hidden_built_for: str | None = None  # the same for what comes before the output projection
+    used: bool = False  # a loss was computed block by block
+    projecting: bool = False  # the output projection is running
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What stands between the stored hidden states and a deferred tensor's value."""
+
+    record: HeadRecord
+    norm: nn.Module | None = None
+    scale_hidden: float = 1.0
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    before: float = 1.0  # logits = after * tanh(before * product), or after * before * product without tanh
+    tanh: bool = False
+    after: float = 1.0
+    head: nn.Module | None = None  # must be running where weight and bias are read
+    logits: bool = False  # it is the output projection's result, or made of it
+
+    def scaled(self, factor: float) -> Recipe:
+        if self.weight is None:
+            return dataclasses.replace(self, scale_hidden=self.scale_hidden * factor)
+        if self.tanh:
+            return dataclasses.replace(self, after=self.after * factor)
+        return dataclasses.replace(self, before=self.before * factor)
+
+    def projection(self) -> Projection:
+        """The same in the terms of `Projection`: softcap(scale * product), softcap(z) = cap * tanh(z / cap)."""
+        temperature = self.record.temperature
+        if not self.tanh:
+            return Projection(logit_scale=self.before, temperature=temperature)
+        return Projection(logit_scale=self.before * self.after, softcap=self.after, temperature=temperature)
+
+    def note(self, operation: str) -> None:
+        """`operation` needed the real tensor."""
+        if self.logits or self.record.projecting:
+            self.record.built_for = operation
+        else:
+            self.record.hidden_built_for = operation
+
+    def inputs(self) -> list[Tensor]:
+        """What a value that is made after this recipe depends on, beside its source."""
+        norm = [] if self.norm is None else list(self.norm.parameters())
+        return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
+
+    def build(self, source: Tensor) -> Tensor:
+        """The value for `source` [..., h]: [..., h], or [..., V] with a weight; differentiable."""
+        value: Tensor = source if self.norm is None else self.norm(source)
+        if self.scale_hidden != 1.0:
+            value = value * self.scale_hidden
+        if self.weight is not None:
+            value = F.linear(value, self.weight, self.bias)
+            value = value * self.before if self.before != 1.0 else value
+            value = torch.tanh(value) * self.after if self.tanh else value
+        return value
+
+
+def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """F.cross_entropy of the logits that `recipe` makes of `source` [N, h], with labels `target` [N], without them.
+
+    Returns:
+        In promote_types(source dtype, float32): a scalar, or [N] for reduction "none". 0 where no label is valid.
+
+    Raises:
+        StreamBPError: there are not N labels, or one is outside the vocabulary.
+    """
+    if target.shape[0] != source.shape[0]:
+        raise StreamBPError(
+            f"There are {target.shape[0]} labels for {source.shape[0]} positions. labels must be shaped like input_ids, "
+            "[B, T], and shift_labels like labels."
+        )
+    assert recipe.weight is not None
+    check_labels(target, full_shape(recipe.weight)[0], ignore_index)
+    record = recipe.record
+    inputs = make_inputs(source, target, recipe.projection(), recipe.norm, ignore_index)
+    inputs.in_float32 = record.in_float32
+    # No valid label: loss 0 and gradient 0, where torch gives NaN.
+    labelled = (target != ignore_index).sum().clamp(min=1)
+    one_pass = reduction != "none" and record.wanted is None and can_run_in_one_pass(source, record.pending)
+    divisor = labelled if reduction == "mean" else (record.num_items or 1)
+
+    def compute(source: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
+        values = (weight, bias, *inputs.norm_values())
+        if not one_pass:
+            return BlockwiseLogProbs.apply(inputs, record.wanted or Wanted(), source, *values)
+        one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
+        return (OnePassNLL.apply(inputs, record.pending, one / divisor, source, *values),)
+
+    if recipe.head is None:
+        found = compute(source, recipe.weight, recipe.bias)
+    else:
+        found = _within(recipe.head, source, compute)
+    record.used = True
+    if one_pass:
+        total: Any = found[0]
+    else:
+        record.hidden_states, record.norm = source, recipe.norm
+        record.values = TokenLogProbs(*found)  # type: ignore[arg-type]
+        if reduction == "none":
+            return -record.values.log_probs
+        total = -record.values.log_probs.sum()
+    return total if reduction == "sum" else total / labelled
+
+
+Compute = Callable[[Tensor, Any, Any], tuple[Tensor | None, ...]]
+
+
+def _within(head: nn.Module, source: Tensor, compute: Compute) -> tuple[Tensor | None, ...]:
+    """`compute` with the weight and bias of `head`, as its forward: between the hooks that gather and release them."""
+    before = head.__dict__.get("forward")
+    head.forward = lambda source: compute(source, head.weight, head.bias)  # type: ignore[method-assign, assignment]
+    try:
+        result: tuple[Tensor | None, ...] = head(source)
+        return result
+    finally:
+        del head.__dict__["forward"]
+        if before is not None:
+            head.forward = before  # type: ignore[method-assign]

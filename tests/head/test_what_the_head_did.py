@@ -1,0 +1,173 @@
+"""What `describe` says of the head is what it did in the last step, and its gradients are the unpatched model's."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2QFormerConfig,
+    Blip2VisionConfig,
+    CsmConfig,
+    CsmForConditionalGeneration,
+    VoxtralRealtimeConfig,
+    VoxtralRealtimeEncoderConfig,
+    VoxtralRealtimeForConditionalGeneration,
+    VoxtralRealtimeTextConfig,
+)
+
+import streambp
+from tests import zoo
+from tests.families import SIZES, VOCABULARY, make_batch
+from tests.oracle import gradients, worst_error
+
+IMAGE = VOCABULARY - 1
+BLOCKWISE = "blockwise loss, no logits"
+CALLERS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
+
+
+@pytest.fixture
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def blip_2():
+    """Its language model is called without labels: the loss is computed around it."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = zoo.tiny_config("opt")
+    config = Blip2Config(
+        vision_config=Blip2VisionConfig(**small, image_size=8, patch_size=4).to_dict(),
+        qformer_config=Blip2QFormerConfig(
+            **small, encoder_hidden_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        ).to_dict(),
+        text_config=text.to_dict(), num_query_tokens=3, image_token_index=IMAGE,
+    )  # fmt: skip
+    batch = make_batch("plain")
+    ids = batch["input_ids"].clamp(max=IMAGE - 1)
+    ids[:, 2:5] = IMAGE
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = {"input_ids": ids, "labels": labels, "pixel_values": pixels, "attention_mask": torch.ones_like(ids)}
+    return Blip2ForConditionalGeneration(config), inputs, f"{CALLERS} (1 of 1 training calls came without labels)"
+
+
+def voxtral_realtime():
+    """Its audio encoder streams as well, and comes first: its norm is not the head's."""
+    sizes = {name: size for name, size in SIZES.items() if name != "max_position_embeddings"}
+    audio = VoxtralRealtimeEncoderConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, num_mel_bins=4
+    )
+    text = VoxtralRealtimeTextConfig(**sizes, head_dim=8)
+    config = VoxtralRealtimeConfig(audio_config=audio.to_dict(), text_config=text.to_dict(), downsample_factor=2)
+    batch = make_batch("plain")
+    audio = torch.randn(2, 2 * batch["input_ids"].shape[1], 16, generator=torch.Generator().manual_seed(0))
+    return VoxtralRealtimeForConditionalGeneration(config), {**batch, "encoder_inputs_embeds": audio.double()}, BLOCKWISE
+
+
+def csm():
+    """Some of the final norm's outputs go to its depth decoder as well."""
+    sizes = {name: size for name, size in SIZES.items() if name not in ("bos_token_id", "eos_token_id")}
+    depth = {**sizes, "backbone_hidden_size": 32, "num_codebooks": 4, "head_dim": 8}
+    config = CsmConfig(
+        **SIZES, num_codebooks=4, text_vocab_size=VOCABULARY, head_dim=8, codebook_pad_token_id=0, codebook_eos_token_id=1,
+        audio_token_id=3, audio_eos_token_id=4, depth_decoder_config=depth,
+    )  # fmt: skip
+    frames = torch.randint(5, VOCABULARY, (2, 13, 4), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": frames, "labels": frames, "attention_mask": torch.ones(2, 13, dtype=torch.long)}
+    found = f"{BLOCKWISE}; the final norm's output is computed for the model's __setitem__"
+    return CsmForConditionalGeneration(config), inputs, found
+
+
+def modernbert_decoder():
+    """A dense layer and a nonlinearity stand before its output projection."""
+    found = f"{BLOCKWISE}; the final norm's output is computed for the model's gelu"
+    return zoo.build("modernbert-decoder"), make_batch("plain"), found
+
+
+def plain():
+    return zoo.build("qwen3"), make_batch("plain"), BLOCKWISE
+
+
+@pytest.mark.usefixtures("float64_everywhere")
+@pytest.mark.parametrize("make", [plain, blip_2, voxtral_realtime, csm, modernbert_decoder])
+def test_families(make):
+    torch.manual_seed(0)
+    model, batch, expected = make()
+    stock = model.double().train()
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    assert streambp.describe(ours).head.endswith("when labels are given; no call yet")
+    (stock_loss, reference), (loss, found) = gradients(stock, **batch), gradients(ours, **batch)
+    assert abs(loss - stock_loss) <= 1e-12 * abs(stock_loss)
+    assert worst_error(found, reference) <= 1e-10
+    assert streambp.describe(ours).head == expected
+
+
+def step(model, labels=True, training=True):
+    batch = make_batch("plain")
+    given = batch if labels else {"input_ids": batch["input_ids"]}
+    output = model.train(training)(**given, use_cache=False)
+    return output.loss if labels else F.cross_entropy(output.logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:])
+
+
+def test_calls_without_labels_are_counted():
+    """As in every program that computes its loss from logits: DPO, label smoothing, a loss function of the user's."""
+    model = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
+    for _ in range(2):
+        step(model, labels=False).backward()
+    assert streambp.describe(model).head == f"{CALLERS} (2 of 2 training calls came without labels)"
+    step(model, training=False)
+    assert streambp.describe(model).head == f"{CALLERS} (2 of 2 training calls came without labels)"
+    step(model).backward()
+    assert streambp.describe(model).head == f"{BLOCKWISE} (2 of 3 training calls came without labels)"
+
+
+def test_evaluation_tells_until_training_does():
+    model = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
+    step(model, labels=False, training=False)
+    assert streambp.describe(model).head.endswith("no call yet")
+    step(model, training=False)
+    assert streambp.describe(model).head == BLOCKWISE
+    model.loss_function = lambda logits, labels, *_, **__: logits.sigmoid().mean()
+    step(model, training=True).backward()
+    built = "builds the logits: the loss uses sigmoid on them, costs memory"
+    assert streambp.describe(model).head == built
+    model.loss_function = lambda logits, labels, *_, **__: F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    step(model, training=False)
+    assert streambp.describe(model).head == built
+    step(model, training=True)
+    assert streambp.describe(model).head == BLOCKWISE
+
+
+def test_metrics_on_logits_are_named_beside_a_blockwise_loss():
+    model = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
+    model.loss_function = lambda logits, labels, vocab_size, **_: (
+        F.cross_entropy(logits.view(-1, vocab_size), labels.flatten()) * (1 + logits.argmax(-1).float().mean() * 0)
+    )
+    step(model).backward()
+    assert "argmax" in streambp.describe(model).head
+
+
+def test_lora_on_the_output_projection_builds_logits():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(zoo.build("qwen3", torch.float32), lora).train()
+    step(streambp.patch(model)).backward()
+    assert streambp.describe(model).head.startswith("builds the logits: ")
+
+
+def test_it_travels_with_a_copy():
+    model = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
+    step(model).backward()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert streambp.describe(other).head == BLOCKWISE
+        assert step(other).isfinite()
