@@ -83,8 +83,8 @@ def real_parameters(self):
     yield self.current()
 
 
-def without_onehot(logits, lse, labels, block, upstream, *_):
-    return torch.exp(logits - lse[:, None]) * -upstream.log_probs[:, None]
+def without_onehot(logits, softmax, block, upstream):
+    return torch.exp(logits - softmax.lse[:, None]) * -upstream.log_probs[:, None]
 
 
 def only_this_chunk(self):
@@ -246,9 +246,9 @@ MUTANTS = {
         oracle,
     ),
     "cross-entropy without the label's term": (
-        log_probs, "logits_gradient", without_onehot, test_contract.test_log_probs_of_the_labels,
+        blocks, "logits_gradient", without_onehot, test_contract.test_log_probs_of_the_labels,
     ),
-    "one pass without the label's term": (one_pass, "logits_gradient", without_onehot, oracle),
+    "one pass without the label's term": (blocks, "logits_gradient", without_onehot, oracle),
     "one pass ignores the upstream gradient": (
         log_probs.HeadGradients, "results",
         lambda self, upstream=None, real=log_probs.HeadGradients.results: real(self), test_contract.test_scaled_upstream,

@@ -21,7 +21,7 @@ OPTIONS = {
 def small_blocks(monkeypatch):
     """Several token blocks and several vocabulary blocks, none of which divides its dimension."""
     monkeypatch.setattr(blocks, "LOGITS_PER_BLOCK", 60)
-    monkeypatch.setattr(blocks.token_blocks, "__defaults__", (7,))
+    monkeypatch.setattr(blocks, "TOKENS_PER_BLOCK", 7)
 
 
 def make(bias=True, seed=0):
