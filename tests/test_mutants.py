@@ -253,6 +253,9 @@ MUTANTS = {
         log_probs.HeadGradients, "results",
         lambda self, upstream=None, real=log_probs.HeadGradients.results: real(self), test_contract.test_scaled_upstream,
     ),
+    "dW of the last block alone": (
+        log_probs, "add_product", lambda total, a, b: a @ b if total is None else total.copy_(a @ b), several_blocks,
+    ),
     "softcap without its derivative": (
         blocks.Projection, "backward", lambda self, grad, logits: grad, lambda: oracle("gemma3"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -92,6 +93,30 @@ def compare_hard_rows(device="cpu"):
         assert error_of(found[::5], exact[::5]) <= 3e-6
 
 
+def compare_mutants(device="cpu"):
+    """What `error_of` says of kernels that are wrong in one thing."""
+    generator = torch.Generator().manual_seed(3)
+    product = torch.randn(6, 1000, generator=generator).to(device)
+    projection, block = Projection(1.3, 3.0, 0.8), slice(100, 1100)
+    softmax, upstream = task(product, projection, (True, True, True), generator, 2000)
+    wide = widened(softmax, upstream)
+    exact = gradient_in_torch(product.double(), projection, wide[0], block, wide[1])
+    change = dataclasses.replace
+    mutants = [
+        (projection, softmax, slice(101, 1101), upstream),
+        (projection, change(softmax, lse=softmax.lse + 1e-3), block, upstream),
+        (projection, change(softmax, entropy=softmax.entropy * 1.01), block, upstream),
+        (projection, change(softmax, vocabulary=1000), block, upstream),
+        *((projection, softmax, block, change(upstream, **{name: None})) for name in upstream.__dataclass_fields__),
+        *((change(projection, **{name: value}), softmax, block, upstream) for name, value in (
+            ("logit_scale", 1.31), ("softcap", None), ("temperature", 0.81)
+        )),
+    ]  # fmt: skip
+    assert error_of(written(product, projection, softmax, block, upstream), exact) <= 3e-6
+    for mutant in mutants:
+        assert error_of(written(product, *mutant), exact) > 3e-5, mutant
+
+
 def compare_heads(device="cpu"):
     """The heads as a whole, on kernels and on torch: wide vocabularies, ignored rows, several blocks of tokens."""
     real = triton_fold.serves
@@ -120,11 +145,11 @@ def compare_heads(device="cpu"):
 
 @needs_triton
 def test_in_the_interpreter():
-    interpreted(__name__, "compare", "compare_hard_rows", "compare_heads")
+    interpreted(__name__, "compare", "compare_hard_rows", "compare_mutants", "compare_heads")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", [compare, compare_hard_rows, compare_heads])
+@pytest.mark.parametrize("check", [compare, compare_hard_rows, compare_mutants, compare_heads])
 def test_on_a_gpu(check):
     check("cuda")
 
