@@ -243,6 +243,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
         labels = inputs.labels if rows is None else inputs.labels[rows]
         upstream = Upstream(*grads[:3]) if rows is None else Upstream(*grads[:3]).at(rows)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
+        products = Products(weight, bias)
         size = inputs.block_size(hidden, weight.shape[0])
         with inputs.norm_shadowed() as shadows:
             for block in token_blocks(labels.shape[0], size.tokens):
@@ -250,9 +251,9 @@ class BlockwiseLogProbs(torch.autograd.Function):
                 entropy = None if ctx.entropies is None else ctx.entropies[block]
                 softmax = Softmax(labels[block], lse[block], entropy, weight.shape[0])
                 for columns in token_blocks(weight.shape[0], size.entries):
-                    product = work.products.of(normed.detach(), columns)
+                    product = products.of(normed.detach(), columns)
                     grad = product_gradient(product, inputs.projection, softmax, columns, upstream.at(block))
-                    work.add_block(grad, normed, columns)
+                    work.add_block(grad, normed, products, columns)
                     del product, grad
                 work.finish_tokens(normed_input, normed, shadows, rows, block)
         return None, None, *work.results()
@@ -268,7 +269,6 @@ class HeadGradients:
         self, inputs: HeadInputs, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
     ) -> None:
         self.inputs, self.hidden, self.weight, self.bias = inputs, hidden, weight, bias
-        self.products = Products(weight, bias)
         self.needs_hidden = needs[0]
         self.needs_input = needs[0] or any(needs[3:])
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -286,14 +286,14 @@ class HeadGradients:
             normed = self.inputs.normed(leaf)
         return leaf, normed
 
-    def add_block(self, grad: Tensor, normed: Tensor, columns: slice) -> None:
+    def add_block(self, grad: Tensor, normed: Tensor, products: Products, columns: slice) -> None:
         """Take in d loss / d product [n, v] of one vocabulary block, in the dtype of `normed`."""
         if self.d_bias is not None:
             self.d_bias[columns] += grad.sum(0, dtype=self.d_bias.dtype)
         if self.d_weight is not None:
             add_product(self.d_weight[columns], grad.mT, normed.detach())
         if self.needs_input:
-            self.d_normed = add_product(self.d_normed, grad, self.products.weight(grad.dtype)[columns])  # [n, h]
+            self.d_normed = add_product(self.d_normed, grad, products.weight(grad.dtype)[columns])  # [n, h]
 
     def finish_tokens(self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice) -> None:
         """Differentiate the norm of a finished token block and write dhidden."""

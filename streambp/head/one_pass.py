@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError
-from streambp.head.blocks import Softmax, Upstream, fold, product_gradient, token_blocks
+from streambp.head.blocks import Products, Softmax, Upstream, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
 
 
@@ -84,20 +84,20 @@ class OnePassNLL(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
-        everything = slice(0, weight.shape[0])
+        products, everything = Products(weight, bias), slice(0, weight.shape[0])
         upstream = Upstream((-expected).repeat(labels.shape[0]))
         with inputs.norm_shadowed() as shadows:
             # The whole vocabulary at once: the softmax must be known before the logits are let go.
             for block in token_blocks(labels.shape[0], inputs.block_size(hidden, weight.shape[0], whole=True).tokens):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
-                    product = work.products.of(normed, everything)
+                    product = products.of(normed, everything)
                     folded = fold(product, inputs.projection, labels[block], everything)
                     lse = folded.max + torch.log(folded.sum)
                     total += (lse - folded.target).sum()
                     softmax = Softmax(labels[block], lse, None, weight.shape[0])
                     grad = product_gradient(product, inputs.projection, softmax, everything, upstream.at(block))
-                    work.add_block(grad, normed, everything)
+                    work.add_block(grad, normed, products, everything)
                     del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)
         ctx.work, ctx.scale, ctx.expected, ctx.pending = work, scale, expected, pending

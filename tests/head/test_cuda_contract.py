@@ -13,6 +13,7 @@ from streambp.head import blocks, token_log_probs, triton_fold, triton_gradient
 from streambp.head.blocks import Projection, block_size, fold
 from streambp.head.log_probs import make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending
+from streambp.planner.count import LiveBytes
 from tests.head.traffic import SYNCS, Traffic
 
 VOCABULARY, WIDTH = 151936, 4096
@@ -158,3 +159,16 @@ def test_nothing_waits_for_the_device_in_a_block(whole, monkeypatch):
     assert more > calls
     assert once == thrice
     assert len(once) <= 4
+
+
+def test_a_cast_weight_is_gone_after_forward():
+    """float32 weights under autocast: one copy in half precision for all blocks, and none from forward to backward."""
+    hidden, weight = torch.randn(24, 8, requires_grad=True), torch.randn(29, 8, requires_grad=True)
+    labels = torch.arange(24)
+    with LiveBytes() as count:
+        with torch.autocast("cpu", torch.bfloat16):
+            inputs = make_inputs(hidden, labels, Projection(), None, -100)
+            total = OnePassNLL.apply(inputs, Pending(), torch.ones(()), hidden, weight, None)
+        assert count.live <= hidden.nbytes + weight.nbytes + 64  # their gradients
+        total.backward()
+    assert weight.grad.dtype == torch.float32
