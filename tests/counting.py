@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+aten = torch.ops.aten
+
 
 class LinearFlops(TorchDispatchMode):
     """Twice the multiply-adds of 2-D matrix products, which is what Linears make; attention's are batched."""
@@ -19,8 +21,8 @@ class LinearFlops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            a, b = args[-2:]
+        if func.overloadpacket in (aten.mm, aten.addmm, aten.addmm_):
+            a, b = [x for x in args if isinstance(x, Tensor)][-2:]
             self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
         return result
 

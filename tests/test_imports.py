@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "streambp"
 TREES = ("streambp", "paper_repro", "examples", "tests")
 ORDER = (
-    "errors", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
+    "errors", "accumulate", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
     "attention.reading",
     "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix",
     "attention.halves", "attention.interface",
@@ -20,8 +20,8 @@ ORDER = (
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.site", "layer.carried", "layer.kept",
     "layer.call", "layer.gradients", "layer.probe",
     "layer.whole", "layer.exhausted",
-    "layer.function", "layer.sharded_call", "layer.sharded", "head.triton_fold", "head.blocks", "head.log_probs",
-    "head.one_pass", "head.recipe", "head.deferred",
+    "layer.function", "layer.sharded_call", "layer.sharded", "head.triton_fold", "head.triton_gradient",
+    "head.blocks", "head.log_probs", "head.one_pass", "head.recipe", "head.deferred",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
     "offload.manager", "instance_forward", "foreign", "stacks", "padding", "wrappers", "causal_lm", "fused_head",

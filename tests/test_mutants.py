@@ -92,8 +92,8 @@ def real_parameters(self):
     yield self.current()
 
 
-def without_onehot(logits, lse, labels, block, upstream, *_):
-    return torch.exp(logits - lse[:, None]) * -upstream.log_probs[:, None]
+def without_onehot(logits, softmax, block, upstream):
+    return torch.exp(logits - softmax.lse[:, None]) * -upstream.log_probs[:, None]
 
 
 def only_this_chunk(self):
@@ -274,12 +274,15 @@ MUTANTS = {
         oracle,
     ),
     "cross-entropy without the label's term": (
-        log_probs, "logits_gradient", without_onehot, test_contract.test_log_probs_of_the_labels,
+        blocks, "logits_gradient", without_onehot, test_contract.test_log_probs_of_the_labels,
     ),
-    "one pass without the label's term": (one_pass, "logits_gradient", without_onehot, oracle),
+    "one pass without the label's term": (blocks, "logits_gradient", without_onehot, oracle),
     "one pass ignores the upstream gradient": (
         log_probs.HeadGradients, "results",
         lambda self, upstream=None, real=log_probs.HeadGradients.results: real(self), test_contract.test_scaled_upstream,
+    ),
+    "dW of the last block alone": (
+        log_probs, "add_product", lambda total, a, b: a @ b if total is None else total.copy_(a @ b), several_blocks,
     ),
     "softcap without its derivative": (
         blocks.Projection, "backward", lambda self, grad, logits: grad, lambda: oracle("gemma3"),

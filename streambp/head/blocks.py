@@ -1,21 +1,55 @@
 """The arithmetic of one block of logits: project, fold into running statistics, differentiate.
 
 Everything is computed in promote_types(dtype, float32) once the matrix product is done; the product itself runs in the
-hidden states' dtype, as in the model. N tokens, V vocabulary entries, h hidden size.
+hidden states' dtype, as in the model, and so does its gradient. N tokens, V vocabulary entries, h hidden size.
+
+[Note: logits in place] Where the kernels run (`triton_fold.serves`), nothing of a block exists but the raw products, in the
+dtype of the matrix product: one kernel reads them for the statistics, one writes the gradient over them. torch's way needs
+float32 copies, so its blocks are smaller.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from streambp.head.triton_fold import AVAILABLE, fold_rows
+from streambp.head.triton_fold import fold_rows, serves
+from streambp.head.triton_gradient import write_gradient
 
-LOGITS_PER_BLOCK = 2**25  # 128 MiB of float32 logits
+LOGITS_PER_BLOCK = 2**25  # torch's blocks: 128 MiB of float32 logits, several times
+BYTES_PER_BLOCK = 2**29  # the kernels' blocks: 2**28 logits in half precision, once
 TOKENS_PER_BLOCK = 1024
+TOKENS_IN_PLACE = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSize:
+    """tokens: of a block of hidden states; entries: of the vocabulary, in one of its blocks of logits."""
+
+    tokens: int
+    entries: int
+
+
+def block_size(vocabulary: int, dtype: torch.dtype, device: torch.device, whole: bool = False) -> BlockSize:
+    """How logits of this dtype are cut: a rule of shapes alone, so that a run repeats itself bit by bit.
+
+    Each block of tokens passes over dW, 4 V h bytes in and out, so tokens are what a block should have many of. With 2,048,
+    or as many as BYTES_PER_BLOCK holds, that is less than the matrix products take. [Note: logits in place]
+
+    Args:
+        whole: a block must hold all of the vocabulary.
+    """
+    if serves(device, dtype):
+        tokens = min(TOKENS_IN_PLACE, max(1, BYTES_PER_BLOCK // (vocabulary * dtype.itemsize)))
+        return BlockSize(tokens - tokens % 128 if tokens > 128 else tokens, vocabulary)
+    if whole:
+        return BlockSize(min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary)), vocabulary)
+    return BlockSize(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // TOKENS_PER_BLOCK))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +87,33 @@ class Wanted:
     log_sum_sq_probs: bool = False
 
 
-def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Raw products [n, v] of hidden [n, h] with weight [v, h] and bias [v], which take the hidden states' dtype."""
-    weight = weight.to(hidden.dtype)
-    return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
+class Products:
+    """Raw products of hidden states with a weight [V, h] and a bias [V] or None, which take the hidden states' dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def of(self, hidden: Tensor, columns: slice) -> Tensor:
+        """Raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
+        weight, bias = self.weight(hidden.dtype), self._bias
+        with _without_autocast(hidden.device.type):  # the hidden states have its dtype, unless another is wanted
+            return torch.nn.functional.linear(hidden, weight[columns], None if bias is None else bias[columns])
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """[V, h]; cast once for all blocks."""
+        if self._weight.dtype != dtype:
+            self._weight = self._weight.to(dtype)
+            self._bias = None if self._bias is None else self._bias.to(dtype)
+        return self._weight
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else contextlib.nullcontext()
 
 
 def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:
     return (slice(start, min(start + tokens, count)) for start in range(0, count, tokens))
-
-
-def vocabulary_blocks(size: int, tokens: int) -> Iterator[slice]:
-    step = max(1, LOGITS_PER_BLOCK // max(1, tokens))
-    return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +135,8 @@ class Fold:
     def merge(self, other: Fold) -> Fold:
         """Of both sets of entries; the other's come later in the vocabulary."""
         top = torch.maximum(self.max, other.max)
-        mine, theirs = torch.exp(self.max - top), torch.exp(other.max - top)
+        base = _finite(top)
+        mine, theirs = torch.exp(self.max - base), torch.exp(other.max - base)
         return Fold(
             top,
             self.sum * mine + other.sum * theirs,
@@ -100,8 +149,8 @@ class Fold:
 
 
 def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) -> Fold:
-    """The statistics of one block of raw products [n, v]: a Triton kernel on CUDA, torch elsewhere, the same numbers."""
-    if product.is_cuda and AVAILABLE:
+    """The statistics of one block of raw products [n, v]: one Triton kernel on CUDA, torch elsewhere, the same numbers."""
+    if serves(product.device, product.dtype):
         values = fold_rows(product, labels, block.start, projection.logit_scale, projection.softcap, projection.temperature)
         return Fold(*values)
     return fold_in_torch(projection.logits(product), labels, block)
@@ -110,12 +159,19 @@ def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) 
 def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
     """What the kernel is tested against."""
     top, best = logits.max(-1)
-    weights = (logits - top[:, None]).exp_()
+    weights = (logits - _finite(top)[:, None]).exp_()
     here, column = locate(labels, block)
     target = torch.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     squares = torch.linalg.vecdot(weights, weights)
     total, summed = logits.sum(-1), weights.sum(-1)
-    return Fold(top, summed, target, weights.mul_(logits).sum(-1), squares, total, best + block.start)
+    none = weights == 0.0
+    mean = weights.mul_(logits).masked_fill_(none, 0.0).sum(-1)  # 0 * -inf is 0 here
+    return Fold(top, summed, target, mean, squares, total, best + block.start)
+
+
+def _finite(top: Tensor) -> Tensor:
+    """The largest logits, to be subtracted; where all are -inf, -inf - -inf would be NaN."""
+    return top.masked_fill(top == -torch.inf, 0.0)
 
 
 class Statistics:
@@ -180,32 +236,57 @@ class Upstream:
         return Upstream(*(None if value is None else value[rows] for value in values))
 
 
-def logits_gradient(
-    logits: Tensor,
-    lse: Tensor,
-    labels: Tensor,
-    block: slice,
-    upstream: Upstream,
-    entropy: Tensor | None = None,
-    vocabulary: int = 1,
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """What the gradient of a block of logits needs to know of n tokens: lse and, if a gradient of it comes, entropy [n] of
+    their distributions over all `vocabulary` entries, and their labels [n]."""
+
+    labels: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    vocabulary: int
+
+
+def product_gradient(product: Tensor, projection: Projection, softmax: Softmax, block: slice, upstream: Upstream) -> Tensor:
+    """d loss / d product [n, v] of one vocabulary block, in the product's dtype and, where the kernels run, its memory."""
+    if not serves(product.device, product.dtype):
+        return gradient_in_torch(product, projection, softmax, block, upstream)
+    write_gradient(
+        product, softmax.labels, block.start, softmax.lse,
+        (upstream.log_probs, upstream.entropy, upstream.mean_log_probs), softmax.entropy, softmax.vocabulary,
+        projection.logit_scale, projection.softcap, projection.temperature,
+    )  # fmt: skip
+    return product
+
+
+def gradient_in_torch(
+    product: Tensor, projection: Projection, softmax: Softmax, block: slice, upstream: Upstream
 ) -> Tensor:
+    """What the kernel is tested against."""
+    logits = projection.logits(product)
+    return projection.backward(logits_gradient(logits, softmax, block, upstream), logits).to(product.dtype)
+
+
+def logits_gradient(logits: Tensor, softmax: Softmax, block: slice, upstream: Upstream) -> Tensor:
     """d loss / d logits [n, v] of one vocabulary block.
 
     log p_y = z_y - lse gives (onehot - p) g; H = -sum p log p gives -p (log p + H) g_H; mean log p = mean z - lse gives
     (1 / V - p) g_mean.
     """
-    grad = (logits - lse[:, None]).exp_()  # p, in the one buffer of [n, v] that this needs
-    scale = torch.zeros_like(lse)[:, None]
+    lse, entropy = softmax.lse[:, None], softmax.entropy
+    grad = (logits - lse).exp_()  # p, in the one buffer of [n, v] that this needs
+    scale = torch.zeros_like(lse)
     if upstream.log_probs is not None:
         scale = scale - upstream.log_probs[:, None]
     if upstream.mean_log_probs is not None:
         scale = scale - upstream.mean_log_probs[:, None]
     if entropy is not None and upstream.entropy is not None:
-        scale = scale - (logits - lse[:, None] + entropy[:, None]) * upstream.entropy[:, None]
+        scale = scale - (logits - lse + entropy[:, None]) * upstream.entropy[:, None]
+        scale.masked_fill_(grad == 0.0, 0.0)  # 0 * log 0 is 0 here
     grad.mul_(scale)
     if upstream.mean_log_probs is not None:
-        grad.add_(upstream.mean_log_probs[:, None] / vocabulary)
+        grad.add_(upstream.mean_log_probs[:, None] / softmax.vocabulary)
     if upstream.log_probs is None:
         return grad
-    here, column = locate(labels, block)
+    here, column = locate(softmax.labels, block)
     return grad.scatter_add_(-1, column[:, None], torch.where(here, upstream.log_probs, 0.0)[:, None])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,22 +19,25 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from streambp.accumulate import add_product
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import (
-    TOKENS_PER_BLOCK,
+    BlockSize,
+    Products,
     Projection,
+    Softmax,
     Statistics,
     Upstream,
     Wanted,
-    logits_gradient,
+    block_size,
     nothing,
-    project,
+    product_gradient,
     token_blocks,
-    vocabulary_blocks,
 )
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import GradientSum, Parameters
 
+ROWS = 4096
 METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
 
 
@@ -94,10 +98,21 @@ class HeadInputs:
         with self.autocast.restored():
             if self.norm is not None:
                 hidden = self.norm.forward(hidden)  # its hooks belong to the model's own call
-            if self.in_float32:
-                return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-            kind, enabled, dtype = self.autocast.states[0]
-            return hidden.to(dtype) if enabled and kind == hidden.device.type else hidden
+            return hidden.to(self.product_dtype(hidden.dtype, hidden.device))
+
+    def product_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """What the projection of normed hidden states in `dtype` is computed in."""
+        if self.in_float32:
+            return torch.promote_types(dtype, torch.float32)
+        kind, enabled, autocast_dtype = self.autocast.states[0]
+        return autocast_dtype if enabled and kind == device.type else dtype
+
+    def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> BlockSize:
+        """How the logits of `hidden` [N, h] are cut."""
+        # A norm in float32 returns float32.
+        norm = () if self.norm is None else self.norm.parameters()
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in norm), hidden.dtype)
+        return block_size(vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole)
 
     def norm_values(self) -> list[Tensor]:
         return [] if self.norm_parameters is None else self.norm_parameters.current()
@@ -200,12 +215,13 @@ class BlockwiseLogProbs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)
         parts: list[tuple[Tensor | None, ...]] = []
-        for block in token_blocks(labels.shape[0]):
+        products = Products(weight, bias)
+        size = inputs.block_size(hidden, weight.shape[0])
+        for block in token_blocks(labels.shape[0], size.tokens):
             statistics = Statistics(labels[block], wanted)
             normed = inputs.normed(_select(hidden, rows, block))
-            for columns in vocabulary_blocks(weight.shape[0], labels[block].shape[0]):
-                part = None if bias is None else bias[columns]
-                statistics.add(project(normed, weight[columns], part), inputs.projection, columns)
+            for columns in token_blocks(weight.shape[0], size.entries):
+                statistics.add(products.of(normed, columns), inputs.projection, columns)
             lse[block] = statistics.lse()
             parts.append(statistics.results())
         if not parts:  # no position has a label
@@ -227,17 +243,18 @@ class BlockwiseLogProbs(torch.autograd.Function):
         labels = inputs.labels if rows is None else inputs.labels[rows]
         upstream = Upstream(*grads[:3]) if rows is None else Upstream(*grads[:3]).at(rows)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
+        products = Products(weight, bias)
+        size = inputs.block_size(hidden, weight.shape[0])
         with inputs.norm_shadowed() as shadows:
-            for block in token_blocks(labels.shape[0]):
+            for block in token_blocks(labels.shape[0], size.tokens):
                 normed_input, normed = work.recompute(rows, block)
-                for columns in vocabulary_blocks(weight.shape[0], labels[block].shape[0]):
-                    part = None if bias is None else bias[columns]
-                    logits = inputs.projection.logits(project(normed, weight[columns], part))
-                    grad = logits_gradient(
-                        logits, lse[block], labels[block], columns, upstream.at(block),
-                        None if ctx.entropies is None else ctx.entropies[block], weight.shape[0],
-                    )  # fmt: skip
-                    work.add_block(inputs.projection.backward(grad, logits), normed, columns)
+                entropy = None if ctx.entropies is None else ctx.entropies[block]
+                softmax = Softmax(labels[block], lse[block], entropy, weight.shape[0])
+                for columns in token_blocks(weight.shape[0], size.entries):
+                    product = products.of(normed.detach(), columns)
+                    grad = product_gradient(product, inputs.projection, softmax, columns, upstream.at(block))
+                    work.add_block(grad, normed, products, columns)
+                    del product, grad
                 work.finish_tokens(normed_input, normed, shadows, rows, block)
         return None, None, *work.results()
 
@@ -246,10 +263,6 @@ class HeadGradients:
     """Sums the head's gradients over blocks: dW in promote_types(dtype, float32), dhidden in the hidden dtype.
 
     `needs` says which of hidden, weight, bias and the norm's parameters want a gradient.
-
-    [Note: products of blocks] A product of half-precision factors is rounded to their dtype. Summed over blocks these
-    roundings are worth one more of the sum, and every gradient of the model comes from dhidden: the head's error is 1.2
-    times that of full logits, a small model's 1.04. So on the CPU the factors are widened first.
     """
 
     def __init__(
@@ -273,19 +286,14 @@ class HeadGradients:
             normed = self.inputs.normed(leaf)
         return leaf, normed
 
-    def add_block(self, grad: Tensor, normed: Tensor, columns: slice) -> None:
-        """Take in d loss / d product [n, v] of one vocabulary block."""
-        normed = normed.detach()
+    def add_block(self, grad: Tensor, normed: Tensor, products: Products, columns: slice) -> None:
+        """Take in d loss / d product [n, v] of one vocabulary block, in the dtype of `normed`."""
         if self.d_bias is not None:
-            self.d_bias[columns] += grad.sum(0)
-        grad = grad.to(normed.dtype)
+            self.d_bias[columns] += grad.sum(0, dtype=self.d_bias.dtype)
         if self.d_weight is not None:
-            self.d_weight[columns] += _wide_product(grad.mT, normed)
+            add_product(self.d_weight[columns], grad.mT, normed.detach())
         if self.needs_input:
-            weight, alone = self.weight[columns].to(normed.dtype), columns == slice(0, self.weight.shape[0])
-            part = grad @ weight if alone else _wide_product(grad, weight)  # [n, h]
-            wide = part.to(torch.promote_types(part.dtype, torch.float32))
-            self.d_normed = wide if self.d_normed is None else self.d_normed.add_(wide)
+            self.d_normed = add_product(self.d_normed, grad, products.weight(grad.dtype)[columns])  # [n, h]
 
     def finish_tokens(self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice) -> None:
         """Differentiate the norm of a finished token block and write dhidden."""
@@ -307,30 +315,24 @@ class HeadGradients:
         d_norm: list[Tensor | None] = [
             torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)
         ]
-        sums = [self.d_hidden, self.d_weight, self.d_bias, *d_norm]
-        if upstream is not None:
-            sums = [None if total is None else _scaled(total, upstream) for total in sums]
-        d_hidden, d_weight, d_bias, *d_norm = sums
-        d_weight = None if d_weight is None else d_weight.to(self.weight.dtype)
-        d_bias = None if d_bias is None or self.bias is None else d_bias.to(self.bias.dtype)
-        return d_hidden, d_weight, d_bias, *d_norm
+        return (
+            _finished(self.d_hidden, upstream, self.hidden),
+            _finished(self.d_weight, upstream, self.weight),
+            None if self.bias is None else _finished(self.d_bias, upstream, self.bias),
+            *(_finished(total, upstream, value) for total, value in zip(d_norm, values, strict=True)),
+        )
 
 
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in the sums' dtype; on the CPU not rounded before. [Note: products of blocks]"""
-    if left.device.type == "cpu":
-        wide = torch.promote_types(left.dtype, torch.float32)
-        left, right = left.to(wide), right.to(wide)
-    return left @ right
-
-
-def _scaled(total: Tensor, factor: Tensor) -> Tensor:
-    """`total` times a scalar tensor, in place. On a GPU, mul_ would first round the factor to total's dtype."""
-    if total.dtype == factor.dtype:
-        return total.mul_(factor)
-    for block in total.split(TOKENS_PER_BLOCK):
-        block.copy_(block.to(factor.dtype) * factor)
-    return total
+def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor) -> Tensor | None:
+    """`total` times a scalar tensor in the dtype of `like`, in one pass and in place where the dtype stays."""
+    if total is None or factor is None:
+        return None if total is None else total.to(like.dtype)
+    out = total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
+    one = factor.reshape(1)  # with a dimension, lest it be rounded to total's dtype before it multiplies
+    parts, places = (torch.atleast_1d(x).split(ROWS) for x in (total, out))  # a CPU casts through a copy
+    for part, place in zip(parts, places, strict=True):
+        torch.mul(part, one, out=place)
+    return out
 
 
 def _select(hidden: Tensor, rows: Tensor | None, block: slice) -> Tensor:

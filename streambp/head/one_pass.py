@@ -23,15 +23,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError
-from streambp.head.blocks import (
-    LOGITS_PER_BLOCK,
-    TOKENS_PER_BLOCK,
-    Upstream,
-    fold_in_torch,
-    logits_gradient,
-    project,
-    token_blocks,
-)
+from streambp.head.blocks import Products, Softmax, Upstream, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
 
 
@@ -92,19 +84,21 @@ class OnePassNLL(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
-        everything = slice(0, weight.shape[0])
+        products, everything = Products(weight, bias), slice(0, weight.shape[0])
+        upstream = Upstream((-expected).repeat(labels.shape[0]))
         with inputs.norm_shadowed() as shadows:
             # The whole vocabulary at once: the softmax must be known before the logits are let go.
-            for block in token_blocks(labels.shape[0], _tokens_per_block(weight.shape[0])):
+            for block in token_blocks(labels.shape[0], inputs.block_size(hidden, weight.shape[0], whole=True).tokens):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
-                    logits = inputs.projection.logits(project(normed, weight, bias))
-                    folded = fold_in_torch(logits, labels[block], everything)  # the logits are there already
+                    product = products.of(normed, everything)
+                    folded = fold(product, inputs.projection, labels[block], everything)
                     lse = folded.max + torch.log(folded.sum)
                     total += (lse - folded.target).sum()
-                    grad = logits_gradient(logits, lse, labels[block], everything, Upstream(-expected.expand_as(lse)))
-                    work.add_block(inputs.projection.backward(grad, logits), normed, everything)
-                    del grad, logits
+                    softmax = Softmax(labels[block], lse, None, weight.shape[0])
+                    grad = product_gradient(product, inputs.projection, softmax, everything, upstream.at(block))
+                    work.add_block(grad, normed, products, everything)
+                    del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)
         ctx.work, ctx.scale, ctx.expected, ctx.pending = work, scale, expected, pending
         pending.set(work)
@@ -120,7 +114,3 @@ class OnePassNLL(torch.autograd.Function):
             )
         ctx.pending.learn(upstream / ctx.scale)
         return None, None, None, *work.results(upstream / ctx.expected)
-
-
-def _tokens_per_block(vocabulary: int) -> int:
-    return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))

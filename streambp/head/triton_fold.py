@@ -6,6 +6,7 @@ torch would read the block once for each statistic and write a float32 copy of i
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -19,7 +20,32 @@ except ImportError:  # a CPU build of torch comes without it
 
 AVAILABLE = triton is not None
 BLOCK = 4096
+WARPS = 8
 FIELDS = 6
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the head's kernels compute blocks of this dtype there; torch does where they do not.
+
+    They compute in float32, so float64 is torch's. Tensors on meta stand for those on CUDA: nothing is launched for them.
+    """
+    if dtype not in DTYPES:
+        return False
+    if device.type == "meta":
+        return True
+    return AVAILABLE and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever its arguments lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def width_of(columns: int, most: int) -> int:
+    """Entries that a program holds at once; Triton wants a power of two."""
+    return min(most, triton.next_power_of_2(columns))
+
 
 if AVAILABLE:
 
@@ -50,11 +76,12 @@ if AVAILABLE:
             largest = tl.max(z, axis=0)
             best = tl.where(largest > top, start + tl.argmax(z, axis=0).to(tl.int64), best)
             higher = tl.maximum(top, largest)
-            shrink = tl.exp(top - higher)
-            weights = tl.exp(z - higher)
+            base = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf would be NaN
+            shrink = tl.exp(top - base)
+            weights = tl.exp(z - base)
             summed = summed * shrink + tl.sum(weights, axis=0)
             squares = squares * shrink * shrink + tl.sum(weights * weights, axis=0)
-            mean = mean * shrink + tl.sum(tl.where(inside, weights * z, 0.0), axis=0)
+            mean = mean * shrink + tl.sum(tl.where(weights == 0.0, 0.0, weights * z), axis=0)
             top = higher
         tl.store(out + row * fields, top)
         tl.store(out + row * fields + 1, summed)
@@ -71,16 +98,17 @@ def fold_rows(
     """max, sum, target, mean, squares, total in float32 and best, [n] each, of raw products [n, v].
 
     Args:
-        product: [n, v] in float32 or half precision, rows contiguous.
+        product: [n, v] in float32 or half precision, read once.
         labels: [n]; first: the vocabulary entry of the first column.
     """
     rows, columns = product.shape
     product = product if product.stride(1) == 1 else product.contiguous()
-    out = torch.empty(rows, FIELDS, dtype=torch.float32, device=product.device)
-    best = torch.empty(rows, dtype=torch.int64, device=product.device)
-    if rows:
-        _kernel[(rows,)](
-            product, labels.contiguous(), out, best, product.stride(0), columns, first, scale, softcap or 1.0, temperature,
-            capped=softcap is not None, width=min(BLOCK, triton.next_power_of_2(columns)), fields=FIELDS, num_warps=8,
-        )  # fmt: skip
+    out = product.new_empty((rows, FIELDS), dtype=torch.float32)
+    best = product.new_empty(rows, dtype=torch.int64)
+    if rows and product.device.type != "meta":
+        with on_device(product.device):
+            _kernel[(rows,)](
+                product, labels.contiguous(), out, best, product.stride(0), columns, first, scale, softcap or 1.0,
+                temperature, capped=softcap is not None, width=width_of(columns, BLOCK), fields=FIELDS, num_warps=WARPS,
+            )  # fmt: skip
     return *out.unbind(1), best

@@ -10,6 +10,7 @@ from torch import nn
 
 import streambp
 from streambp.head import blocks, token_log_probs
+from streambp.head.log_probs import BlockwiseLogProbs, _finished, make_inputs
 from tests.oracle import assert_as_precise, relative_l2
 from tests.seeds import seeded
 
@@ -25,7 +26,7 @@ OPTIONS = {
 def small_blocks(monkeypatch):
     """Several token blocks and several vocabulary blocks, none of which divides its dimension."""
     monkeypatch.setattr(blocks, "LOGITS_PER_BLOCK", 60)
-    monkeypatch.setattr(blocks.token_blocks, "__defaults__", (7,))
+    monkeypatch.setattr(blocks, "TOKENS_PER_BLOCK", 7)
 
 
 def make(bias=True, seed=0):
@@ -145,3 +146,28 @@ def test_metrics():
     assert found.entropy is None
     with pytest.raises(streambp.StreamBPError, match="perplexity"):
         token_log_probs(hidden, weight, labels, metrics=("perplexity",))
+
+
+def test_a_head_in_float32_stays_there_under_autocast():
+    """As TRL's `cast_lm_head_to_fp32` asks for: forward and backward multiply in float32."""
+    hidden, weight, *_, labels = (x if x is None or isinstance(x, nn.Module) else x.float() for x in make())
+    labels = labels.long()
+    runs = []
+    for enabled in (False, True):
+        leaf = hidden.flatten(0, 1).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            inputs = make_inputs(leaf, labels, blocks.Projection(), None, -100)
+            inputs.in_float32 = True
+            values = BlockwiseLogProbs.apply(inputs, blocks.Wanted(), leaf, weight, None)[0]
+        runs.append((values, torch.autograd.grad(values.sum(), leaf)[0]))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_gradients_times_a_factor_are_rounded_once():
+    """In one pass, whatever their dtype; a factor that is rounded to theirs first would be off by 1 / 512."""
+    factor, total = torch.tensor(1.00390625 / 3), torch.randn(5000, 3)
+    for have, want in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        given = total.to(have)
+        found = _finished(given.clone(), factor, torch.empty(0, dtype=want))
+        assert torch.equal(found, (given.float() * factor).to(want))

@@ -22,7 +22,7 @@ ROWS, LENGTH, WIDTH, VOCABULARY = 4, 9, 8, 29
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "LOGITS_PER_BLOCK", 60)
-    monkeypatch.setattr(blocks.token_blocks, "__defaults__", (7,))
+    monkeypatch.setattr(blocks, "TOKENS_PER_BLOCK", 7)
 
 
 class Head:

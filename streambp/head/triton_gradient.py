@@ -1,0 +1,98 @@
+"""d loss / d product of a block of raw logits, in Triton, written over the logits themselves.
+
+torch would make three to six float32 copies of the block on the way from logits to gradient; here each entry is read and
+written once, in the dtype that the matrix product gave it. Numbers are those of `blocks.gradient_in_torch`, which this
+kernel is tested against (in Triton's interpreter where there is no GPU).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from streambp.head.triton_fold import AVAILABLE, WARPS, on_device, width_of
+
+BLOCK = 2048
+
+if AVAILABLE:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        product, labels, lse, entropy, d_log_probs, d_entropy, d_mean,
+        stride, columns, first, scale, softcap, temperature, share,
+        capped: tl.constexpr, has_log_probs: tl.constexpr, has_entropy: tl.constexpr, has_mean: tl.constexpr,
+        width: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * width + tl.arange(0, width)
+        inside = column < columns
+        place = product + row * stride + column
+        z = tl.load(place, mask=inside, other=0.0).to(tl.float32) * scale
+        slope = scale / temperature
+        if capped:
+            small = tl.exp(-2.0 * tl.abs(z) / softcap)
+            tanh = (1.0 - small) / (1.0 + small)
+            z = softcap * tl.where(z < 0.0, -tanh, tanh)
+            slope = slope * (4.0 * small / ((1.0 + small) * (1.0 + small)))  # 1 - tanh^2, where that would cancel
+        log_p = z / temperature - tl.load(lse + row)
+        p = tl.exp(log_p)
+        if has_log_probs:
+            upstream = tl.load(d_log_probs + row)
+            factor = -upstream
+        else:
+            factor = 0.0
+        if has_mean:
+            mean = tl.load(d_mean + row)
+            factor -= mean
+        if has_entropy:
+            factor = factor - (log_p + tl.load(entropy + row)) * tl.load(d_entropy + row)
+            grad = tl.where(p == 0.0, 0.0, p * factor)
+        else:
+            grad = p * factor
+        if has_mean:
+            grad += mean * share
+        if has_log_probs:
+            label = tl.load(labels + row) - first
+            grad += tl.where(column == label, upstream, 0.0)
+        tl.store(place, (grad * slope).to(product.dtype.element_ty), mask=inside)
+
+
+def write_gradient(
+    product: Tensor,
+    labels: Tensor,
+    first: int,
+    lse: Tensor,
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+    entropy: Tensor | None,
+    vocabulary: int,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+) -> None:
+    """Overwrite raw products [n, v] with d loss / d product.
+
+    Args:
+        product: [n, v] in float32 or half precision, its last dimension contiguous; read and written once.
+        labels: [n]; first: the vocabulary entry of the first column; vocabulary: entries in all.
+        lse: [n] over the whole vocabulary; entropy: [n], where its gradient is given. float32.
+        upstream: d loss / d log_probs, entropy and mean_log_probs, [n] in float32 each; None for what has none.
+    """
+    rows, columns = product.shape
+    if product.stride(1) != 1:
+        raise ValueError(f"product has strides {product.stride()}; it is written in place and must be contiguous in rows.")
+    if not rows or product.device.type == "meta":
+        return
+    d_log_probs, d_entropy, d_mean = (None if given is None else given.float().contiguous() for given in upstream)
+    width = width_of(columns, BLOCK)
+    lse = lse.float().contiguous()
+    with on_device(product.device):
+        _kernel[(rows, triton.cdiv(columns, width))](
+            product, labels.contiguous(), lse, lse if entropy is None else entropy.float().contiguous(),
+            lse if d_log_probs is None else d_log_probs, lse if d_entropy is None else d_entropy,
+            lse if d_mean is None else d_mean,  # lse stands where nothing is read
+            product.stride(0), columns, first, scale, softcap or 1.0, temperature, 1.0 / vocabulary,
+            capped=softcap is not None, has_log_probs=d_log_probs is not None,
+            has_entropy=d_entropy is not None and entropy is not None, has_mean=d_mean is not None,
+            width=width, num_warps=WARPS,
+        )  # fmt: skip
