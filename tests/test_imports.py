@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "streambp"
 ORDER = (
-    "errors", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
+    "errors", "config", "chunks", "device", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
     "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix",
     "attention.halves", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
