@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import ChunkPlan
+from streambp.device import failed_in_a_kernel, raised_among_kernels
+from streambp.errors import KernelError, StreamBPError
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
 
@@ -31,6 +33,10 @@ def can_stream(call: LayerCall) -> bool:
 
     Without data (meta, fake) it cannot be tried: layers that attend then stream. A single token has nothing to cut; it runs
     whole, because some layers would not run on chunks at all. Few tokens are tried as well, and the layer again on more.
+
+    Raises:
+        KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
+        StreamBPError: the attention that was asked for cannot do it.
     """
     x = call.hidden_states.detach()[..., :TOKENS, :]
     if call.site.probed:
@@ -45,7 +51,17 @@ def can_stream(call: LayerCall) -> bool:
             whole, pieces = (_run(call, x, size) for size in (x.shape[-2], chunk_size))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever it is, it comes from cutting the layer
+        except Exception as error:
+            if isinstance(error, StreamBPError) and raised_among_kernels(error):
+                raise  # the attention that was asked for cannot do it
+            if failed_in_a_kernel(error, x.device):
+                raise KernelError(
+                    f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
+                    f"({type(error).__name__}: {error}). It would fail in training as well. Set another attention in "
+                    "StreamConfig ('flash', or 'math', which uses torch's own products alone), or run the model unpatched "
+                    "to see whether it fails there too."
+                ) from error
+            # Whatever else it is, it comes from cutting the layer.
             call.site.whole_because = f"its forward does not work on chunks ({type(error).__name__}: {error})"
             return False
     autocast = any(enabled for _, enabled, _ in call.autocast.states)
