@@ -15,19 +15,17 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from paper_repro.losses import OBJECTIVES, Objective
 from paper_repro.methods import METHODS, Method, Unavailable
 from paper_repro.shapes import build, make_batch
 from streambp.planner.count import LiveBytes
 
 ROOT = Path(__file__).parents[1]
-Objective = Callable[[Method, PreTrainedModel, Tensor, int], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +123,6 @@ def child(job: Job) -> None:
     except torch.OutOfMemoryError:
         print("ROW", json.dumps(row_of(job, job.lengths[0], "out of memory")))
         return
-    from paper_repro.objectives import OBJECTIVES
-
     for length in job.lengths:
         try:
             figures = measure(method, model, OBJECTIVES[job.objective], length, job)

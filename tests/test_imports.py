@@ -1,11 +1,16 @@
-"""Imports point downwards only (DESIGN.md section 7)."""
+"""Imports point downwards only (DESIGN.md section 7), and nowhere in a circle."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "streambp"
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "streambp"
+TREES = ("streambp", "paper_repro", "examples", "tests")
 ORDER = (
     "errors", "config", "chunks", "device", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
     "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix",
@@ -60,6 +65,59 @@ def test_imports_point_downwards():
         if rank.get(target, len(ORDER)) >= rank[name] and not (name in ("verify", "cli") and target == "")
     ]
     assert not wrong
+
+
+def modules_under(root):
+    """Path of every module of the project's trees, by its dotted name from `root`."""
+    paths = [path for tree in TREES for path in (root / tree).rglob("*.py")]
+    return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def imports_of(name, path, modules):
+    """The modules of the project that one imports, wherever the statement stands. A script's neighbours have bare names."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    asked = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            asked |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            above = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
+            source = ".".join(part for part in (above, node.module) if part)
+            members = {f"{source}.{alias.name}" for alias in node.names}
+            asked |= {found for found in members if found in modules} or {source}
+    return {f for target in asked for f in (target, f"{package}.{target}") if f in modules} - {name}
+
+
+def cycle(root):
+    """Modules that import each other, the first one again at the end; [] where there are none."""
+    modules = modules_under(root)
+    try:
+        graphlib.TopologicalSorter({n: imports_of(n, path, modules) for n, path in modules.items()}).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other():
+    assert cycle(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("from paper_repro.b import run", "def late():\n    import paper_repro.a"),
+        ("from paper_repro import b", "from paper_repro.a import run"),
+        ("from . import b", "from .a import run"),
+        ("from b import run", "import a"),  # of scripts
+    ],
+)
+def test_a_circle_of_imports_is_found(first, second, tmp_path):
+    (tmp_path / "paper_repro").mkdir()
+    for name, text in (("__init__", ""), ("a", first), ("b", second), ("c", "from paper_repro.a import run")):
+        (tmp_path / "paper_repro" / f"{name}.py").write_text(text)
+    assert set(cycle(tmp_path)) == {"paper_repro.a", "paper_repro.b"}
+    (tmp_path / "paper_repro" / "b.py").write_text("import ast, torch")
+    assert cycle(tmp_path) == []
 
 
 def test_files_and_functions_stay_short():

@@ -9,8 +9,8 @@ import torch
 
 from paper_repro.harness import Job, Row, run
 from paper_repro.longest_sequence import search
+from paper_repro.losses import OBJECTIVES
 from paper_repro.methods import METHODS, Unavailable
-from paper_repro.objectives import OBJECTIVES
 from paper_repro.shapes import build, make_batch
 from tests.oracle import worst_error
 
