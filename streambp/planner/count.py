@@ -228,6 +228,9 @@ def _addmm(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int:
 LINEAR_FLOPS: dict[Any, Callable[..., int]] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
+    aten.addmm_.default: _addmm,
+    aten.mm.dtype: _mm,
+    aten.addmm.dtype_out: _addmm,
     aten.bmm.default: _mm,
     aten.baddbmm.default: _addmm,
 }

@@ -1,0 +1,51 @@
+"""Sums of matrix products in promote_types(dtype, float32): what weight gradients are made of (DESIGN.md section 2).
+
+    total = None
+    for each chunk or block:
+        total = add_product(total, grad.mT, x)      # dW [out, in] of grad [n, out] and x [n, in]
+
+[Note: sums inside products] CUDA's matrix product of half-precision factors can write float32 and add to what is there.
+Then no product is rounded, and no pass over the sum is needed beside the product's own: for the head of an 8B model a
+product and a separate addition move 7.5 GB a block, the product alone 5. torch has offered it since 2.10 (`out_dtype`
+of `addmm`, with a float32 `self`); not on ROCm in all cases, and not while TunableOp is on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+
+@torch.no_grad()
+def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right, in place; no autograd. [Note: sums inside products]
+
+    Args:
+        total: [m, n] in promote_types(left's dtype, float32) or wider, rows contiguous (a slice of rows will do); None:
+            nothing was added yet.
+        left: [m, k], any strides. right: [k, n] in left's dtype.
+
+    Returns:
+        `total` itself, or a new tensor in promote_types(left's dtype, float32) where it was None.
+    """
+    wide = torch.float32 if left.dtype in HALF else left.dtype  # torch.promote_types costs a dispatch
+    if total is None:
+        if _sums_inside(left) and wide != left.dtype:
+            return aten.mm.dtype(left, right, wide)
+        return (left @ right).to(wide)
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right)
+    if _sums_inside(left) and total.dtype == wide:
+        aten.addmm.dtype_out(total, left, right, wide, out=total)
+        return total
+    return total.add_(left @ right)
+
+
+def _sums_inside(x: Tensor) -> bool:
+    """Whether half-precision products can be written in float32. Tensors on meta stand for those on CUDA."""
+    if x.device.type == "meta":
+        return True
+    return x.is_cuda and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
