@@ -91,6 +91,7 @@ class Arguments:
         self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
         for name, value in self.named.items():
             self.named[name] = _rebuild(value, functools.partial(self._detach, name))
+        self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
 
     def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
         if not (tensor.requires_grad and torch.is_grad_enabled()) or name == "attention_mask":
@@ -117,7 +118,14 @@ class Arguments:
             self._check_length(name, tensor)
             return tensor.narrow(dim, chunk.start, chunk.stop - chunk.start)
 
-        named = {name: _rebuild(value, functools.partial(part, name)) for name, value in self.named.items()}
+        shared = self._parts.get(chunk)
+        if shared is None:
+            shared = {name: _rebuild(v, functools.partial(part, name)) for name, v in self.named.items() if _is_constant(v)}
+            self._parts[chunk] = shared
+        named = {
+            name: shared[name] if name in shared else _rebuild(value, functools.partial(part, name))
+            for name, value in self.named.items()
+        }
         if self.counts_positions:
             named["past_key_values"] = ChunkCache(chunk.start)
         return named
@@ -147,6 +155,13 @@ def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
     if "use_cache" in named:
         named["use_cache"] = False
     return named
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether every pass over a chunk may be handed the same part of it: it wants no gradient, and no pass adds to it."""
+    if isinstance(value, tuple):
+        return all(_is_constant(part) for part in value)
+    return not isinstance(value, Slot | list | Mapping)
 
 
 def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
