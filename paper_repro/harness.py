@@ -1,6 +1,10 @@
 """Runs one (method, shape, length) at a time in a process of its own, and keeps the rows in a CSV file.
 
-[Note: measurement] Forward and backward, gradients None at the start, the second iteration counts. On a GPU the peak is the
+Rows are printed and stored as they are measured. A child that ends without one, or before its last, gives a row that says
+how it ended; the sweep goes on.
+
+[Note: measurement] Forward and backward, gradients None at the start, the third iteration counts: the first pins memory and
+makes kernels, and what "auto" has learnt from it changes the second. On a GPU the peak is the
 allocator's; on a CPU it is counted: the bytes of all storages made since the step began and still alive.
 """
 
@@ -15,6 +19,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -22,6 +27,7 @@ from transformers import PreTrainedModel
 
 from paper_repro.losses import OBJECTIVES, Objective
 from paper_repro.methods import METHODS, Method, Unavailable
+from paper_repro.rows import Deadline, add_minutes, first_line, run_child
 from paper_repro.shapes import build, make_batch
 from streambp.planner.count import LiveBytes
 
@@ -30,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table. seconds and bytes are of the second forward and backward; [Note: measurement]."""
+    """One line of a table. seconds and bytes are of the third forward and backward; [Note: measurement]."""
 
     experiment: str
     objective: str
@@ -75,21 +81,42 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="CSV file; its rows are kept and new ones added")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    add_minutes(parser)
     return parser
 
 
-def run(job: Job, output: Path) -> list[Row]:
-    """Measure a job in a fresh process, print and store its rows."""
-    command = [sys.executable, "-m", "paper_repro.harness", json.dumps(dataclasses.asdict(job))]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    found = [json.loads(line.removeprefix("ROW ")) for line in result.stdout.splitlines() if line.startswith("ROW ")]
-    if not found:
-        raise RuntimeError(f"{job}: no row came back.\n{result.stderr[-3000:]}")
-    rows = [Row(**row) for row in found]
-    for row in rows:
+def run(job: Job, output: Path, deadline: Deadline | None = None) -> list[Row]:
+    """Measure a job in a fresh process; print and store each row as it comes. There is at least one."""
+    rows: list[Row] = []
+
+    def keep(row: Row) -> None:
+        rows.append(row)
         show(row)
-    store(rows, output)
+        store(row, output)
+
+    def line(text: str) -> None:
+        if text.startswith("ROW "):
+            keep(Row(**json.loads(text.removeprefix("ROW "))))
+
+    command = [sys.executable, "-m", "paper_repro.harness", json.dumps(dataclasses.asdict(job))]
+    ended = run_child(command, ROOT, deadline or Deadline(float("inf")), line)
+    if ended.code != 0 or not rows:
+        following = job.lengths[min(len(rows), len(job.lengths) - 1)]
+        on = rows[-1].device if rows else job.device  # this process must not touch the GPU
+        keep(Row(**row_of(job, following, str(ended), on)))
     return rows
+
+
+def sweep(jobs: Iterable[Job], output: Path, deadline: Deadline) -> None:
+    """`run` them until the time is over, and say what was left out."""
+    late = []
+    for job in jobs:
+        if deadline.left:
+            run(job, output, deadline)
+        else:
+            late.append(f"{job.objective} {job.method}")
+    if late:
+        print(f"not run, {deadline.minutes:g} minutes are over: {', '.join(late)}", flush=True)
 
 
 def show(row: Row) -> None:
@@ -99,13 +126,13 @@ def show(row: Row) -> None:
     print(f"{what} {row.rows} x {row.tokens:>8} {seconds} {peak} {row.status}", flush=True)
 
 
-def store(rows: list[Row], output: Path) -> None:
+def store(row: Row, output: Path) -> None:
     new = not output.exists()
     with output.open("a", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in rows)
+        writer.writerow(dataclasses.asdict(row))
 
 
 def child(job: Job) -> None:
@@ -118,22 +145,26 @@ def child(job: Job) -> None:
         method = METHODS[job.method]()
         method.prepare(model, job.chunk_size)
     except Unavailable as error:
-        print("ROW", json.dumps(row_of(job, job.lengths[0], str(error))))
+        print("ROW", json.dumps(row_of(job, job.lengths[0], str(error))), flush=True)
         return
     except torch.OutOfMemoryError:
-        print("ROW", json.dumps(row_of(job, job.lengths[0], "out of memory")))
+        print("ROW", json.dumps(row_of(job, job.lengths[0], "out of memory")), flush=True)
         return
     for length in job.lengths:
         try:
             figures = measure(method, model, OBJECTIVES[job.objective], length, job)
             print("ROW", json.dumps(row_of(job, length, "ok", **figures)), flush=True)
         except Unavailable as error:
-            print("ROW", json.dumps(row_of(job, length, str(error))))
+            print("ROW", json.dumps(row_of(job, length, str(error))), flush=True)
             return
         except torch.OutOfMemoryError:
             print("ROW", json.dumps(row_of(job, length, "out of memory")), flush=True)
             if job.until_oom:
                 return
+        except Exception as error:  # the next length may do
+            print(
+                "ROW", json.dumps(row_of(job, length, f"failed: {type(error).__name__}: {first_line(error)}")), flush=True
+            )
 
 
 def measure(method: Method, model: PreTrainedModel, objective: Objective, length: int, job: Job) -> dict[str, float | None]:
@@ -141,7 +172,7 @@ def measure(method: Method, model: PreTrainedModel, objective: Objective, length
     ids = make_batch(model, length, job.seed, job.rows)
     on_gpu = model.device.type == "cuda"
     figures: dict[str, float | None] = {}
-    for _ in range(2):
+    for _ in range(3):
         model.zero_grad(set_to_none=True)
         if on_gpu:
             torch.cuda.synchronize()
@@ -170,7 +201,8 @@ def measure(method: Method, model: PreTrainedModel, objective: Objective, length
     return figures
 
 
-def row_of(job: Job, length: int, status: str, **figures: float | None) -> dict[str, object]:
+def row_of(job: Job, length: int, status: str, on: str | None = None, **figures: float | None) -> dict[str, object]:
+    """on: the device's name; None: look it up."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     empty = {"seconds": None, "peak_gib": None, "reserved_gib": None, "host_gib": None}
     rounded = {name: None if value is None else round(value, 4) for name, value in {**empty, **figures}.items()}
@@ -190,7 +222,7 @@ def row_of(job: Job, length: int, status: str, **figures: float | None) -> dict[
             rounded["reserved_gib"],
             rounded["host_gib"],
             job.seed,
-            device_name(job.device),
+            on or device_name(job.device),
             versions(),
             commit.stdout.strip() or "unknown",
             datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

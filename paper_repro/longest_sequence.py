@@ -5,7 +5,7 @@ python -m paper_repro.longest_sequence --output FILE --shapes Qwen3-8B --methods
 
 Lengths double from --start until memory runs out, then the gap is halved --halvings times, so the answer is a length that
 ran and lies within 2^-halvings of one that did not. --up-to ends the search at a length that takes long enough; a row
-that stops there says so.
+that stops there says so, and so does one for which --minutes did not suffice. All of it takes hours.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 
 from paper_repro.harness import Job, Row, arguments, run
+from paper_repro.rows import Deadline
 
 EXPERIMENTS = (("Qwen3-4B", False), ("Qwen3-8B", False), ("Qwen3-14B", False), ("Qwen3-32B", True))
 METHODS = ("plain", "checkpointing", "trl", "trl-offload-liger", "liger", "streambp", "streambp-lean")
@@ -29,38 +30,53 @@ def main() -> None:
     args = parser.parse_args()
     if args.device != "cuda":
         parser.error("the budget is a GPU's; on a CPU, `streambp plan` computes the longest sequence instead")
+    deadline = Deadline(args.minutes)
     for shape, lora in EXPERIMENTS:
         if args.shapes and shape not in args.shapes:
             continue
         for method in args.methods:
-            longest = search(shape, lora, method, args)
-            print(f"--- {shape} {'LoRA' if lora else 'full'} {method}: {longest} tokens on {args.budget_gib} GiB")
+            longest = search(shape, lora, method, args, deadline)
+            print(
+                f"--- {shape} {'LoRA' if lora else 'full'} {method}: {longest} tokens on {args.budget_gib} GiB", flush=True
+            )
 
 
-def search(shape: str, lora: bool, method: str, args: argparse.Namespace) -> str:
+def search(shape: str, lora: bool, method: str, args: argparse.Namespace, deadline: Deadline) -> str:
     """The longest that ran, or why none did."""
 
-    def attempt(length: int) -> Row:
+    def attempt(length: int) -> Row | None:
+        """None: there was no time for it."""
+        if not deadline.left:
+            return None
         job = Job("longest_sequence", method, shape, (length,), lora=lora, budget_gib=args.budget_gib, seed=args.seed)
-        return run(job, args.output)[0]
+        return run(job, args.output, deadline)[0]
 
     good, length = 0, args.start
     while length <= args.up_to:
         row = attempt(length)
-        if row.status != "ok":
+        if row is None or row.status != "ok":
             break
         good, length = length, 2 * length
     else:
         return f"at least {good}"
-    if row.status != "out of memory":
-        return row.status
+    if row is None or row.status != "out of memory":
+        return unfinished(good, row)
     bad = length
     for _ in range(args.halvings):
         middle = (good + bad) // 2 // 256 * 256
         if middle in (good, bad):
             break
-        good, bad = (middle, bad) if attempt(middle).status == "ok" else (good, middle)
+        row = attempt(middle)
+        if row is None or row.status not in ("ok", "out of memory"):
+            return unfinished(good, row)
+        good, bad = (middle, bad) if row.status == "ok" else (good, middle)
     return str(good)
+
+
+def unfinished(good: int, row: Row | None) -> str:
+    """What is known where a length neither ran nor ran out of memory."""
+    reason = "no time was left" if row is None else row.status
+    return f"at least {good} ({reason})" if good else reason
 
 
 if __name__ == "__main__":

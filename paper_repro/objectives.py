@@ -9,8 +9,9 @@ The objective is computed from the policy's per-token log-probabilities by the s
 
 from __future__ import annotations
 
-from paper_repro.harness import Job, arguments, run
+from paper_repro.harness import Job, arguments, sweep
 from paper_repro.losses import OBJECTIVES
+from paper_repro.rows import Deadline
 
 
 def main() -> None:
@@ -19,15 +20,17 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[9000])
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--methods", nargs="+", default=["checkpointing", "trl", "streambp"])
+    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES))
     args = parser.parse_args()
-    for objective in OBJECTIVES:
-        for method in args.methods:
-            rows = 2 if objective == "dpo" else 1
-            job = Job(
-                "objectives", method, args.shape, tuple(args.lengths), objective, args.lora, rows,
-                seed=args.seed, device=args.device,
-            )  # fmt: skip
-            run(job, args.output)
+    jobs = [
+        Job(
+            "objectives", method, args.shape, tuple(args.lengths), objective, args.lora, 2 if objective == "dpo" else 1,
+            seed=args.seed, device=args.device,
+        )
+        for objective in args.objectives
+        for method in args.methods
+    ]  # fmt: skip
+    sweep(jobs, args.output, Deadline(args.minutes))
 
 
 if __name__ == "__main__":

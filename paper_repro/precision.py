@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ import torch
 
 import streambp
 from paper_repro.harness import device_name, versions
+from paper_repro.rows import Deadline, add_minutes, first_line
 from tests.families import build, make_batch
 from tests.oracle import Gradients, gradients, lift_float32_casts, relative_l2
 
+FIELDS = ("dtype", "tokens", "chunks", "seed", "unpatched", "streambp", "ratio", "device", "versions")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
 
 
@@ -29,19 +32,28 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--seeds", type=int, default=3)
+    add_minutes(parser)
     args = parser.parse_args()
-    rows = [row for seed in range(args.seeds) for row in measure(seed, args)]
+    deadline = Deadline(args.minutes)
     with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        for seed in range(args.seeds):
+            if not deadline.left:
+                print(f"not run, {args.minutes:g} minutes are over: seeds from {seed} on", flush=True)
+                break
+            try:
+                for row in measure(seed, args):
+                    writer.writerow(row)
+                    file.flush()
+            except Exception as error:  # the next seed may do
+                print(f"seed {seed}: FAILED, {type(error).__name__}: {first_line(error)}", flush=True)
 
 
-def measure(seed: int, args: argparse.Namespace) -> list[dict[str, object]]:
+def measure(seed: int, args: argparse.Namespace) -> Iterator[dict[str, object]]:
     model = build("qwen3", seed=seed, **SIZES).to(args.device).bfloat16().float()  # the same weights in every dtype
     batch = {name: x.to(args.device) for name, x in make_batch("plain", length=args.tokens, seed=seed).items()}
     truth = oracle(model, batch)
-    rows = []
     for dtype in (torch.bfloat16, torch.float32):
         if args.device == "cuda" and dtype == torch.float32:
             continue  # that is the oracle there
@@ -54,9 +66,8 @@ def measure(seed: int, args: argparse.Namespace) -> list[dict[str, object]]:
             row = {"dtype": str(dtype).removeprefix("torch."), "tokens": args.tokens, "chunks": chunks, "seed": seed}
             errors = {"unpatched": f"{noise:.4e}", "streambp": f"{error:.4e}", "ratio": f"{error / noise:.4f}"}
             print("  ".join(str(value) for value in (*row.values(), *errors.values())), flush=True)
-            rows.append({**row, **errors, "device": device_name(args.device), "versions": versions()})
+            yield {**row, **errors, "device": device_name(args.device), "versions": versions()}
     model.to(torch.float32)
-    return rows
 
 
 def oracle(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Gradients:

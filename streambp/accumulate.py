@@ -9,8 +9,8 @@ Then no product is rounded, and no pass over the sum is needed beside the produc
 product and a separate addition move 7.5 GB a block, the product alone 5. torch has offered it since 2.10 (`out_dtype`
 of `addmm`, with a float32 `self`); not on ROCm in all cases, and not while TunableOp is on.
 
-On the CPU the factors are widened instead: rounded products, summed over blocks, are worth one rounding more of the sum, and
-every gradient of the model comes from the head's dhidden, whose error was 1.2 times that of full logits.
+On the CPU the factors are widened instead: rounded products, summed over blocks, are worth one rounding more of the sum,
+and every gradient of the model comes from the head's dhidden, whose error was 1.2 times that of full logits.
 """
 
 from __future__ import annotations

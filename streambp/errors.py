@@ -29,5 +29,9 @@ class HostMemoryError(StreamBPError):
     """The host memory that offloading may use does not suffice."""
 
 
+class KernelError(StreamBPError):
+    """A kernel of a device, or the library that it comes from, failed. Another one may do."""
+
+
 class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
     """The device ran out of memory in a streamed step. Still a torch.OutOfMemoryError, for those who wait for one."""

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "streambp"
 TREES = ("streambp", "paper_repro", "examples", "tests")
 ORDER = (
-    "errors", "accumulate", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
+    "errors", "accumulate", "config", "chunks", "device", "distributed.zero", "distributed.host",
+    "distributed.sequence_parallel",
     "attention.reading",
     "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix",
     "attention.halves", "attention.interface",

@@ -142,15 +142,16 @@ def weight_in_half(self, *args, real=log_probs.HeadGradients.__init__):
     self.d_weight = self.d_weight.to(self.weight.dtype)
 
 
-def rounded_product(left, right):
-    return left @ right
+def add_rounded_product(total, left, right):
+    product = left @ right
+    return product.float() if total is None else total.add_(product)
 
 
 ACCUMULATORS = {
     "parameters": (GradientSum, "add", add_in_half, check_gradient_sums),
     "keys and values": (CallSite, "grow_accumulators", accumulators_in_half, check_key_sums),
     "the head's weight": (log_probs.HeadGradients, "__init__", weight_in_half, check_head_sums),
-    "the head's products": (log_probs, "_wide_product", rounded_product, check_head_sums),
+    "the head's products": (log_probs, "add_product", add_rounded_product, check_head_sums),
 }
 
 

@@ -7,11 +7,12 @@ are kept, in place of which every chunk gets leaves of its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ class Arguments:
         for name, value in self.named.items():
             self.named[name] = _rebuild(value, functools.partial(self._detach, name))
         self.kind = frozenset((name, self._kind(value)) for name, value in self.named.items() if value is not None)
+        self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
 
     def _kind(self, value: Any) -> Any:
         """What an argument is, whatever batch it comes with."""
@@ -127,10 +129,27 @@ class Arguments:
             self._check_length(name, tensor)
             return tensor.narrow(dim, chunk.start, chunk.stop - chunk.start)
 
-        named = {name: _rebuild(value, functools.partial(part, name)) for name, value in self.named.items()}
+        shared = self._parts.get(chunk)
+        if shared is None:
+            shared = {name: _rebuild(v, functools.partial(part, name)) for name, v in self.named.items() if _is_constant(v)}
+            self._parts[chunk] = shared
+        named = {
+            name: shared[name] if name in shared else _rebuild(value, functools.partial(part, name))
+            for name, value in self.named.items()
+        }
         if self.counts_positions:
             named["past_key_values"] = ChunkCache(chunk.start)
         return named
+
+    @contextlib.contextmanager
+    def replaced(self, changes: dict[str, Any]) -> Iterator[None]:
+        """Within, the call has other arguments by these names."""
+        before = self.named, self._parts
+        self.named, self._parts = {**self.named, **changes}, {}
+        try:
+            yield
+        finally:
+            self.named, self._parts = before
 
     def check_lengths(self) -> None:
         """Raise if an argument has other positions than the sequence."""
@@ -161,6 +180,13 @@ def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
     if "use_cache" in named:
         named["use_cache"] = False
     return named
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether every pass over a chunk may be handed the same part of it: it wants no gradient, and no pass adds to it."""
+    if isinstance(value, tuple):
+        return all(_is_constant(part) for part in value)
+    return not isinstance(value, Slot | list | Mapping)
 
 
 def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -22,7 +22,7 @@ from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
 from streambp.layer.probe import can_stream
-from streambp.layer.products import left_out, plain_linears
+from streambp.layer.products import left_out, plain_linears, summed
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import LayerSite
@@ -165,6 +165,7 @@ class StreamedLayer(torch.autograd.Function):
             inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
         call.hidden_states = None  # type: ignore[assignment]
         with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
+            sums.stand_for(shadows)
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
         call.carried.drop()
         values = parameters.current()
@@ -209,7 +210,8 @@ def run_backward(call: LayerCall, work: BackwardPass) -> None:
     unread = call.unread_products(linears, work.parameters.names, work.needs_input)
     with left_out(linears, unread.refill):
         _refill(call)
-    with left_out(linears, unread.recompute.difference(call.kept.products)):
+    unread_here = unread.recompute.difference(call.kept.products)
+    with summed(linears, work.sums), left_out(linears, unread_here, work.sums):
         for chunk in call.plan.backward():
             _chunk_backward(call, chunk, work)
 
@@ -236,7 +238,7 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass) -> None:
     """Recompute one chunk with a graph, differentiate it, add up."""
     hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
     leaves = call.arguments.leaves(chunk, work.inputs.wanted)
-    with torch.enable_grad(), call.kept.random[chunk.index].replayed(), call.kept.knowing(chunk):
+    with torch.enable_grad(), call.kept.random[chunk.index].replayed(), call.kept.knowing(chunk, sums=work.sums):
         output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves)
     assert output is not None
     outputs, upstream = work.grads.of(output, chunk)

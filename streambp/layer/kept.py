@@ -23,7 +23,7 @@ from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
 from streambp.layer.cost import Cost, Product, Watch
-from streambp.layer.products import captured, known, matching, plain_linears
+from streambp.layer.products import Sums, captured, known, matching, plain_linears
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, InMemory, Offloader, SavedTensors
@@ -64,8 +64,9 @@ class Kept:
         self.random.append(RandomState.capture(self.device))
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
-        """Save what backward will want of this chunk: hidden_chunk [..., B, C, h] and what its attention calls left."""
-        self.store.put("x", chunk.index, hidden_chunk.detach())
+        """Save what backward will want of this chunk: hidden_chunk [..., B, C, h], without a graph, and what its attention
+        calls left."""
+        self.store.put("x", chunk.index, hidden_chunk)
         self.keep_products(chunk)
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
@@ -130,8 +131,14 @@ class Kept:
             yield
 
     @contextlib.contextmanager
-    def knowing(self, chunk: Chunk, names: list[str] | None = None, again: bool = False) -> Iterator[None]:
-        """Within, those Linears return what was kept of this chunk; again: it will be asked for once more."""
+    def knowing(
+        self, chunk: Chunk, names: list[str] | None = None, again: bool = False, sums: Sums | None = None
+    ) -> Iterator[None]:
+        """Within, those Linears return what was kept of this chunk.
+
+        Args:
+            again: it will be asked for once more. sums: as in `products.summed`.
+        """
         calls: dict[str, int] = {}
 
         def source(name: str) -> Tensor | None:
@@ -142,7 +149,7 @@ class Kept:
                 return None
             return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
 
-        with known(self.linears, self.products if names is None else names, source):
+        with known(self.linears, self.products if names is None else names, source, sums):
             yield
 
     def accesses(self) -> tuple[list[Access], int]:

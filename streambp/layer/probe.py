@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import ChunkPlan
-from streambp.errors import StreamBPError
+from streambp.device import failed_in_a_kernel, raised_among_kernels
+from streambp.errors import KernelError, StreamBPError
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
@@ -36,6 +38,10 @@ def can_stream(call: LayerCall) -> bool:
     alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
     well, but their verdict is this call's alone. Without data (meta, fake) it cannot be tried: layers that attend then
     stream. A single token has nothing to cut; it runs whole, because some layers would not run on chunks at all.
+
+    Raises:
+        KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
+        StreamBPError: the attention that was asked for cannot do it.
     """
     site, kind = call.site, call.arguments.kind
     x = call.hidden_states.detach()
@@ -63,11 +69,21 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
         x = _random_like(hidden_states)
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
         try:
-            with _causal_mask(call, x.shape[-2]):
+            with call.arguments.replaced(_causal_mask(call, x.shape[-2])):
                 whole, pieces = (_run(call, x, size) for size in (x.shape[-2], chunk_size))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever it is, it comes from cutting the layer
+        except Exception as error:
+            if isinstance(error, StreamBPError) and raised_among_kernels(error):
+                raise  # the attention that was asked for cannot do it
+            if failed_in_a_kernel(error, x.device):
+                raise KernelError(
+                    f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
+                    f"({type(error).__name__}: {error}). It would fail in training as well. Set another attention in "
+                    "StreamConfig ('flash', or 'math', which uses torch's own products alone), or run the model unpatched "
+                    "to see whether it fails there too."
+                ) from error
+            # Whatever else it is, it comes from cutting the layer.
             return f"its forward does not work on chunks ({type(error).__name__}: {error})", certain
     autocast = any(enabled for _, enabled, _ in call.autocast.states)
     tolerance = HALF_TOLERANCE if autocast else TOLERANCE.get(x.dtype, HALF_TOLERANCE)
@@ -88,18 +104,11 @@ def _random_like(hidden_states: Tensor) -> Tensor:
     return x.to(hidden_states.dtype)
 
 
-@contextlib.contextmanager
-def _causal_mask(call: LayerCall, length: int) -> Iterator[None]:
-    """Within, a layer that attends by itself gets a plain causal mask; for the others `_run` has one."""
+def _causal_mask(call: LayerCall, length: int) -> dict[str, Any]:
+    """The arguments that say what is read, so that a layer that attends by itself reads what is before and nothing is
+    padding; the others get their mask from `_run`."""
     named = call.arguments.named
-    mask = named.get("attention_mask")
-    if isinstance(mask, OwnMask):
-        named["attention_mask"] = mask.causal(length)
-    try:
-        yield
-    finally:
-        if isinstance(mask, OwnMask):
-            named["attention_mask"] = mask
+    return {name: mask.causal(length) for name, mask in named.items() if isinstance(mask, OwnMask)}
 
 
 def _run(call: LayerCall, x: Tensor, chunk_size: int) -> Tensor:

@@ -19,7 +19,7 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -150,23 +150,48 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatch(name.removesuffix(".base_layer"), glob) for glob in patterns)]
 
 
+class Sums(Protocol):
+    """Where weights' gradients are added up."""
+
+    def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
+        """Adds a product [out, n] @ [n, in] to this weight's gradient; None: autograd is to return the gradient."""
+        ...
+
+
 @contextlib.contextmanager
-def left_out(linears: dict[str, nn.Linear], names: Labels) -> Iterator[None]:
-    """Within, these Linears return NaN and know their backward."""
-    chosen = [linears[name] for name in names if name in linears]
-    for module in chosen:
-        module.forward = _unread_forward(module)  # type: ignore[method-assign, assignment]
+def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Within, these modules have these forwards; what was there comes back."""
+    before: dict[nn.Linear, Any] = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        for module in chosen:
-            module.__dict__.pop("forward", None)
+        for module, forward in before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward  # type: ignore[method-assign, assignment]
 
 
-@contextlib.contextmanager
-def captured(linears: dict[str, nn.Linear], names: list[str], sink: Callable[[str, Tensor], None]) -> Iterator[None]:
+def summed(linears: dict[str, nn.Linear], sums: Sums) -> contextlib.AbstractContextManager[None]:
+    """Within, the weight gradients of these Linears are added to their sums by the products that make them.
+    [Note: sums inside products]"""
+    return _replaced({module: functools.partial(_linear, module, None, sums) for module in linears.values()})
+
+
+def left_out(
+    linears: dict[str, nn.Linear], names: Labels, sums: Sums | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Within, these Linears return NaN and know their backward. sums: as in `summed`."""
+    chosen = [linears[name] for name in names if name in linears]
+    return _replaced({module: functools.partial(_linear, module, UNREAD, sums) for module in chosen})
+
+
+def captured(
+    linears: dict[str, nn.Linear], names: list[str], sink: Callable[[str, Tensor], None]
+) -> contextlib.AbstractContextManager[None]:
     """Within, the output of each of these Linears is also given to `sink`, with its name."""
-    chosen = {name: linears[name] for name in names if name in linears}
 
     def capture(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
@@ -176,47 +201,42 @@ def captured(linears: dict[str, nn.Linear], names: list[str], sink: Callable[[st
 
         return forward
 
-    for name, module in chosen.items():
-        module.forward = capture(name, module)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        for module in chosen.values():
-            module.__dict__.pop("forward", None)
+    return _replaced({linears[name]: capture(name, linears[name]) for name in names if name in linears})
 
 
-@contextlib.contextmanager
-def known(linears: dict[str, nn.Linear], names: list[str], source: Callable[[str], Tensor | None]) -> Iterator[None]:
-    """Within, these Linears return what `source` has for their name, and know their backward; None: they compute."""
-    chosen = {name: linears[name] for name in names if name in linears}
-    for name, module in chosen.items():
-        module.forward = _known_forward(module, functools.partial(source, name))  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        for module in chosen.values():
-            module.__dict__.pop("forward", None)
+def known(
+    linears: dict[str, nn.Linear],
+    names: list[str],
+    source: Callable[[str], Tensor | None],
+    sums: Sums | None = None,
+) -> contextlib.AbstractContextManager[None]:
+    """Within, these Linears return what `source` has for their name, and know their backward; None: they compute.
+
+    Args:
+        sums: as in `summed`.
+    """
+
+    def know(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        return lambda x: _linear(module, source(name), sums, x)
+
+    return _replaced({linears[name]: know(name, linears[name]) for name in names if name in linears})
 
 
-def _unread_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias), None)
-        return out
-
-    return forward
+class Unread:
+    """In place of a product that nobody reads."""
 
 
-def _known_forward(module: nn.Linear, source: Callable[[], Tensor | None]) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        value = source()
-        if value is None:
-            return type(module).forward(module, x)
-        weight: Any = module.weight
-        out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias), value)
-        return out
+UNREAD = Unread()
 
-    return forward
+
+def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None, x: Tensor) -> Tensor:
+    """The module's output for x [..., in], if `value` is not it already."""
+    add = None if sums is None else sums.adder(module.weight)
+    if value is None and add is None:
+        return type(module).forward(module, x)
+    weight: Any = module.weight
+    out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias), value, add)
+    return out
 
 
 def _autocast(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
@@ -229,22 +249,36 @@ def _autocast(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
 
 
 class KnownLinear(torch.autograd.Function):
-    """x [..., in] @ W^T + b that need not be computed: `value` [..., out], or NaN where nobody reads it; a Linear's
-    gradients backward."""
+    """x [..., in] @ W^T + b, with a Linear's gradients backward.
+
+    Args:
+        value: [..., out], if it need not be computed; `UNREAD`: nobody reads it, so it is NaN.
+        add: takes the factors of the weight's gradient, which is None then. The weight is an input all the same: without
+            it, an x that wants no gradient would leave the output without a graph.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor | Unread | None, add: Any
+    ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan) if value is None else value.view_as(value)
+        ctx.add = add
+        if value is None:
+            return torch.nn.functional.linear(x, weight, bias)
+        if isinstance(value, Unread):
+            return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        return (
-            None if weight is None else grad @ weight,
-            None if x is None else flat.mT @ x.flatten(0, -2),
-            flat.sum(0) if ctx.needs_input_grad[2] else None,
-            None,
-        )
+        d_x = None if weight is None else (flat @ weight).view(*grad.shape[:-1], -1)
+        d_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        d_weight = None
+        if x is not None and ctx.add is not None:
+            ctx.add(flat.mT, x.flatten(0, -2))
+        elif x is not None:
+            d_weight = flat.mT @ x.flatten(0, -2)
+        return d_x, d_weight, d_bias, None, None

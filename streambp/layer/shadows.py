@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from streambp.accumulate import add_product
 from streambp.errors import BackwardError, UnsupportedModelError
 
 
@@ -92,13 +93,35 @@ class Parameters:
 
 
 class GradientSum:
-    """Sums a parameter list's gradients over chunks in promote_types(dtype, float32) (DESIGN.md section 2)."""
+    """Sums a parameter list's gradients over chunks in promote_types(dtype, float32) (DESIGN.md section 2).
+
+    Args:
+        parts: how many gradients a parameter gets; a single one is handed on as it is.
+    """
 
     def __init__(self, count: int, parts: int) -> None:
         self._sums: list[Tensor | None] = [None] * count
         self._single = parts == 1
+        self._places: dict[int, int] = {}
+
+    def stand_for(self, shadows: list[Tensor]) -> None:
+        """What `adder` knows them by."""
+        self._places = {id(shadow): index for index, shadow in enumerate(shadows)}
+
+    def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
+        """Adds a product [out, n] @ [n, in] to the gradient that a shadow stands for; None: it is not one, or a sum of one
+        part would only be wider. [Note: sums inside products]"""
+        index = self._places.get(id(weight))
+        if index is None or self._single:
+            return None
+
+        def add(left: Tensor, right: Tensor) -> None:
+            self._sums[index] = add_product(self._sums[index], left, right)
+
+        return add
 
     def add(self, gradients: list[Tensor | None]) -> None:
+        totals, parts = [], []
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -108,7 +131,10 @@ class GradientSum:
             elif total is None:
                 self._sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
             else:
-                total.add_(gradient)
+                totals.append(total)
+                parts.append(gradient)
+        if totals:
+            torch._foreach_add_(totals, parts)
 
     def result(self, like: list[Tensor]) -> list[Tensor | None]:
         """The sums in the parameters' dtypes; None for a parameter that no chunk touched."""

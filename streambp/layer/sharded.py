@@ -46,7 +46,7 @@ from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Passes, outputs_of, run_backward, run_forward, stream_layer
 from streambp.layer.kept import linear_of
 from streambp.layer.outputs import Whole
-from streambp.layer.products import left_out, plain_linears
+from streambp.layer.products import left_out, plain_linears, summed
 from streambp.layer.recompute import RandomState
 from streambp.layer.sharded_call import ShardedCall
 from streambp.layer.site import LayerSite
@@ -227,7 +227,8 @@ def _heads_again(call: ShardedCall) -> list[Tensor]:
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
     """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
-    with left_out(plain_linears(call.layer), call.unread.to_differentiate_after.difference(call.kept.products_after)):
+    linears, unread = plain_linears(call.layer), call.unread.to_differentiate_after.difference(call.kept.products_after)
+    with summed(linears, work.sums), left_out(linears, unread, work.sums):
         for chunk in call.plan.backward():
             hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
@@ -235,7 +236,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                call.kept.knowing(chunk, call.kept.products_after),
+                call.kept.knowing(chunk, call.kept.products_after, sums=work.sums),
             ):
                 output = call.run(hidden_chunk, chunk, AfterAttention(o_chunk), leaves)
             assert output is not None
@@ -283,7 +284,8 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor,
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
     """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
-    with left_out(plain_linears(call.layer), call.unread.to_differentiate_before.difference(call.kept.products_before)):
+    linears, unread = plain_linears(call.layer), call.unread.to_differentiate_before.difference(call.kept.products_before)
+    with summed(linears, work.sums), left_out(linears, unread, work.sums):
         for chunk in call.plan.backward():
             hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
@@ -291,7 +293,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                call.kept.knowing(chunk, call.kept.products_before),
+                call.kept.knowing(chunk, call.kept.products_before, sums=work.sums),
             ):
                 call.run(hidden_chunk, chunk, point, leaves)
             found = point.projected

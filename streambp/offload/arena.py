@@ -25,14 +25,15 @@ class Stack:
     """Ranges handed out one behind the other, all given back together.
 
     kind: stacks of one kind serve the same purpose and grow to similar sizes.
-    last_read: the event after which its contents have been read and may be written over. [Note: offload order], wait 5
+    last_uses: the events after which its contents may be written over, the last copy of each engine and queue.
+        [Note: offload order], wait 5; that a queue waits for another device's copies out matters as well
     """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.segments: list[Tensor] = []
         self.used = 0
-        self.last_read: Any = None
+        self.last_uses: dict[Any, Any] = {}
         self._segment = 0
         self._top = 0
 

@@ -143,11 +143,12 @@ class LayerWatch:
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """As a measured forward began: bytes moved to the host so far and the seconds that took, and the device's memory."""
+    """As a measured forward began: bytes moved to the host so far, and the seconds that took; the memory of each device, by
+    its engine, as its first layer began."""
 
     moved: float
     copying: float
-    memory: DeviceMemory | None
+    memory: dict[Engine, DeviceMemory] = dataclasses.field(default_factory=dict)
 
 
 class Auto:
@@ -166,7 +167,7 @@ class Auto:
         self.prefix_memory: int | None = None  # before that, for prefixes: half of what was free at first
         self._watches: list[LayerWatch] = []
         self._length = 0
-        self._before = Before(0.0, 0.0, None)
+        self._before = Before(0.0, 0.0)
 
     def fresh(self) -> Auto:
         """One that has measured nothing."""
@@ -183,22 +184,30 @@ class Auto:
         """A forward begins. The one before needed `workspace` bytes for a prefix; if it was measured, choose."""
         if self._watches and all(watch.complete for watch in self._watches):
             self.choices[self._length.bit_length()] = self._decide(transfers, host_bytes)
-            self._set_budget(transfers.engine.memory(), workspace)
+            self._set_budget(workspace)
         self._watches = []
         if length.bit_length() not in self.choices:
-            engine = transfers.engine
             self._length = length
-            self._before = Before(transfers.bytes[OUT], engine.copying()[OUT], engine.memory())
-            memory = self._before.memory
-            if self.sets_budget and self.prefix_memory is None and memory is not None:
-                self.prefix_memory = (memory.limit - memory.allocated) // 2
+            self._before = Before(transfers.bytes[OUT], transfers.copying()[OUT])
 
-    def _set_budget(self, memory: DeviceMemory | None, workspace: int) -> None:
-        before = self._before.memory
-        if not self.sets_budget or memory is None or before is None or self.prefix_memory is None:
+    def _look_at(self, engine: Engine) -> None:
+        """A device's first layer of a measured forward begins."""
+        memory = engine.memory()
+        if memory is None:
             return
-        grown = max(0, memory.allocated - before.allocated)  # the optimizer's states, born after the peak
-        free = memory.limit - memory.peak - grown
+        self._before.memory[engine] = memory
+        if self.sets_budget and self.gpu_memory is None:
+            half = (memory.limit - memory.allocated) // 2
+            self.prefix_memory = half if self.prefix_memory is None else min(self.prefix_memory, half)
+
+    def _set_budget(self, workspace: int) -> None:
+        """What the fullest device has left. [Note: device budget]"""
+        pairs = [(before, engine.memory()) for engine, before in self._before.memory.items()]
+        known = [(before, now) for before, now in pairs if now is not None]
+        if not self.sets_budget or not known or self.prefix_memory is None:
+            return
+        # What a device has more than at first are the optimizer's states, born after the peak.
+        free = min(now.limit - now.peak - max(0, now.allocated - before.allocated) for before, now in known)
         self.gpu_memory = min(workspace, self.prefix_memory) + max(0, int(FREE_SHARE * free))
         self.prefix_memory = self.gpu_memory
 
@@ -206,12 +215,14 @@ class Auto:
         """For one layer's forward; None if there is nothing to measure."""
         if length.bit_length() in self.choices:
             return None
+        if engine not in self._before.memory:
+            self._look_at(engine)
         self._watches.append(LayerWatch(engine, unread))
         return self._watches[-1]
 
     def _decide(self, transfers: Transfers, host_bytes: float) -> Choice:
         moved = transfers.bytes[OUT] - self._before.moved
-        copying = transfers.engine.copying()[OUT] - self._before.copying
+        copying = transfers.copying()[OUT] - self._before.copying
         warm = self._watches[1:] or self._watches  # the first layer's kernels may have been made while it ran
         seconds = sum(sum(watch.seconds()) for watch in warm) * len(self._watches) / len(warm)
         link = moved / copying if moved and copying else 1.0

@@ -10,6 +10,10 @@
     6  compute waits for out      before a source is let go: its memory may be written next
 
 The manager speaks only this interface, so that `trace.TraceEngine` can check the waits without a GPU.
+
+[Note: several devices] A model whose layers are on several devices has an engine for each: three queues of its own, and
+host memory that all of them share. An event of one may be waited for by a queue of another, and has to be: host memory that
+one device has read or written may be written by another next.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from streambp.device import forget_error, memory_limit
+
 COMPUTE, OUT, BACK = "compute", "out", "back"
 
 
@@ -40,6 +46,10 @@ class DeviceMemory:
 
 class Engine(Protocol):
     """What moves bytes between a device and the host."""
+
+    def beside(self, device: torch.device) -> Engine:
+        """An engine for another device that uses the same host memory. [Note: several devices]"""
+        ...
 
     def host_buffer(self, size: int) -> Tensor:
         """`size` bytes of host memory [size], uint8, pinned where that matters."""
@@ -95,6 +105,9 @@ class SynchronousEngine:
         self.device = device
         self._seconds = {OUT: 0.0, BACK: 0.0}
 
+    def beside(self, device: torch.device) -> Engine:
+        return SynchronousEngine(device)
+
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
@@ -134,13 +147,37 @@ class SynchronousEngine:
         return None
 
 
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices, not for the current one alone
+
+
 def pin(buffer: Tensor) -> int:
-    """Lock host memory [size] in place, so that a device can copy from and to it by itself; CUDA's error code or 0."""
+    """Lock host memory [size] in place, so that devices can copy from and to it by themselves; CUDA's error code or 0."""
     runtime: Any = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+    error = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE))
     if error == 0:
         weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
     return error
+
+
+class PinnedMemory:
+    """Host memory that CUDA devices copy from and to by themselves. pinned: all of it is; otherwise no more is tried."""
+
+    def __init__(self) -> None:
+        self.pinned = True
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        """`size` bytes [size], uint8, for `device` and others; one warning the first time that they cannot be pinned."""
+        buffer = torch.empty(size, dtype=torch.uint8)
+        error = pin(buffer) if self.pinned else 0
+        if error:
+            self.pinned = False
+            forget_error(device)
+            warnings.warn(
+                f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {error}): all copies are "
+                "synchronous from now on, and slow. Raise the limit on locked memory, or lower host_memory.",
+                stacklevel=2,
+            )
+        return buffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,26 +217,20 @@ class CudaEngine:
     Where host memory cannot be pinned, copies are synchronous, and one warning says so.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, host: PinnedMemory | None = None) -> None:
         self.device = device
-        self.pinned = True  # all host memory is
+        self.host = host or PinnedMemory()
         self._streams = {OUT: torch.cuda.Stream(device), BACK: torch.cuda.Stream(device)}
         self._stalls, self._copies = Stopwatch(), Stopwatch()
 
     def _stream(self, queue: str) -> torch.cuda.Stream:
         return self._streams[queue] if queue in self._streams else torch.cuda.current_stream(self.device)
 
+    def beside(self, device: torch.device) -> Engine:
+        return CudaEngine(device, self.host)
+
     def host_buffer(self, size: int) -> Tensor:
-        buffer = torch.empty(size, dtype=torch.uint8)
-        error = pin(buffer)
-        if error and self.pinned:
-            self.pinned = False
-            warnings.warn(
-                f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {error}): all copies are "
-                "synchronous from now on, and slow. Raise the limit on locked memory, or lower host_memory.",
-                stacklevel=2,
-            )
-        return buffer
+        return self.host.buffer(size, self.device)
 
     def like(self, host: Tensor) -> Tensor:
         return torch.empty_like(host, device=self.device)
@@ -226,7 +257,7 @@ class CudaEngine:
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
         stream = self._stream(queue)
         with torch.cuda.stream(stream), self._copies.timing(queue, stream):
-            target.copy_(source, non_blocking=self.pinned)
+            target.copy_(source, non_blocking=self.host.pinned)
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
         pass
@@ -250,9 +281,8 @@ class CudaEngine:
         return float(start.elapsed_time(stop)) / 1e3
 
     def memory(self) -> DeviceMemory | None:
-        allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return DeviceMemory(allocated, torch.cuda.max_memory_allocated(self.device), reserved + free)
+        allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        return DeviceMemory(allocated, peak, memory_limit(self.device))
 
 
 def make_engine(device: torch.device) -> Engine:

@@ -11,7 +11,8 @@ device until newer ones push them out: the layer whose backward follows at once 
 independent, so any order of their backward passes works (1F1B, interleaved, accumulation, evaluation in between).
 
 [Note: device budget] `gpu_memory` is for the prefix of the layer at work first, because what does not stay of it moves once
-for each chunk; then for the saved tensors of the last layers, which move once and whose copies would hide least.
+for each chunk; then for the saved tensors of the last layers, which move once and whose copies would hide least. Layers on
+several devices share one budget, so that none of the devices holds more.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class OffloadManager:
         self._given_gpu_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
         self._given_engine = engine
+        self._engine: Engine | None = None  # of the layer that was opened last
         self._transfers: Transfers | None = None
         self._arena: Arena | None = None
         self._current: weakref.ref[MicroBatch] | None = None
@@ -80,11 +82,12 @@ class OffloadManager:
             if self.auto is not None:
                 self.auto.begin(length, self.transfers, arena.limit, self.workspace)
             self.workspace = 0
-            batch = MicroBatch(arena, self.transfers.engine)
+            batch = MicroBatch(arena)
             self._current = weakref.ref(batch)
             self._holdings.add(batch)
         batch.last_index = index
-        tensors = LayerTensors(self, batch, index, self._stays(index, batch))
+        self._engine = self.transfers.on(device)
+        tensors = LayerTensors(self, batch, self._engine, index, self._stays(index, batch))
         batch.layers.append(weakref.ref(tensors))
         self._stores.add(tensors)
         return tensors
@@ -94,21 +97,21 @@ class OffloadManager:
         return None if self.auto is None else self.auto.saves(length)
 
     def watch(self, length: int, unread: dict[Any, Any]) -> LayerWatch | None:
-        """Measures a layer's forward, if a choice is still to be made."""
-        return None if self.auto is None else self.auto.watch(length, self.transfers.engine, unread)
+        """Measures the forward of the layer that was opened last, if a choice is still to be made."""
+        return None if self.auto is None or self._engine is None else self.auto.watch(length, self._engine, unread)
 
     def scratch(self, device: torch.device) -> HostTensors:
         """A store for the tiles of one prefix."""
-        holding = Holding(self._start(device), self.transfers.engine, "prefix")
+        holding = Holding(self._start(device), "prefix")
         self._holdings.add(holding)
-        return HostTensors(self, holding)
+        return HostTensors(self, holding, self.transfers.on(device))
 
     def _start(self, device: torch.device) -> Arena:
         if self._transfers is None:
-            self._transfers = Transfers(self._given_engine or make_engine(device))
+            self._transfers = Transfers(device, self._given_engine or make_engine(device))
         if self._arena is None:
-            engine = self._transfers.engine
-            self._arena = Arena(host_limit(self.host_memory, set_aside=self.set_aside), engine.host_buffer, engine.settle)
+            limit = host_limit(self.host_memory, set_aside=self.set_aside)
+            self._arena = Arena(limit, self._transfers.on(device).host_buffer, self._transfers.settle)
         return self._arena
 
     @property
@@ -149,14 +152,16 @@ class OffloadManager:
         """
         return batch.layer_bytes > 0 and self.has_room((self.layers - index) * batch.layer_bytes)
 
-    def place(self, holding: Holding, tensor: Tensor, optional: bool, foreign: bool = False) -> Entry | None:
+    def place(
+        self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
+    ) -> Entry | None:
         """Start the copy of a tensor to the host. One that does not fit stays, or is None if it can be recomputed."""
         host = self._push(holding, tensor.nbytes)
         if host is None:
             self.left += 1
-            return None if optional and self.on_host_full == "recompute" else Entry(tensor)
-        entry = Entry(host=as_tensor(host, tensor))
-        self.transfers.send(entry, tensor, holding.free_after, foreign)
+            return None if optional and self.on_host_full == "recompute" else Entry(engine, tensor)
+        entry = Entry(engine, host=as_tensor(host, tensor))
+        self.transfers.send(holding, entry, tensor, holding.free_after, foreign)
         return entry
 
     def reserve(self, holding: Holding, size: int) -> None:
@@ -200,8 +205,7 @@ class OffloadManager:
         zero = {OUT: 0.0, BACK: 0.0}
         moved, stalls, seconds = zero, zero, zero
         if self._transfers is not None:
-            engine = self._transfers.engine
-            moved, stalls, seconds = self._transfers.bytes, engine.stalls(), engine.copying()
+            moved, stalls, seconds = self._transfers.bytes, self._transfers.stalls(), self._transfers.copying()
         return {
             "bytes_out": moved[OUT],
             "bytes_back": moved[BACK],
@@ -221,7 +225,7 @@ class OffloadManager:
         """
         if self._transfers is not None:
             self._transfers.let_go()
-            self._transfers.engine.settle()
+            self._transfers.settle()
         for holding in list(self._holdings):
             holding.retire()
         for tensors in list(self._stores):
@@ -231,4 +235,4 @@ class OffloadManager:
     def close(self) -> None:
         """Give the host memory back to the system, and give up what waits for its backward (see `abort`)."""
         self.abort()
-        self._arena = self._transfers = None
+        self._arena = self._transfers = self._engine = None

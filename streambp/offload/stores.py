@@ -25,10 +25,13 @@ class Policy(Protocol):
     @property
     def transfers(self) -> Transfers: ...
 
-    def place(self, holding: Holding, tensor: Tensor, optional: bool, foreign: bool = False) -> Entry | None:
+    def place(
+        self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
+    ) -> Entry | None:
         """Where it is now: on its way to the host, or on the device; None for an optional one that is to be recomputed.
 
-        foreign: others may change the tensor in place; what goes to the host is as it is now.
+        engine: of the tensor's device. foreign: others may change the tensor in place; what goes to the host is as it is
+            now.
         """
         ...
 
@@ -46,7 +49,7 @@ class Policy(Protocol):
 
 
 class HostTensors:
-    """Tensors by name and chunk in one stack of host memory.
+    """Tensors of one device, by name and chunk, in one stack of host memory.
 
     Raises:
         HostMemoryError: the host budget is used up and `on_host_full` is "raise".
@@ -55,9 +58,10 @@ class HostTensors:
 
     optional = False  # whether what does not fit may be left out
 
-    def __init__(self, policy: Policy, holding: Holding) -> None:
+    def __init__(self, policy: Policy, holding: Holding, engine: Engine) -> None:
         self._policy = policy
         self._holding = holding
+        self._engine = engine
         self._entries: dict[Access, Entry] = {}
 
     def reserve(self, size: int) -> None:
@@ -74,10 +78,10 @@ class HostTensors:
         elif entry.host is None:
             entry.source = tensor
         else:
-            self._policy.transfers.send(entry, tensor, entry.read)
+            self._policy.transfers.send(self._holding, entry, tensor, (entry.read,))
 
     def _place(self, name: str, tensor: Tensor) -> Entry | None:
-        return self._policy.place(self._holding, tensor, self.optional)
+        return self._policy.place(self._holding, self._engine, tensor, self.optional)
 
     def has(self, name: str, chunk: int) -> bool:
         return (name, chunk) in self._entries
@@ -117,8 +121,8 @@ class HostTensors:
 class MicroBatch(Holding):
     """A forward that waits for its backward, and its layers in the order of their forward."""
 
-    def __init__(self, arena: Arena, engine: Engine) -> None:
-        super().__init__(arena, engine, "micro-batch")
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena, "micro-batch")
         self.last_index = -1
         self.layers: list[weakref.ref[LayerTensors]] = []
 
@@ -136,8 +140,8 @@ class LayerTensors(HostTensors):
 
     copies = True  # the tensors put in may be changed or freed afterwards
 
-    def __init__(self, policy: Policy, batch: MicroBatch, index: int, stays: bool) -> None:
-        super().__init__(policy, batch)
+    def __init__(self, policy: Policy, batch: MicroBatch, engine: Engine, index: int, stays: bool) -> None:
+        super().__init__(policy, batch, engine)
         self._batch = batch
         self._before = batch.layers[-1] if batch.layers else None
         self._accesses: list[Access] | None = None  # None: forward is not over
@@ -151,9 +155,9 @@ class LayerTensors(HostTensors):
         self.bytes += tensor.nbytes
         if self.stays and self._policy.has_room(tensor.nbytes):
             self.kept += tensor.nbytes
-            entry: Entry | None = Entry(tensor, budgeted=True)
+            entry: Entry | None = Entry(self._engine, tensor, budgeted=True)
         else:
-            entry = self._policy.place(self._batch, tensor, optional=name != "x", foreign=name == "x")
+            entry = self._policy.place(self._batch, self._engine, tensor, optional=name != "x", foreign=name == "x")
         if entry is not None and entry.host is None and name == "x":  # the caller's tensor, not ours
             entry.version = tensor._version
         return entry

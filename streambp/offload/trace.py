@@ -35,22 +35,48 @@ class Place:
     start: int
 
 
+@dataclasses.dataclass
+class World:
+    """What the engines of all devices see of each other: their queues' clocks, and who used which memory.
+
+    accesses: by memory; queue, time, whether it was a write, and where.
+    """
+
+    collect: bool
+    races: list[str] = dataclasses.field(default_factory=list)
+    clocks: dict[str, Clock] = dataclasses.field(default_factory=dict)
+    accesses: dict[str, list[tuple[str, int, bool, Place]]] = dataclasses.field(default_factory=dict)
+    checked: int = 0
+
+
 class TraceEngine:
     """Copies at once, as on CPU, and raises RaceError where a GPU might have read or written too early.
 
     Args:
         collect: keep the races' descriptions in `races` and go on.
+        name, world: of one among several devices. [Note: several devices]
     """
 
-    def __init__(self, collect: bool = False) -> None:
-        self.collect = collect
-        self.races: list[str] = []
-        self._clocks: dict[str, Clock] = {queue: dict.fromkeys(QUEUES, 0) for queue in QUEUES}
-        self._accesses: dict[str, list[tuple[str, int, bool, Place]]] = {}  # memory -> (queue, time, is a write, place)
+    def __init__(self, collect: bool = False, name: str = "", world: World | None = None) -> None:
+        self._name = name
+        self._world = world or World(collect)
+        self._queues = [name + queue for queue in QUEUES]
+        self._world.clocks.update({queue: {} for queue in self._queues})
         self._blocks: dict[int, tuple[int, int]] = {}  # storage of a device tensor -> its block and which life of it
         self._free: list[int] = []
         self._lives = 0
-        self.checked = 0
+
+    def beside(self, device: torch.device) -> TraceEngine:
+        return TraceEngine(name=f"{device} ", world=self._world)
+
+    @property
+    def races(self) -> list[str]:
+        return self._world.races
+
+    @property
+    def checked(self) -> int:
+        """Pairs of accesses that were compared."""
+        return self._world.checked
 
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -59,26 +85,29 @@ class TraceEngine:
         return torch.empty_like(host)
 
     def record(self, queue: str) -> Any:
-        self._clocks[queue][queue] += 1
-        return dict(self._clocks[queue])
+        clock = self._world.clocks[self._name + queue]
+        clock[self._name + queue] = clock.get(self._name + queue, 0) + 1
+        return dict(clock)
 
     def wait(self, queue: str, event: Any) -> None:
+        clock = self._world.clocks[self._name + queue]
         for name, when in (event or {}).items():
-            self._clocks[queue][name] = max(self._clocks[queue][name], when)
+            clock[name] = max(clock.get(name, 0), when)
 
     def settle(self) -> None:
+        copies = [clock for name, clock in self._world.clocks.items() if name.endswith((OUT, BACK))]
         for queue in QUEUES:
-            for other in (OUT, BACK):
-                self.wait(queue, self.record(other))
+            for clock in copies:
+                self.wait(queue, clock)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
         device, host = (source, target) if queue == OUT else (target, source)
-        self._access(queue, self._device(device), write=queue == BACK)
-        self._access(queue, Place("host", 0, host.data_ptr()), write=queue == OUT)
+        self._access(queue, self._device(device), self._queues, write=queue == BACK)
+        self._access(queue, Place("host", 0, host.data_ptr()), list(self._world.clocks), write=queue == OUT)
         target.copy_(source)
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
-        self._access(COMPUTE, self._device(tensor), write)
+        self._access(COMPUTE, self._device(tensor), self._queues, write)
 
     def stalls(self) -> dict[str, float]:
         return {OUT: 0.0, BACK: 0.0}
@@ -105,23 +134,25 @@ class TraceEngine:
             self._blocks[key] = (self._free.pop(), self._lives)
             weakref.finalize(storage, self._release, key)
         block, life = self._blocks[key]
-        return Place(f"device block {block}", life, int(tensor.storage_offset()))
+        return Place(f"{self._name}device block {block}", life, int(tensor.storage_offset()))
 
     def _release(self, key: int) -> None:
         self._free.append(self._blocks.pop(key)[0])
 
-    def _access(self, queue: str, place: Place, write: bool) -> None:
-        self._clocks[queue][queue] += 1
-        mine = self._clocks[queue]
-        before = self._accesses.setdefault(place.memory, [])
+    def _access(self, queue: str, place: Place, users: list[str], write: bool) -> None:
+        """users: the queues that can reach this memory."""
+        world, queue = self._world, self._name + queue
+        self.record(queue.removeprefix(self._name))
+        mine = world.clocks[queue]
+        before = world.accesses.setdefault(place.memory, [])
         for other, when, wrote, there in before:
-            self.checked += 1
+            world.checked += 1
             conflict = (write or wrote) and (there.life != place.life or there.start == place.start)
-            if conflict and other != queue and mine[other] < when:
+            if conflict and other != queue and mine.get(other, 0) < when:
                 now, then = ("writes" if write else "reads"), ("writing" if wrote else "reading")
-                self.races.append(f"{queue} {now} {place.memory} while {other} may still be {then} it")
-                if not self.collect:
-                    raise RaceError(f"{self.races[-1]}. A wait is missing.")
+                world.races.append(f"{queue} {now} {place.memory} while {other} may still be {then} it")
+                if not world.collect:
+                    raise RaceError(f"{world.races[-1]}. A wait is missing.")
         # What every queue has seen can race with nothing any more.
-        kept = [access for access in before if any(clock[access[0]] < access[1] for clock in self._clocks.values())]
-        self._accesses[place.memory] = [*kept, (queue, mine[queue], write, place)]
+        kept = [access for access in before if any(world.clocks[user].get(access[0], 0) < access[1] for user in users)]
+        world.accesses[place.memory] = [*kept, (queue, mine[queue], write, place)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ GROUPS_IN_FLIGHT = 2  # chunks, or tiles, whose copies to the host may be under 
 class Entry:
     """One tensor. `source` holds it on the device, `host` a copy that is complete after `copied_out`.
 
+    engine: of its device.
     read: the event after which the last copy back is done.
     version: of a source that others may change in place while it waits on the device.
     budgeted: it stays on the device and counts against `gpu_memory`.
     """
 
+    engine: Engine
     source: Tensor | None = None
     host: Tensor | None = None
     copied_out: Any = None
@@ -51,11 +54,11 @@ class Departure:
 class Holding:
     """A stack of host memory in use, given back when nobody refers to this any more, or by `retire`."""
 
-    def __init__(self, arena: Arena, engine: Engine, kind: str) -> None:
+    def __init__(self, arena: Arena, kind: str) -> None:
         self.stack = arena.take(kind)
-        self.free_after = self.stack.last_read
+        self.free_after = tuple(self.stack.last_uses.values())
         self.arriving: dict[Entry, tuple[Tensor, Any]] = {}  # the tensor, and the event that ends its copy
-        self._finalizer = weakref.finalize(self, _retire, engine, arena, self.stack, self.arriving)
+        self._finalizer = weakref.finalize(self, _retire, arena, self.stack, self.arriving)
         self._finalizer.atexit = False
 
     @property
@@ -66,18 +69,21 @@ class Holding:
         self._finalizer()
 
 
-def _retire(engine: Engine, arena: Arena, stack: Stack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
-    for _, event in arriving.values():
-        engine.wait(COMPUTE, event)  # [Note: offload order], 4: the tensors' memory goes back to compute
+def _retire(arena: Arena, stack: Stack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
+    for entry, (_, event) in arriving.items():
+        entry.engine.wait(COMPUTE, event)  # [Note: offload order], 4: the tensors' memory goes back to compute
     arriving.clear()
     arena.give_back(stack)
 
 
 class Transfers:
-    """Starts copies and makes compute wait for them. A group is what belongs to one chunk, or to one tile."""
+    """Starts copies and makes compute wait for them. A group is what belongs to one chunk, or to one tile.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    engines: by device. [Note: several devices]
+    """
+
+    def __init__(self, device: torch.device, engine: Engine) -> None:
+        self.engines = {device: engine}
         self.bytes = {OUT: 0.0, BACK: 0.0}
         self._in_flight: collections.deque[Departure] = collections.deque()
         self._group = 0
@@ -86,6 +92,24 @@ class Transfers:
     def __len__(self) -> int:
         """How many sources are kept for their copies."""
         return len(self._in_flight)
+
+    def on(self, device: torch.device) -> Engine:
+        if device not in self.engines:
+            self.engines[device] = next(iter(self.engines.values())).beside(device)
+        return self.engines[device]
+
+    def settle(self) -> None:
+        """Wait, on the calling thread, until all copies are done."""
+        for engine in self.engines.values():
+            engine.settle()
+
+    def stalls(self) -> dict[str, float]:
+        """`Engine.stalls`, over all devices."""
+        return _sum(engine.stalls() for engine in self.engines.values())
+
+    def copying(self) -> dict[str, float]:
+        """`Engine.copying`, over all devices."""
+        return _sum(engine.copying() for engine in self.engines.values())
 
     def begin(self, owner: object, chunk: int) -> None:
         """What is sent next belongs to this chunk of this owner; sources of groups long past are let go."""
@@ -96,25 +120,29 @@ class Transfers:
         while self._in_flight and self._in_flight[0].group <= self._group - GROUPS_IN_FLIGHT:
             self._let_go(self._in_flight.popleft())
 
-    def send(self, entry: Entry, tensor: Tensor, host_is_free: Any, foreign: bool = False) -> None:
-        """Start the copy of a tensor to `entry.host`, which may be written after the event `host_is_free`.
+    def send(
+        self, holding: Holding, entry: Entry, tensor: Tensor, host_is_free: Iterable[Any], foreign: bool = False
+    ) -> None:
+        """Start the copy of a tensor to `entry.host`, which may be written after the events `host_is_free`.
 
         foreign: others may change it in place while it is on its way, or while its source waits here.
         """
         assert entry.host is not None
         part = tensor.untyped_storage().nbytes() > tensor.nbytes  # of something that need not live as long
         tensor = tensor.clone(memory_format=torch.contiguous_format) if part or foreign else tensor.contiguous()
-        engine = self.engine
+        engine = entry.engine
         engine.compute_access(tensor, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1
-        engine.wait(OUT, host_is_free)  # 5
+        for event in host_is_free:
+            engine.wait(OUT, event)  # 5
         engine.copy(OUT, entry.host, tensor)
         entry.source, entry.copied_out = tensor, engine.record(OUT)
+        holding.stack.last_uses[engine, OUT] = entry.copied_out
         self.bytes[OUT] += tensor.nbytes
         self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
 
     def _let_go(self, departure: Departure) -> None:
-        self.engine.wait(COMPUTE, departure.event)  # 6
+        departure.entry.engine.wait(COMPUTE, departure.event)  # 6
         if departure.entry.source is departure.tensor:
             departure.entry.source = None
 
@@ -129,12 +157,12 @@ class Transfers:
         if entry.source is not None or entry in holding.arriving:
             return
         assert entry.host is not None
-        engine = self.engine
+        engine = entry.engine
         tensor = engine.like(entry.host)
         engine.wait(BACK, engine.record(COMPUTE))  # 2
         engine.wait(BACK, entry.copied_out)  # 3
         engine.copy(BACK, tensor, entry.host)
-        holding.stack.last_read = entry.read = event = engine.record(BACK)
+        holding.stack.last_uses[engine, BACK] = entry.read = event = engine.record(BACK)
         holding.arriving[entry] = (tensor, event)
         self.bytes[BACK] += tensor.nbytes
 
@@ -144,14 +172,21 @@ class Transfers:
             return entry.source
         self.load(holding, entry)
         tensor, event = holding.arriving.pop(entry)
-        self.engine.wait(COMPUTE, event)  # 4
-        self.engine.compute_access(tensor, write=False)
+        entry.engine.wait(COMPUTE, event)  # 4
+        entry.engine.compute_access(tensor, write=False)
         return tensor
 
     def borrow(self, holding: Holding, entry: Entry) -> Tensor:
         """The tensor, on the device, to be changed and sent again."""
         tensor = self.fetch(holding, entry)
         if tensor is entry.source:
-            self.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
-        self.engine.compute_access(tensor, write=True)
+            entry.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
+        entry.engine.compute_access(tensor, write=True)
         return tensor
+
+
+def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    total = {OUT: 0.0, BACK: 0.0}
+    for part in parts:
+        total = {queue: total[queue] + part[queue] for queue in total}
+    return total

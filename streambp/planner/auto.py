@@ -11,6 +11,7 @@ from torch import nn
 import streambp.patching as patching
 from streambp.chunks import AUTO_RULE, plan_chunks
 from streambp.config import StreamConfig
+from streambp.device import memory_limit
 from streambp.distributed.zero import is_partitioned
 from streambp.planner.plan import CHUNK_TOKENS
 from streambp.planner.profile import Method
@@ -98,5 +99,4 @@ def free_memory(device: torch.device) -> float | None:
     """Bytes that a step may take on a device beyond what is allocated now; None where no limit is known."""
     if device.type != "cuda":
         return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    return USABLE * total - torch.cuda.memory_allocated(device)
+    return USABLE * memory_limit(device) - torch.cuda.memory_allocated(device)

@@ -15,7 +15,7 @@ from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
 from streambp.offload.arena import Arena
-from streambp.offload.engines import SynchronousEngine
+from streambp.offload.engines import Engine, SynchronousEngine
 from streambp.offload.manager import OffloadManager
 from streambp.offload.stores import MicroBatch
 from streambp.offload.transfers import Entry, Holding
@@ -86,8 +86,10 @@ class CountingManager(OffloadManager):
     def on_host(self) -> int:
         return self._waiting + self._prefix
 
-    def place(self, holding: Holding, tensor: Tensor, optional: bool, foreign: bool = False) -> Entry | None:
-        entry = super().place(holding, tensor, optional, foreign)
+    def place(
+        self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
+    ) -> Entry | None:
+        entry = super().place(holding, engine, tensor, optional, foreign)
         if isinstance(holding, MicroBatch):
             self._waiting += tensor.nbytes
         else:

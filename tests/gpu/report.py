@@ -1,32 +1,41 @@
-"""Proves the CUDA path and prints a table: `python tests/gpu/report.py [--output FILE]`.
+"""Proves the CUDA path and prints a table: `python tests/gpu/report.py [--output FILE] [--row NAME] [--minutes 8]`.
 
 1. Gradient error of a small bf16 model against a float32 oracle, for every backend, saves and kind of spans, beside the
-   unpatched model's own error; each must be at most 1.05 x that.
+   unpatched model's own error; each must be at most 1.05 x that. Rows are named "plain cudnn kv" and so on.
 2. Seconds and peak memory of forward and backward on two Qwen3-8B-shaped layers with their head, beside transformers'
-   gradient checkpointing (second iteration, gradients None at the start).
+   gradient checkpointing (third iteration, gradients None at the start). Rows are named by their length.
 
-Exit code 0 if every error passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU.
+Every row also asserts that all layers streamed, and that the kernels which attended are those that were asked for: torch's
+operations are watched, so what counts is what ran.
+
+Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import dataclasses
+import functools
 import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import streambp
-from tests.oracle import gradients, relative_l2
+from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
+from tests.oracle import Gradients, gradients, relative_l2
 
 ROOT = Path(__file__).parents[2]
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
@@ -39,19 +48,22 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="also write the table to this file")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
+    add_arguments(parser)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("No CUDA device: nothing was proved. Try the script itself with --device cpu --tiny.", file=sys.stderr)
         return 2
-    lines: list[str] = []
-    passed = True
-    for line, good in itertools.chain(((text, True) for text in environment(args.device)), report(args)):
-        print(line, flush=True)
-        lines.append(line)
-        passed &= good
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
-    return 0 if passed else 1
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(args.output.open("w")) if args.output else None
+        rows = itertools.chain(((text, True) for text in environment(args.device)), report(args))
+        return int(not print_rows(copied_to(file, rows)))
+
+
+def copied_to(file: TextIO | None, rows: Iterable[Result]) -> Iterator[Result]:
+    for text, passed in rows:
+        if file is not None:
+            print(text, file=file, flush=True)
+        yield text, passed
 
 
 def environment(device: str) -> list[str]:
@@ -61,37 +73,94 @@ def environment(device: str) -> list[str]:
     return [f"{name}, {versions}, commit {commit.stdout.strip() or 'unknown'}", ""]
 
 
-def report(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    yield f"{'attention':<10}{'saves':<14}{'spans':<14}{'ours':>10}{'unpatched':>12}{'ratio':>8}", True
-    for spans in SPANS:
-        yield from errors(spans, args)
-    yield "", True
-    yield f"{'T':>8}  {'streambp':>22}  {'checkpointing':>22}   forward + backward, seconds and peak GiB", True
-    for length in (256, 512) if args.tiny else (8192, 16384, 32768, 65536):
-        yield f"{length:>8}  {time_and_peak(length, args, True):>22}  {time_and_peak(length, args, False):>22}", True
+def report(args: argparse.Namespace) -> Iterator[Result]:
+    deadline = Deadline(args.minutes)
+    errors = {f"{spans} {attention} {'+'.join(saves) or 'none'}": (spans, attention, saves) for spans, attention, saves in
+              itertools.product(SPANS, backends(args.device), SAVES)}  # fmt: skip
+    times = {str(length): length for length in ((256, 512) if args.tiny else (8192, 16384, 32768, 65536))}
+    known: dict[str, Known] = {}
+    yield f"{'row':<34}{'ours':>10}{'unpatched':>12}{'ratio':>8}   layers, kernels", True
+    rows = [(name, functools.partial(error_row, name, *row, args, known)) for name, row in errors.items()]
+    rows += [(name, functools.partial(time_row, length, args)) for name, length in times.items()]
+    yield from each(rows, args.row, deadline)
 
 
-def errors(spans: str, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """One line for each backend and saves."""
+@dataclasses.dataclass
+class Known:
+    """What all rows of one kind of spans share: the bf16 model, the batch, the true gradient and the model's own error."""
+
+    model: Qwen3ForCausalLM
+    batch: dict[str, torch.Tensor]
+    truth: Gradients
+    noise: float
+
+
+def error_row(
+    name: str, spans: str, attention: str, saves: tuple[str, ...], args: argparse.Namespace, known: dict[str, Known]
+) -> Result:
     length = 96 if args.tiny else 2048
-    model, batch = small_model(spans, length, args.device)
-    _, truth = gradients(model, **batch)
-    model.to(torch.bfloat16)
-    _, stock = gradients(model, **batch)
-    noise = relative_l2(stock, truth)
-    for attention in backends(args.device, spans):
-        for saves in SAVES:
-            config = streambp.StreamConfig(chunk_size=length // 8 - 3, saves=saves, attention=attention)
-            _, found = gradients(streambp.patch(model, config), **batch)
-            streambp.unpatch(model)
-            ratio = relative_l2(found, truth) / noise
-            mark = "" if ratio <= BAR else "   FAILED"
-            row = f"{attention:<10}{'+'.join(saves) or 'none':<14}{spans:<14}"
-            yield f"{row}{ratio * noise:>10.3e}{noise:>12.3e}{ratio:>8.3f}{mark}", ratio <= BAR
+    if spans not in known:
+        known.clear()
+        model, batch = small_model(spans, length, args.device)
+        _, truth = gradients(model, **batch)
+        model.to(torch.bfloat16)
+        known[spans] = Known(model, batch, truth, relative_l2(gradients(model, **batch)[1], truth))
+    model, batch, truth, noise = (getattr(known[spans], field.name) for field in dataclasses.fields(Known))
+    streambp.patch(model, streambp.StreamConfig(chunk_size=length // 8 - 3, saves=saves, attention=attention))
+    try:
+        with KernelsSeen() as seen:
+            _, found = gradients(model, **batch)
+        problems = wrong_paths(model) + wrong_kernels(attention, spans, seen.names, args.device)
+    finally:
+        streambp.unpatch(model)
+    ratio = relative_l2(found, truth) / noise
+    problems += [f"error above {BAR} x the model's own"] * (not ratio <= BAR)
+    kernels = ", ".join(sorted(seen.names)) or "math"
+    failed = f"   FAILED: {'; '.join(problems)}" if problems else ""
+    return f"{name:<34}{ratio * noise:>10.3e}{noise:>12.3e}{ratio:>8.3f}   stream, {kernels}{failed}", not problems
 
 
-def backends(device: str, spans: str) -> tuple[str, ...]:
-    """cuDNN needs Hopper or later; windows are FlashAttention's work."""
+class KernelsSeen(TorchDispatchMode):
+    """Names of the fused attention kernels that ran, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        if "attention" in name and func.namespace == "aten":
+            kind = next((short for part, short in KERNELS.items() if part in name), name)
+            self.names.add(kind + (" backward" if name.endswith("backward") else ""))
+        return func(*args, **(kwargs or {}))
+
+
+KERNELS = {"cudnn": "cudnn", "flash_attention_for_cpu": "cpu flash", "flash": "flash"}
+
+
+def wrong_paths(model: Qwen3ForCausalLM) -> list[str]:
+    """Layers that did not stream."""
+    return [
+        f"{layer.name} {layer.path}: {layer.reason}" for layer in streambp.describe(model).layers if layer.path != "streams"
+    ]
+
+
+def wrong_kernels(attention: str, spans: str, seen: set[str], device: str) -> list[str]:
+    """A kernel that was asked for must have run forward and backward; no fused one where products were asked for.
+
+    Windows and packed rows are FlashAttention's work, and small blocks may be, with cuDNN as well.
+    """
+    if attention == "math":
+        return [f"{', '.join(sorted(seen))} ran instead of products"] if seen else []
+    if device == "cpu":
+        wanted = "cpu flash"
+    else:
+        wanted = "flash" if spans in ("packed", "window") else attention
+    return [f"{kernel} did not run" for kernel in (wanted, f"{wanted} backward") if kernel not in seen]
+
+
+def backends(device: str) -> tuple[str, ...]:
+    """cuDNN needs Hopper or later."""
     if device == "cpu":
         return ("auto", "math")
     hopper = torch.cuda.get_device_capability() >= (9, 0)
@@ -119,8 +188,15 @@ def small_model(spans: str, length: int, device: str) -> tuple[Qwen3ForCausalLM,
     return model, {name: value.to(device) for name, value in batch.items()}
 
 
-def time_and_peak(length: int, args: argparse.Namespace, streamed: bool) -> str:
-    """Seconds and peak GiB of the second forward and backward, or that memory ran out."""
+def time_row(length: int, args: argparse.Namespace) -> Result:
+    ours, problems = time_and_peak(length, args, True)
+    stock, _ = time_and_peak(length, args, False)
+    failed = f"   FAILED: {'; '.join(problems)}" if problems else ""
+    return f"{length:<8} streambp {ours:>22}  checkpointing {stock:>22}   forward + backward{failed}", not problems
+
+
+def time_and_peak(length: int, args: argparse.Namespace, streamed: bool) -> tuple[str, list[str]]:
+    """Seconds and peak GiB of the third forward and backward, or that memory ran out; and what did not run as it should."""
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
     if args.tiny:
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -135,25 +211,30 @@ def time_and_peak(length: int, args: argparse.Namespace, streamed: bool) -> str:
         streambp.patch(model, streambp.StreamConfig(saves=("attn_out",)))
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    seen = KernelsSeen()
     try:
-        return measure(model, ids, args.device)
+        figures = measure(model, ids, args.device, seen)
+        fused = "cpu flash" if args.device == "cpu" else backends(args.device)[0]
+        return figures, (wrong_paths(model) + wrong_kernels(fused, "plain", seen.names, args.device)) if streamed else []
     except torch.OutOfMemoryError:
-        return "out of memory"
+        return "out of memory", []
     finally:
         del model
         if args.device == "cuda":
             torch.cuda.empty_cache()
 
 
-def measure(model: Qwen3ForCausalLM, ids: torch.Tensor, device: str) -> str:
+def measure(model: Qwen3ForCausalLM, ids: torch.Tensor, device: str, seen: KernelsSeen) -> str:
+    """Kernels are watched in the first step, which is not timed."""
     on_gpu = device == "cuda"
-    for _ in range(2):
+    for number in range(3):
         model.zero_grad(set_to_none=True)
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        model(ids, labels=ids, use_cache=False).loss.backward()
+        with seen if number == 0 else contextlib.nullcontext():
+            model(ids, labels=ids, use_cache=False).loss.backward()
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start

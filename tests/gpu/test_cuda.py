@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import streambp
+from streambp.attention import kernels, prefix
+from streambp.layer import function
 from streambp.offload import manager_of
 from tests.families import build, make_batch
 from tests.gpu import offload_rows, report
@@ -22,16 +24,61 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @needs_gpu
 @pytest.mark.parametrize("spans", report.SPANS)
 def test_gradients_are_as_precise_as_unpatched_ones(spans):
-    rows = list(report.errors(spans, argparse.Namespace(tiny=False, device="cuda")))
-    assert rows
+    rows = list(report.report(arguments(row=[f"{spans} *"], device="cuda", tiny=False)))
+    assert len(rows) > len(report.SAVES)
     assert not [line for line, passed in rows if not passed]
+
+
+def arguments(row, device="cpu", tiny=True):
+    return argparse.Namespace(tiny=tiny, device=device, row=row, minutes=8.0)
 
 
 @pytest.mark.parametrize("spans", ["plain", "window"])
 def test_the_report_runs_without_a_gpu(spans):
-    rows = list(report.errors(spans, argparse.Namespace(tiny=True, device="cpu")))
-    assert len(rows) == 2 * len(report.SAVES)
+    rows = list(report.report(arguments([f"{spans} *"])))
+    assert len(rows) == 1 + 2 * len(report.SAVES)
     assert all(passed for _, passed in rows)
+
+
+def test_the_report_times_without_a_gpu():
+    (_, (line, passed)) = report.report(arguments(["256"]))
+    assert passed
+    assert line.startswith("256 ")
+
+
+@pytest.mark.parametrize("row", ["plain auto kv", "256"])
+def test_the_report_fails_where_layers_do_not_stream(row, monkeypatch):
+    def runs_whole(call):
+        call.site.because = "a test wants it"
+        return False
+
+    monkeypatch.setattr(function, "can_stream", runs_whole)
+    (_, (line, passed)) = report.report(arguments([row]))
+    assert not passed
+    assert "a test wants it" in line
+
+
+def test_the_report_fails_where_other_kernels_ran(monkeypatch):
+    monkeypatch.setattr(prefix, "choose_backend", lambda *_: kernels.Backend((kernels.MATH,)))
+    (_, (line, passed)) = report.report(arguments(["plain auto kv"]))
+    assert not passed
+    assert "cpu flash did not run" in line
+
+
+def test_a_row_that_raises_is_not_the_last(monkeypatch):
+    real = report.relative_l2
+    calls = []
+
+    def fails_once(*pair):
+        calls.append(pair)
+        if len(calls) == 2:
+            raise ValueError("injected")
+        return real(*pair)
+
+    monkeypatch.setattr(report, "relative_l2", fails_once)
+    _, *rows = report.report(arguments(["plain auto *"]))
+    assert [passed for _, passed in rows] == [False, True, True, True]
+    assert "ValueError: injected" in rows[0][0]
 
 
 def model_and_batch(**settings):
@@ -96,7 +143,7 @@ def test_no_growth_and_stalls_are_counted_on_a_device(gpu_memory):
 @pytest.mark.parametrize("name", offload_rows.ROWS)
 def test_rows(name):
     found = subprocess.run(
-        [sys.executable, offload_rows.__file__, "--row", name], capture_output=True, text=True, check=False
+        [sys.executable, offload_rows.__file__, "--here", name], capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stdout + found.stderr[-2000:]
 

@@ -1,4 +1,4 @@
-"""Predicted against the allocator's peaks: `python -m pytest -s -m gpu tests/gpu/test_planner.py`."""
+"""Predicted against the allocator's peaks: `python -m pytest -s -m gpu tests/gpu/test_planner.py [-k 16384]`."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_streamed_peaks_within_ten_percent(length):
     weights = sum(p.nbytes for p in model.parameters())
     measured = torch.cuda.max_memory_allocated() - weights - predicted.gradients
     found = f"predicted {predicted.activations / GIB:.2f} GiB in {predicted.phase}, measured {measured / GIB:.2f}"
-    print(f"T = {length:,}: {found}")
+    print(f"T = {length:,}: {found}", flush=True)
     assert abs(predicted.activations / measured - 1) <= 0.10

@@ -88,7 +88,7 @@ def test_a_missing_wait_is_a_race(name, gpu_memory, monkeypatch):
 def test_a_tile_must_not_be_changed_while_it_is_copied_out(monkeypatch):
     def borrow(self, holding, entry):
         tensor = self.fetch(holding, entry)
-        self.engine.compute_access(tensor, write=True)
+        entry.engine.compute_access(tensor, write=True)
         return tensor
 
     monkeypatch.setattr(transfers.Transfers, "borrow", borrow)

@@ -1,0 +1,122 @@
+"""Rows of a table, one after the other: chosen by name, within a time, each printed as it is measured.
+
+A script for a GPU is given minutes on it, and is cut off when they are over. So no row waits for another: a row that fails
+is printed with its error and the next one begins, and rows for which no time is left are named, for another call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+MINUTES = 8.0
+
+
+class Deadline:
+    """When a script has to be done."""
+
+    def __init__(self, minutes: float = MINUTES) -> None:
+        self.minutes = minutes
+        self._end = time.monotonic() + 60 * minutes
+
+    @property
+    def left(self) -> float:
+        """Seconds; 0 when it is over."""
+        return max(0.0, self._end - time.monotonic())
+
+
+def add_minutes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"begin no row after that; default {MINUTES:g}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--row and --minutes, as `each` wants them."""
+    parser.add_argument("--row", action="append", metavar="NAME", help="rows of this name alone (* stands for anything)")
+    add_minutes(parser)
+
+
+Result = tuple[str, bool]  # a line of the table, and whether it passed
+
+
+def each(rows: Iterable[tuple[str, Callable[[], Result]]], names: list[str] | None, deadline: Deadline) -> Iterator[Result]:
+    """The rows of these names (None: all), one by one; an error is a row that did not pass. One line names those for which
+    no time was left; it does not pass either."""
+    late = []
+    found = False
+    for name, measure in rows:
+        if names is not None and not any(fnmatch.fnmatch(name, wanted) for wanted in names):
+            continue
+        found = True
+        if not deadline.left:
+            late.append(name)
+            continue
+        try:
+            yield measure()
+        except Exception as error:  # the next row may do
+            yield f"{name}: FAILED, {type(error).__name__}: {first_line(error)}", False
+    if late:
+        yield f"not run, {deadline.minutes:g} minutes are over: " + " ".join(f"--row '{name}'" for name in late), False
+    if not found:
+        yield f"no row is named {' or '.join(map(repr, names or ['anything']))}", False
+
+
+def first_line(error: object) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a child process ended: its exit code, None if it was stopped, and the last line that it wrote to stderr."""
+
+    code: int | None
+    last_words: str
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return "stopped: no time was left"
+        return f"failed with exit code {self.code}: {self.last_words}"
+
+
+def run_child(command: list[str], cwd: Path, deadline: Deadline, line: Callable[[str], None]) -> Ended:
+    """Run a command and hand on each line of its output as it comes; when the time is over it is killed."""
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        child = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True)
+        over = threading.Event()
+
+        def stop() -> None:
+            over.set()
+            child.kill()
+
+        timer = threading.Timer(min(deadline.left, threading.TIMEOUT_MAX), stop)
+        timer.start()
+        try:
+            assert child.stdout is not None
+            for text in child.stdout:
+                line(text.rstrip("\n"))
+            code = child.wait()
+        finally:
+            timer.cancel()
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        errors.seek(0)
+        words = [text for text in errors.read().splitlines() if text.strip()]
+    return Ended(None if over.is_set() else code, words[-1] if words else "no message")
+
+
+def print_rows(rows: Iterable[Result]) -> bool:
+    """Print each as it comes; whether all passed."""
+    passed = True
+    for text, good in rows:
+        print(text, flush=True)
+        passed &= good
+    sys.stdout.flush()
+    return passed

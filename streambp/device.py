@@ -1,0 +1,54 @@
+"""Devices as this process finds them: how much memory it may have there, and which errors are theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+
+import torch
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes that this process may have reserved on a CUDA device, those that it has among them.
+
+    The smaller of what `torch.cuda.set_per_process_memory_fraction` grants it and what other processes (an inference
+    server beside a trainer, say) leave over now.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    granted = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(int(granted), free + torch.cuda.memory_reserved(device))
+
+
+def forget_error(device: torch.device) -> None:
+    """Clear the error that a failed call to CUDA's runtime left behind.
+
+    The runtime keeps it until it is asked for, and torch asks after every launch of a kernel: the next one, which has
+    nothing to do with it, would raise. So a launch that nobody needs comes first. An error of the device itself stays: the
+    launch after it raises as well.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(1.0)
+
+
+LIBRARIES = re.compile(r"\b(CUDA|cuDNN|CUDNN\w*|cuBLAS\w*|CUBLAS\w*|HIP|MIOpen|hipBLAS\w*|FlashAttention|Triton)\b")
+KERNELS = ("streambp.attention.kernels", "triton.")  # modules that hold little but calls of kernels
+
+
+def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
+    """Whether an error is a device's, its libraries' or a kernel's own, not one of the tensors that it was handed.
+
+    torch names the library in its messages. What a kernel's own checks say may be anything, so an error that was raised
+    where kernels are called counts as well; not on a CPU, whose kernels take all shapes that fit together.
+    """
+    if isinstance(error, getattr(torch, "AcceleratorError", ())):
+        return True
+    if isinstance(error, RuntimeError) and LIBRARIES.search(str(error)):
+        return True
+    return device.type != "cpu" and raised_among_kernels(error)
+
+
+def raised_among_kernels(error: BaseException) -> bool:
+    """Whether it came through a module of `KERNELS`."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(module.startswith(KERNELS) for module in modules)

@@ -1,0 +1,90 @@
+"""Weight gradients that products add up themselves: exact wherever a weight sits and whatever else is frozen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from tests.families import build, make_batch
+from tests.oracle import gradients, relative_l2, worst_error
+
+
+def check(stock, bar=1e-10, **settings):
+    batch = make_batch("plain")
+    _, expected = gradients(stock, **batch)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, **settings))
+    _, found = gradients(ours, **batch)
+    assert found.keys() == expected.keys()
+    assert worst_error(found, expected) <= bar
+    return found
+
+
+SAVES = [(), ("attn_out", "kv"), ("mlp.*",), ("mlp.down_proj", "self_attn.q_proj")]
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("saves", SAVES, ids=lambda saves: "+".join(saves) or "none")
+def test_sums_of_products(saves):
+    check(build("qwen3", torch.float64), saves=saves)
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("alone", ["layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"])
+def test_a_weight_whose_input_wants_no_gradient(alone):
+    """Nothing before it is trained, so that it alone makes a graph."""
+    stock = build("qwen3", torch.float64)
+    for name, parameter in stock.named_parameters():
+        parameter.requires_grad_(name.endswith(alone))
+    assert check(stock).keys() == {f"model.{alone}"}
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("also", ["another Linear", "an expression"])
+def test_a_weight_in_two_places(also, monkeypatch):
+    """Its gradient has a part that its Linears add up and, in an expression, one that autograd returns."""
+    stock = build("qwen3", torch.float64)
+    for layer in stock.model.layers:
+        layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+    if also == "an expression":
+        mlp = type(stock.model.layers[0].mlp)
+        monkeypatch.setattr(
+            mlp, "forward", lambda self, x, real=mlp.forward: real(self, x) * self.up_proj.weight.mean().cos()
+        )
+    check(stock)
+
+
+@pytest.mark.usefixtures("float64_oracle")
+def test_biases_and_a_linear_that_runs_twice(monkeypatch):
+    stock = build("qwen3", torch.float64)
+    for layer in stock.model.layers:
+        layer.mlp.gate_proj.bias = nn.Parameter(torch.randn(layer.mlp.gate_proj.out_features, dtype=torch.float64))
+    mlp = type(stock.model.layers[0].mlp)
+    monkeypatch.setattr(mlp, "forward", lambda self, x, real=mlp.forward: real(self, x + real(self, x)))
+    check(stock)
+
+
+def test_gradients_under_autocast_are_as_precise_as_unpatched_ones():
+    stock, batch = build("qwen3"), make_batch("plain", length=128)
+    _, truth = gradients(stock, **batch)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=17))
+    with torch.autocast("cpu", torch.bfloat16):
+        (_, plain), (_, found) = gradients(stock, **batch), gradients(ours, **batch)
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+    assert relative_l2(found, truth) <= 1.05 * relative_l2(plain, truth)
+
+
+def test_forwards_come_back_after_a_step_that_broke_off(monkeypatch):
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn.forward = lambda x: (_ for _ in ()).throw(ValueError("injected"))
+    with pytest.raises(ValueError, match="injected"):
+        loss.backward()
+    del mlp.act_fn.forward
+    assert not [
+        name for name, m in model.named_modules() if type(m) is nn.Linear and "forward" in m.__dict__ and "layers" in name
+    ]

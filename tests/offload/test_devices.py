@@ -1,0 +1,164 @@
+"""Models whose layers are on several devices, and how much of a device a process may have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streambp import device
+from streambp.layer.call import LayerCall
+from streambp.offload import engines, manager_of, transfers
+from streambp.offload.engines import OUT, DeviceMemory
+from streambp.offload.manager import OffloadManager
+from streambp.offload.trace import TraceEngine
+from streambp.planner import auto
+from streambp.planner.auto import FittingChunk
+from streambp.planner.profile import Method, Phase
+from tests.offload.runs import BOTH, SCHEDULES, assert_same, break_off, model_with, offloaded, run, step
+from tests.offload.test_auto import Injected
+from tests.offload.test_races import record, without
+
+GIB = 2**30
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """Odd layers say that they are on the first device and even ones on the second, though their tensors are on the CPU."""
+
+    def elsewhere(index):
+        return torch.device("cuda", (index + 1) % 2)
+
+    def limit_prefix(self, offloader, real=LayerCall.limit_prefix):
+        here, self.device = self.device, elsewhere(self.site.index)
+        real(self, offloader)
+        self.device = here
+
+    def open_layer(self, index, device, length, real=OffloadManager.open):
+        return real(self, index, elsewhere(index), length)
+
+    monkeypatch.setattr(LayerCall, "limit_prefix", limit_prefix)
+    monkeypatch.setattr(OffloadManager, "open", open_layer)
+
+
+def traced(saves=BOTH, collect=False, gpu_memory=None):
+    model = offloaded(saves, gpu_memory=gpu_memory)
+    manager_of(model)._given_engine = engine = TraceEngine(collect)
+    return model, engine
+
+
+@pytest.mark.parametrize("gpu_memory", [None, 1])
+def test_each_device_has_an_engine(two_devices, gpu_memory):
+    expected = run(model_with(BOTH), SCHEDULES["1F1B"])
+    model, engine = traced(gpu_memory=gpu_memory)
+    run(model, SCHEDULES["1F1B"])
+    break_off(model)
+    manager_of(model).abort()
+    found = run(model, SCHEDULES["1F1B"])
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert list(manager_of(model).transfers.engines) == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert {queue.split()[0] for queue in engine._world.clocks} >= {"compute", "cuda:0"}
+    assert engine.checked > 1000
+
+
+@pytest.mark.parametrize(
+    ("waits", "race"),
+    [
+        ([(engines.OUT, engines.BACK), (engines.COMPUTE, engines.BACK)], "out writes host while back may still be reading"),
+        ([(engines.OUT, engines.OUT)], "out writes host while out may still be writing"),
+    ],
+    ids=["before it was read", "before it was written"],
+)
+def test_host_memory_of_one_device_is_not_written_by_another(two_devices, waits, race, monkeypatch):
+    def races():
+        model, engine = traced(collect=True, gpu_memory=1)
+        run(model, "F0 B0 F1 B1")
+        return engine.races
+
+    monkeypatch.setattr(TraceEngine, "record", record)
+    monkeypatch.setattr(TraceEngine, "wait", without([]))
+    assert not races()
+    monkeypatch.setattr(TraceEngine, "wait", without(waits))
+    assert any(f"cuda:0 {race}" in found for found in races())
+
+
+def test_auto_keeps_to_the_fullest_device(two_devices, monkeypatch):
+    def measured(*memories):
+        """Two devices with these (allocated, peak, limit)."""
+        found = [Injected(memory=DeviceMemory(*memory)) for memory in memories]
+        found[0].beside = lambda device: found[1]
+        model = model_with((), offload="auto")
+        manager_of(model)._given_engine = found[0]
+        assert_same(step(model), step(model_with()))
+        assert manager_of(model).prefix_memory == min((m[2] - m[0]) // 2 for m in memories)
+        step(model)
+        return manager_of(model).gpu_memory
+
+    roomy, full = (0, 10 * GIB, 80 * GIB), (0, 70 * GIB, 80 * GIB)
+    assert measured(roomy, full) == measured(full, roomy) == measured(full, full) < measured(roomy, roomy)
+
+
+def test_stalls_and_copies_of_all_devices_are_added_up():
+    class Fixed(Injected):
+        def __init__(self, seconds):
+            super().__init__()
+            self.fixed = seconds
+
+        def copying(self):
+            return {OUT: self.fixed, engines.BACK: 2 * self.fixed}
+
+    both = transfers.Transfers(torch.device("cuda", 0), Fixed(1.0))
+    both.engines[torch.device("cuda", 1)] = Fixed(3.0)
+    assert both.copying() == {OUT: 4.0, engines.BACK: 8.0}
+
+
+class FakeCard:
+    """What torch.cuda says of a card: total bytes, those that others use, this process' own, and its fraction."""
+
+    total, others, reserved, allocated, peak, fraction = 140 * GIB, 0, 0, 0, 0, 1.0
+
+
+@pytest.fixture
+def card(monkeypatch):
+    found = FakeCard()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (found.total - found.others - found.reserved, found.total))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: found.fraction)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: found.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda d: found.allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: found.peak)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("others", "reserved", "fraction", "expected"),
+    [(0, 0, 1.0, 140), (0, 30, 1.0, 140), (0, 30, 79 / 140, 79), (100, 30, 1.0, 40), (100, 30, 79 / 140, 40)],
+)
+def test_the_limit_is_the_processs_fraction_and_what_others_leave(card, others, reserved, fraction, expected):
+    card.others, card.reserved, card.fraction = others * GIB, reserved * GIB, fraction
+    assert device.memory_limit(torch.device("cuda", 0)) == pytest.approx(expected * GIB, abs=1)
+
+
+def test_both_budgets_keep_to_the_limit(card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    card.fraction, card.allocated, card.reserved, card.peak = 79 / 140, 16 * GIB, 17 * GIB, 20 * GIB
+    here = torch.device("cuda", 0)
+    assert auto.free_memory(here) == pytest.approx((0.95 * 79 - 16) * GIB, abs=2)
+    memory = engines.CudaEngine(here).memory()
+    assert (memory.allocated, memory.peak) == (16 * GIB, 20 * GIB)
+    assert memory.limit == pytest.approx(79 * GIB, abs=1)
+    card.others = 100 * GIB
+    assert auto.free_memory(here) == pytest.approx((0.95 * 40 - 16) * GIB, abs=2)
+    assert auto.free_memory(torch.device("cpu")) is None
+
+
+def test_a_smaller_fraction_makes_smaller_chunks(card):
+    """Something like the Qwen3-8B shape at 196,608 tokens; the limit is asked for again at each forward's first layer."""
+    phase = Phase("backward 0", 17.2 * GIB, 0.22 * 2**20, 200 * 2**10)
+    rule = FittingChunk(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, 1, 1))
+    card.allocated = card.reserved = int(15.3 * GIB)
+    here = torch.device("cuda", 0)
+    assert rule(0, 1, 196608, here) == 8192
+    card.fraction = 79 / 140
+    assert rule(1, 1, 196608, here) == 8192
+    assert rule(0, 1, 196608, here) == 1024
+    card.fraction, card.others = 1.0, 61 * GIB
+    assert rule(0, 1, 196608, here) == 1024
