@@ -8,7 +8,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "streambp"
 ORDER = (
     "errors", "config", "chunks", "distributed.zero", "distributed.host", "distributed.sequence_parallel",
-    "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix",
+    "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.backend",
+    "attention.triton_merge", "attention.merge", "attention.keys", "attention.attend", "attention.prefix",
     "attention.halves", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.site", "layer.carried", "layer.kept",

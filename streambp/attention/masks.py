@@ -66,8 +66,10 @@ class DenseMask:
     source: LazyMask | Tensor
     causal: bool = True
     checked: set[int] = dataclasses.field(default_factory=set, compare=False)
+    derived: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict, compare=False, repr=False)  # by others
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
+        tiling = tiling.masked or tiling
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from streambp.attention.interface import routed
 from streambp.attention.keys import CallSite
-from streambp.attention.prefix import Attended, AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
+from streambp.attention.merge import Attended
+from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
 from streambp.errors import StreamBPError, UnsupportedModelError

@@ -6,14 +6,18 @@ rightly. `tests/gpu` runs the real ones.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 from streambp.attention import kernels
-from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, Task, choose_backend
-from streambp.attention.spans import Block, Kind
+from streambp.attention.backend import Backend, Use, choose_backend
+from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, Task
+from streambp.attention.masks import DenseMask
+from streambp.attention.spans import Block, Kind, Run, Spans
+from streambp.chunks import ChunkPlan
 from streambp.errors import StreamBPError
 
 SCALE = 0.3
@@ -267,8 +271,16 @@ def test_backends_are_chosen_by_what_they_can_do():
             choose_backend(wanted, q, v, 0.1)
 
 
-def test_every_kind_has_a_kernel_in_every_backend():
-    for backend in (kernels.Backend((CUDNN, FLASH, MATH)), kernels.Backend((FLASH, MATH))):
-        assert all(backend.kernel(kind) for kind in Kind)
-    for kind in set(Kind) - {Kind.WINDOW, Kind.VARLEN}:
-        assert kernels.Backend((CPU_FLASH, MATH)).kernel(kind)
+@pytest.mark.parametrize("backend", [Backend((CUDNN, FLASH, MATH)), Backend((FLASH, MATH)), Backend((CPU_FLASH, MATH))])
+@pytest.mark.parametrize("use", Use)
+def test_every_block_has_a_kernel_in_every_backend(backend, use):
+    padded = Spans(9000, ((Run(300, 8500, 300), Run(8500, 9000, 300, 8500)), (Run(0, 7, 0), Run(7, 9000, 7))))
+    for layout in (padded, dataclasses.replace(padded, window=700), DenseMask(2, 9000, torch.zeros(()))):
+        for chunk in ChunkPlan(9000, 2999):
+            plan = backend.plan(layout, chunk, 2, use)
+            assert len(plan.kernels) == len(plan.blocks) > 0
+            assert all(block.kind in kernel.kinds for block, kernel in zip(plan.blocks, plan.kernels, strict=True))
+            for block, kernel in zip(plan.blocks, plan.kernels, strict=True):
+                if kernel is MATH:
+                    assert block.q1 - block.q0 <= 512, "scores that are too large"
+                    assert block.k1 - block.k0 <= 2048
