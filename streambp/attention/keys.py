@@ -105,8 +105,8 @@ class CallSite:
         rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
         assert self.dk is not None
         assert self.dv is not None
-        self.dk[rows, keys] += dk.transpose(1, 2)
-        self.dv[rows, keys] += dv.transpose(1, 2)
+        self.dk[rows, keys].add_(dk.transpose(1, 2))
+        self.dv[rows, keys].add_(dv.transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         dk, dv = (x[:, chunk.start : chunk.stop].transpose(1, 2) for x in self.grow_accumulators())
@@ -195,7 +195,9 @@ class TiledSite:
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         wanted = [self._tiles(block) for block in blocks]
-        own = blocks[0].q0 // self.plan.size if blocks else None
+        if not blocks:  # padding that reads nothing
+            return
+        own = blocks[0].q0 // self.plan.size
         self._leave([index for index in self._here if index != own and index not in wanted[0]])
         for number, block in enumerate(blocks):
             for index in wanted[number]:
@@ -212,8 +214,8 @@ class TiledSite:
             tile = self._here[index]
             assert tile.dk is not None
             assert tile.dv is not None
-            tile.dk[rows, inside] += dk[:, :, of_block].transpose(1, 2)
-            tile.dv[rows, inside] += dv[:, :, of_block].transpose(1, 2)
+            tile.dk[rows, inside].add_(dk[:, :, of_block].transpose(1, 2))
+            tile.dv[rows, inside].add_(dv[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         self._enter(chunk.index, gradients=True)

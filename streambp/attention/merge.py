@@ -116,9 +116,9 @@ class SummedQueries:
         if self._sum is None:
             self._sum = torch.empty_like(self._q) if alone else torch.zeros_like(self._q, dtype=self._dtype)
         if alone:
-            self._sum[rows, columns] = dq
+            self._sum[rows, columns].copy_(dq)
         else:
-            self._sum[rows, columns] += dq
+            self._sum[rows, columns].add_(dq)
 
     def result(self) -> Tensor:
         """[B, H, C, D] in q's dtype."""

@@ -75,8 +75,8 @@ class Kept:
             if "attn_out" in self.saves:
                 if part.o._version != part.version:
                     raise UnsupportedModelError(
-                        f"The output of attention is changed in place inside {type(self.site.layer).__name__}, so it cannot "
-                        "be saved. Leave 'attn_out' out of StreamConfig's saves."
+                        f"The output of attention is changed in place inside {type(self.site.layer).__name__}, so it "
+                        "cannot be saved. Leave 'attn_out' out of StreamConfig's saves."
                     )
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
