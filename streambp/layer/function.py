@@ -212,7 +212,7 @@ def run_backward(call: LayerCall, work: BackwardPass) -> None:
     """Chunk by chunk, last to first. [Note: prefix accumulation order]"""
     linears = plain_linears(call.layer)
     unread = call.unread_products(linears, work.parameters.names, work.needs_input)
-    with left_out(linears, unread.refill):
+    with left_out(linears, unread.refill, unread.width):
         _refill(call)
     with left_out(linears, unread.recompute.difference(call.kept.products)):
         for chunk in call.plan.backward():

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import ChunkPlan
+from streambp.errors import AttentionChoiceError
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
 
@@ -43,7 +44,7 @@ def can_stream(call: LayerCall) -> bool:
     with torch.no_grad(), call.streaming(), _evaluated(call.layer), RandomState.capture(x.device).replayed():
         try:
             whole, pieces = (_run(call, x, size) for size in (x.shape[-2], chunk_size))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, AttentionChoiceError):
             raise
         except Exception as error:  # whatever it is, it comes from cutting the layer
             call.site.whole_because = f"its forward does not work on chunks ({type(error).__name__}: {error})"

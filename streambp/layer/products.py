@@ -10,6 +10,11 @@ to its outputs, and then
     recompute  may leave out what never labels a tensor that autograd saves
 
 A product that is left out is filled with NaN, so that a wrong trace could not go unnoticed.
+
+[Note: narrow queries] In a refill the layer still norms and rotates the queries that nobody reads: more bytes than all else
+that a refill moves. So there a left-out Linear may return as few features as one head has: a layer that takes its number of
+heads from the product's size then works on one head. Whether it does, and finds the same keys and values, is tried on the
+few tokens of the trace; if not, left-out products have their full size.
 """
 
 from __future__ import annotations
@@ -31,10 +36,14 @@ Labels = frozenset[str]
 
 @dataclasses.dataclass(frozen=True)
 class UnreadProducts:
-    """Names, relative to the layer, of the Linears whose output is not needed in a refill or a recomputation."""
+    """Names, relative to the layer, of the Linears whose output is not needed in a refill or a recomputation.
+
+    width: features that those left out of a refill may return; None: all. [Note: narrow queries]
+    """
 
     refill: Labels = frozenset()
     recompute: Labels = frozenset()
+    width: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +160,11 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def left_out(linears: dict[str, nn.Linear], names: Labels) -> Iterator[None]:
-    """Within, these Linears return NaN and know their backward."""
+def left_out(linears: dict[str, nn.Linear], names: Labels, width: int | None = None) -> Iterator[None]:
+    """Within, these Linears return NaN and know their backward; width: of so many features, without a backward."""
     chosen = [linears[name] for name in names if name in linears]
     for module in chosen:
-        module.forward = _unread_forward(module)  # type: ignore[method-assign, assignment]
+        module.forward = _unread_forward(module, width)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -198,9 +207,12 @@ def known(linears: dict[str, nn.Linear], names: list[str], source: Callable[[str
             module.__dict__.pop("forward", None)
 
 
-def _unread_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+def _unread_forward(module: nn.Linear, width: int | None) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         weight: Any = module.weight
+        if width is not None:
+            x, *_ = _autocast(x, weight, None)
+            return x.new_full((*x.shape[:-1], min(width, module.out_features)), torch.nan)
         out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias), None)
         return out
 

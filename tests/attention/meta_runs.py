@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from streambp.attention import attend, kernels, merge
 from streambp.attention.attend import Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Backend
-from streambp.attention.keys import CallSite, TiledSite
 from streambp.attention.kernels import CUDNN, FLASH, MATH
+from streambp.attention.keys import CallSite, TiledSite
 from streambp.chunks import ChunkPlan
 from streambp.layer.store import InMemory
 
@@ -24,7 +24,7 @@ CUDNN_FIRST = Backend((CUDNN, FLASH, MATH))
 class Recorder:
     """In place of aten: returns tensors without data in the layouts that torch gives, and notes the calls.
 
-    calls: (operator, queries, keys, rows). graphs: for each key of a cuDNN backward, the layouts of o, dO and the logsumexp.
+    calls: (operator, queries, keys, rows). graphs: of each key of a cuDNN backward, the layouts of o, dO and logsumexp.
     """
 
     def __init__(self) -> None:
