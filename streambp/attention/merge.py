@@ -28,6 +28,11 @@ class Attended:
     def __post_init__(self) -> None:
         self.version = 0 if self.o.is_inference() else self.o._version
 
+    @property
+    def changed(self) -> bool:
+        """Whether the layer has written to o."""
+        return not self.o.is_inference() and self.o._version != self.version
+
 
 class MergedOutput:
     """o and lse of a chunk from those of its blocks.

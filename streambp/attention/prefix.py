@@ -66,6 +66,7 @@ class Prefix:
         self.sites: list[Site] = []
         self.calls: int | None = None  # attention calls of a whole layer forward
         self.filled_until = 0
+        self.overwritten = False  # the layer writes to what its attention gives
         self.backends: set[str] = set()
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
@@ -194,7 +195,7 @@ class ChunkMask(AttentionPoint):
             return attended.o
         saved = self.saved[index] if self.saved else None
         out: Tensor = PrefixAttention.apply(q, k, v, sink, site, prefix.layout, chunk, params, saved)
-        return out
+        return out.clone() if prefix.overwritten else out
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """This chunk's k and v [B, H_kv, C, D] -> those of everything up to its end, [B, H_kv, e, D], for layers that
@@ -219,6 +220,7 @@ class ChunkMask(AttentionPoint):
                 "of times for every chunk, cannot be streamed. Please report this model."
             )
         prefix.calls = self.call
+        prefix.overwritten |= any(attended.changed for attended in self.attended)
         prefix.filled_until = max(prefix.filled_until, self.chunk.stop)
 
     def _site(self, index: int, k: Tensor, v: Tensor) -> Site:

@@ -73,7 +73,7 @@ class Kept:
         self.keep_products(chunk)
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
-                if part.o._version != part.version:
+                if part.changed:
                     raise UnsupportedModelError(
                         f"The output of attention is changed in place inside {type(self.site.layer).__name__}, so it "
                         "cannot be saved. Leave 'attn_out' out of StreamConfig's saves."
