@@ -35,3 +35,7 @@ class KernelError(StreamBPError):
 
 class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
     """The device ran out of memory in a streamed step. Still a torch.OutOfMemoryError, for those who wait for one."""
+
+
+class AttentionChoiceError(StreamBPError):
+    """The attention that `StreamConfig` names cannot compute what the model asks for."""

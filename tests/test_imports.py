@@ -13,9 +13,9 @@ PACKAGE = ROOT / "streambp"
 TREES = ("streambp", "paper_repro", "examples", "tests")
 ORDER = (
     "errors", "accumulate", "config", "chunks", "device", "distributed.zero", "distributed.host",
-    "distributed.sequence_parallel",
-    "attention.reading",
-    "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.keys", "attention.prefix",
+    "distributed.sequence_parallel", "attention.reading",
+    "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.backend",
+    "attention.triton_merge", "attention.merge", "attention.keys", "attention.attend", "attention.prefix",
     "attention.halves", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.arguments", "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.site", "layer.carried", "layer.kept",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streambp import causal_lm
-from streambp.attention import kernels, keys, masks, prefix
+from streambp.attention import attend, kernels, keys, masks, merge, prefix
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.distributed import shards
@@ -30,10 +30,11 @@ from tests import (
     test_training,
     test_uneven_chunks,
 )
+from tests.attention import test_graph_cache, test_merge
 from tests.distributed import one_rank, test_host, test_shards
 from tests.families import build, make_batch
 from tests.head import test_expected_scale, test_log_probs, test_stand_ins
-from tests.layer import test_inner_leaves, test_sharded
+from tests.layer import test_inner_leaves, test_narrow_queries, test_sharded
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
 from tests.planner import test_against_steps, test_estimates, test_plans
@@ -181,6 +182,24 @@ def streamed_prefix():
     runs.assert_same(runs.step(runs.offloaded((), build("qwen3", torch.float64), gpu_memory=1), "packed"), expected)
 
 
+def graph_cache(spans):
+    with default_float64(), pytest.MonkeyPatch.context() as patch:
+        lift_float32_casts(patch)
+        test_graph_cache.check(spans, ("attn_out",), "kept", patch)
+
+
+def merged_with_garbage(o, lse, part_o, part_lse, out):
+    merged = torch.logaddexp(lse, part_lse)
+    weight, part_weight = (torch.exp(x - merged).transpose(1, 2)[..., None] for x in (lse, part_lse))
+    out.copy_(o * weight + part_o * part_weight)
+    lse.copy_(merged)
+
+
+def narrow_queries():
+    with pytest.MonkeyPatch.context() as patch:
+        test_narrow_queries.test_keys_that_come_out_differently_are_not_taken(patch)
+
+
 def leave_without_sums(self, indices):
     for index in [index for index in indices if index >= self.resident]:
         self._here.pop(index, None)
@@ -290,9 +309,9 @@ MUTANTS = {
     "attention softcap without its derivative": (
         kernels.MathKernel, "_softcap_slope", lambda self, scores, task: 1.0, lambda: family("gemma2"),
     ),
-    "sink left out": (prefix, "with_sink", lambda attended, sink: attended, lambda: family("gpt_oss")),
+    "sink left out": (attend, "with_sink", lambda attended, sink: attended, lambda: family("gpt_oss")),
     "sink without its gradient": (
-        prefix, "_sink_gradient", lambda do, o, lse, sink: torch.zeros_like(sink), lambda: family("gpt_oss"),
+        attend, "_sink_gradient", lambda do, o, lse, sink: torch.zeros_like(sink), lambda: family("gpt_oss"),
     ),
     "router outputs without their gradient": (layer_gradients.OutputGradients, "of", only_hidden_states, router_loss),
     "router outputs of chunks taken for layers": (call, "recording", lambda keys: contextlib.nullcontext({}), router_loss),
@@ -358,6 +377,20 @@ MUTANTS = {
         planning, "fits", lambda at, memory: at.total <= memory.usable, test_plans.check_longest,
     ),
     "chunks whatever is free": (auto.FittingChunk, "tokens", lambda *_: 8192, test_plans.check_chunks_fit),
+    "cuDNN gets blocks of any size": (
+        kernels.CudnnKernel, "takes", lambda self, block: block.kind in self.kinds, lambda: graph_cache("left-padded"),
+    ),
+    "what was there before a first block": (
+        merge, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
+    ),
+    "merged outputs without their weights": (
+        merge, "merge_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), lambda: graph_cache("plain"),
+    ),
+    "queries' gradient of the last block alone": (
+        merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
+        lambda: graph_cache("plain"),
+    ),
+    "narrow queries that were not tried": (call, "_same", lambda *_: True, narrow_queries),
     "accumulators that stay behind": (keys.TiledSite, "_leave", leave_without_sums, streamed_prefix),
     "tiles read from their start": (keys.TiledSite, "_overlaps", from_the_start, streamed_prefix),
     "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),
@@ -417,7 +450,7 @@ def test_merging_empty_blocks_needs_its_guard(monkeypatch):
     batch["attention_mask"][:, 12] = 0
     batch["labels"][:, 12:14] = -100
     monkeypatch.setattr(masks, "SCAN", 4)
-    monkeypatch.setattr(kernels.MATH, "tiling", dataclasses.replace(kernels.MATH.tiling, q_block=4, k_block=4))
+    monkeypatch.setattr(kernels.MATH, "tiling", dataclasses.replace(kernels.MATH.tiling, q_block=4, k_block=4, k_forward=4))
     _, found = gradients(ours, **batch)
     assert all(g.isfinite().all() for g in found.values())
     monkeypatch.setattr(

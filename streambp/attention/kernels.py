@@ -6,6 +6,11 @@ exp(score - lse), so the parts it returns add up to the exact gradient (DESIGN.m
 
 Shapes: q, o, do [B, H, Tq, D]; k, v [B, H_kv, Tk, D]; lse [B, H, Tq] in float32, float64 for float64 inputs. A query
 that reads nothing has o = 0 and lse = -inf.
+
+[Note: one layout] torch keeps cuDNN's graphs by the sizes and strides of q, k and v. The strides of o, dO and the logsumexp
+are part of a graph but not of its key, so for one key they must always be the same, or a later call reads them wrongly.
+So `cut` makes all of q, o, dO, K and V from contiguous [B, T, H, D] tensors: sizes and strides of a block's q fix those
+of its o and dO. Where a block has one row, its strides do not depend on T, so other lengths find the same graphs.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ from torch import Tensor
 
 from streambp.attention.reading import reads
 from streambp.attention.spans import Block, Kind, Tiling
-from streambp.errors import StreamBPError
 
 aten = torch.ops.aten
 K_BLOCK = 16384
+CUDNN_FEW = 256  # under it cuDNN does not fill a device; under 64 it refuses blocks, or gets them wrong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Task:
     block: Block
     scale: float
     tile: Tensor | None = None  # [B or 1, H or 1, Tq, Tk] for Kind.MASK
+    ends: tuple[Tensor, Tensor] | None = None  # the block's cu_q and cu_k in int32, for Kind.VARLEN
     dropout: float = 0.0
     seed: int = 0
     softcap: float | None = None
@@ -42,6 +48,10 @@ class Kernel(Protocol):
     kinds: frozenset[Kind]
     tiling: Tiling
 
+    def takes(self, block: Block) -> bool:
+        """Whether it can compute a block of this kind and size."""
+        ...
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]: ...
 
     def backward(
@@ -49,12 +59,24 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+def cut(x: Tensor, b0: int, b1: int, t0: int, t1: int) -> Tensor:
+    """Rows [b0, b1) and tokens [t0, t1) of a contiguous x [B, T, H, D], as a view [b, H, t, D]. [Note: one layout]"""
+    _, length, heads, size = x.shape
+    token = heads * size
+    row = token * (length if b1 - b0 > 1 else t1 - t0)
+    start = x.storage_offset() + (b0 * length + t0) * token
+    return x.as_strided((b1 - b0, heads, t1 - t0, size), (row, size, token, 1), start)
+
+
 class MathKernel:
     """Plain matrix products in promote_types(dtype, float32); serves every kind, dropout, softcap and any head size."""
 
     name = "math"
     kinds = frozenset(Kind) - {Kind.VARLEN, Kind.WINDOW}
-    tiling = Tiling(q_block=512, k_block=2048)
+    tiling = Tiling(q_block=512, k_block=2048, k_forward=2048)
+
+    def takes(self, block: Block) -> bool:
+        return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         scores, v = self._masked(self._scores(q, k, task), q, k, task), _wide(v)  # [B, H_kv, G, Tq, Tk]
@@ -116,6 +138,9 @@ class CpuFlashKernel:
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
     tiling = Tiling(k_block=K_BLOCK)
 
+    def takes(self, block: Block) -> bool:
+        return block.kind in self.kinds and _is_square(block)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         causal = task.block.kind is Kind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=task.scale)
@@ -133,7 +158,10 @@ class FlashKernel:
 
     name = "flash"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.VARLEN})
-    tiling = Tiling(k_block=K_BLOCK, native_window=True, native_varlen=True)
+    tiling = Tiling(k_block=K_BLOCK, bottom_right=True, native_window=True, native_varlen=True)
+
+    def takes(self, block: Block) -> bool:
+        return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         kind = task.block.kind
@@ -143,7 +171,7 @@ class FlashKernel:
             return o, lse
         q, k, v = (_token_major(t, kind) for t in (q, k, v))
         o, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *_lengths(task.block, q.device), 0.0, True, False, scale=task.scale, **_flash_window(task.block)
+            q, k, v, *_lengths(task, q.device), 0.0, True, False, scale=task.scale, **_flash_window(task.block)
         )
         return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[None]  # varlen gives [H, T]
 
@@ -160,7 +188,7 @@ class FlashKernel:
             )  # fmt: skip
         do, q, k, v, o = (_token_major(t, kind) for t in (do, q, k, v, o))
         dq, dk, dv = aten._flash_attention_backward(
-            do, q, k, v, o, lse if kind is Kind.WINDOW else lse[0], *_lengths(task.block, q.device), 0.0, True,
+            do, q, k, v, o, lse if kind is Kind.WINDOW else lse[0], *_lengths(task, q.device), 0.0, True,
             *no_dropout, scale=task.scale, **_flash_window(task.block),
         )  # fmt: skip
         return _head_major(dq, kind), _head_major(dk, kind), _head_major(dv, kind)
@@ -171,7 +199,11 @@ class CudnnKernel:
 
     name = "cudnn"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
-    tiling = Tiling(k_block=K_BLOCK, native_window=True, native_varlen=True)
+    tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, few=CUDNN_FEW)
+
+    def takes(self, block: Block) -> bool:
+        fits = self.tiling.takes(block.q1 - block.q0) and self.tiling.takes(block.k1 - block.k0)
+        return block.kind in self.kinds and fits and _is_square(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         causal = task.block.kind is Kind.CAUSAL
@@ -192,52 +224,14 @@ class CudnnKernel:
 MATH, CPU_FLASH, FLASH, CUDNN = MathKernel(), CpuFlashKernel(), FlashKernel(), CudnnKernel()
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """Kernels in order of preference; each kind of block goes to the first that knows it."""
-
-    kernels: tuple[Kernel, ...]
-
-    @property
-    def name(self) -> str:
-        return self.kernels[0].name
-
-    @property
-    def tiling(self) -> Tiling:
-        return self.kernels[0].tiling
-
-    def kernel(self, kind: Kind) -> Kernel:
-        return next(kernel for kernel in self.kernels if kind in kernel.kinds)
+def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cu_seqlens of a VARLEN block's queries and keys, in int32."""
+    cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
+    return cu_q, cu_q if block.cu_k == block.cu_q else torch.tensor(block.cu_k, dtype=torch.int32, device=device)
 
 
-def choose_backend(wanted: str, q: Tensor, v: Tensor, dropout: float, softcap: float | None = None) -> Backend:
-    """The backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
-
-    Raises:
-        StreamBPError: the wanted backend cannot do it; "auto" never raises, "math" does everything.
-    """
-    fused = dropout == 0.0 and softcap is None and q.shape[-1] == v.shape[-1]
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    on_gpu = q.device.type in ("cuda", "meta") and fused and half and q.shape[-1] % 8 == 0
-    flash = on_gpu and q.shape[-1] <= 256
-    if wanted == "math":
-        return Backend((MATH,))
-    if wanted in ("auto", "cudnn") and on_gpu and q.shape[-1] <= 128 and _has_cudnn_attention(q.device):
-        return Backend((CUDNN, FLASH, MATH))
-    if wanted in ("auto", "flash") and flash:
-        return Backend((FLASH, MATH))
-    if wanted in ("auto", "flash") and fused and q.device.type == "cpu":
-        return Backend((CPU_FLASH, MATH))
-    if wanted == "auto":
-        return Backend((MATH,))
-    raise StreamBPError(
-        f"attention={wanted!r} cannot attend {q.dtype} on {q.device.type} with head sizes {q.shape[-1]} and "
-        f"{v.shape[-1]}, dropout {dropout} and softcap {softcap}. Set attention='auto' or 'math' in StreamConfig."
-    )
-
-
-def _has_cudnn_attention(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def _is_square(block: Block) -> bool:
+    return block.kind is not Kind.CAUSAL or (block.q0, block.q1) == (block.k0, block.k1)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -287,10 +281,10 @@ def _flash_window(block: Block) -> dict[str, int]:
     return {} if block.window is None else {"window_size_left": block.window - 1, "window_size_right": 0}
 
 
-def _lengths(block: Block, device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _lengths(task: Task, device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
     """cu_seqlens of queries and keys (None unless packed), and the longest of each."""
+    block = task.block
     if block.kind is not Kind.VARLEN:
         return None, None, block.q1 - block.q0, block.k1 - block.k0
     longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (block.cu_q, block.cu_k)]
-    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in (block.cu_q, block.cu_k))
-    return cu_q, cu_k, longest[0], longest[1]
+    return *(task.ends or upload(block, device)), longest[0], longest[1]

@@ -3,24 +3,26 @@
     CallSite    the whole sequence in one buffer on the device
     TiledSite   a tile for each chunk; some stay on the device, the others come from the host and go back there
 
-Attention asks both for the keys and values of its blocks, one block after the other, and adds to their gradients.
+Attention asks both for the keys and values of its blocks, one block after the other, and adds to their gradients. Inside,
+tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
 
 [Note: tiles] Chunk i reads tiles 0 .. i, so tile j is read by all chunks but the first j: the first tiles are those that
 stay on the device. Blocks are visited in the order of their keys, so that a tile comes in once for each chunk: into the
 next tile's copies falls the work on this one. A tile of accumulators is written back after each visit; in a chunk's own
 tile they are complete and never go back. [Note: prefix accumulation order]. What is computed with which numbers in which
-order is the same as in one buffer: gradients are equal to the bit.
+order is the same as in one buffer, up to where blocks end: gradients are equal to the bit if blocks are the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from streambp.attention.kernels import cut
 from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
 
@@ -29,7 +31,12 @@ Visit = Iterator[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and
 
 
 class Site(Protocol):
-    """Keys and values of one attention call over T tokens, and the accumulators of their gradients."""
+    """Keys and values of one attention call over T tokens, and the accumulators of their gradients.
+
+    streams: they come to the device in tiles, so the fewer keys a block has, the fewer are there at once.
+    """
+
+    streams: bool
 
     @property
     def value_size(self) -> int:
@@ -40,7 +47,7 @@ class Site(Protocol):
         """Keep K [B, H_kv, C, D] and V of a chunk. Chunks come in order."""
         ...
 
-    def visit(self, blocks: list[Block], gradients: bool = False) -> Visit:
+    def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """The blocks with their K and V. gradients: `add` will be called for each before the next."""
         ...
 
@@ -57,10 +64,11 @@ class Site(Protocol):
 class CallSite:
     """Buffers of one attention call of the layer. B rows, T tokens of the whole sequence."""
 
-    k: Tensor  # [B, H_kv, T, D]
-    v: Tensor  # [B, H_kv, T, D_v]
-    dk: Tensor | None = None  # [B, H_kv, T, D] in promote_types(dtype, float32)
+    k: Tensor  # [B, T, H_kv, D], contiguous
+    v: Tensor  # [B, T, H_kv, D_v], contiguous
+    dk: Tensor | None = None  # [B, T, H_kv, D] in promote_types(dtype, float32)
     dv: Tensor | None = None
+    streams = False
 
     @property
     def value_size(self) -> int:
@@ -74,29 +82,35 @@ class CallSite:
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """K [B, H_kv, C, D] and V of a chunk, as views."""
-        return self.k[:, :, chunk.start : chunk.stop], self.v[:, :, chunk.start : chunk.stop]
+        k, v = (x[:, chunk.start : chunk.stop].transpose(1, 2) for x in (self.k, self.v))
+        return k, v
+
+    def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """K [B, H_kv, e, D] and V of all tokens up to the chunk's end, as views."""
+        k, v = (x[:, : chunk.stop].transpose(1, 2) for x in (self.k, self.v))
+        return k, v
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         for buffer, part in zip(self.part(chunk), (k, v), strict=True):
             buffer.copy_(part)
 
-    def visit(self, blocks: list[Block], gradients: bool = False) -> Visit:
+    def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         if gradients:
             self.dk, self.dv = self.grow_accumulators()
         for block in blocks:
-            rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
-            yield block, self.k[rows, :, keys], self.v[rows, :, keys]
+            here = block.b0, block.b1, block.k0, block.k1
+            yield block, cut(self.k, *here), cut(self.v, *here)
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
         assert self.dk is not None
         assert self.dv is not None
-        self.dk[rows, :, keys] += dk
-        self.dv[rows, :, keys] += dv
+        self.dk[rows, keys].add_(dk.transpose(1, 2))
+        self.dv[rows, keys].add_(dv.transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        dk, dv = self.grow_accumulators()
-        return dk[:, :, chunk.start : chunk.stop], dv[:, :, chunk.start : chunk.stop]
+        dk, dv = (x[:, chunk.start : chunk.stop].transpose(1, 2) for x in self.grow_accumulators())
+        return dk, dv
 
 
 class TileStore(Protocol):
@@ -131,7 +145,7 @@ class TileStore(Protocol):
 
 @dataclasses.dataclass
 class Tile:
-    """One chunk's K [B, H_kv, C, D] and V on the device; their accumulators once they are needed."""
+    """One chunk's K [B, C, H_kv, D] and V on the device; their accumulators once they are needed."""
 
     k: Tensor
     v: Tensor
@@ -148,6 +162,8 @@ class TiledSite:
         resident: how many of the first tiles stay on the device.
         keeps_all: `keys` gets the resident tiles too, because they are saved for backward.
     """
+
+    streams = True
 
     def __init__(
         self,
@@ -169,7 +185,7 @@ class TiledSite:
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         self._leave(list(self._here))
-        tile = Tile(*(part.clone(memory_format=torch.contiguous_format) for part in (k, v)))
+        tile = Tile(*(part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v)))
         if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:  # nobody else reads the last
             for name, part in ((self._k, tile.k), (self._v, tile.v)):
                 self._keys.put(name, chunk.index, part)
@@ -177,9 +193,11 @@ class TiledSite:
                     self._scratch.put(name, chunk.index, part)
         self._here[chunk.index] = tile
 
-    def visit(self, blocks: list[Block], gradients: bool = False) -> Visit:
+    def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         wanted = [self._tiles(block) for block in blocks]
-        own = self.plan.holding(blocks[0].q0) if blocks else None
+        if not blocks:  # padding that reads nothing
+            return
+        own = self.plan.holding(blocks[0].q0)
         self._leave([index for index in self._here if index != own and index not in wanted[0]])
         for number, block in enumerate(blocks):
             for index in wanted[number]:
@@ -196,15 +214,15 @@ class TiledSite:
             tile = self._here[index]
             assert tile.dk is not None
             assert tile.dv is not None
-            tile.dk[rows, :, inside] += dk[:, :, of_block]
-            tile.dv[rows, :, inside] += dv[:, :, of_block]
+            tile.dk[rows, inside].add_(dk[:, :, of_block].transpose(1, 2))
+            tile.dv[rows, inside].add_(dv[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         self._enter(chunk.index, gradients=True)
         tile = self._here.pop(chunk.index)
         assert tile.dk is not None
         assert tile.dv is not None
-        return tile.dk, tile.dv
+        return tile.dk.transpose(1, 2), tile.dv.transpose(1, 2)
 
     def _enter(self, index: int, gradients: bool) -> None:
         if index not in self._here:
@@ -247,9 +265,13 @@ class TiledSite:
             yield index, slice(k0 - chunk.start, k1 - chunk.start), slice(k0 - block.k0, k1 - block.k0)
 
     def _part(self, block: Block, which: Callable[[Tile], Tensor]) -> Tensor:
-        rows = slice(block.b0, block.b1)
-        parts = [which(self._here[index])[rows, :, inside] for index, inside, _ in self._overlaps(block)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)  # [b, H_kv, k, D]
+        """[b, H_kv, k, D]."""
+        tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
+        if len(tiles) == 1:
+            ((tile, inside),) = tiles
+            return cut(tile, block.b0, block.b1, inside.start, inside.stop)
+        whole = torch.cat([tile[block.b0 : block.b1, inside] for tile, inside in tiles], 1)
+        return cut(whole, 0, block.b1 - block.b0, 0, block.k1 - block.k0)
 
 
 @dataclasses.dataclass

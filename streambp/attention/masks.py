@@ -63,6 +63,7 @@ class DenseMask:
     length: int
     source: LazyMask | Tensor
     barriers: tuple[Barrier, ...] = ()
+    derived: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict, compare=False, repr=False)  # by others
 
     @property
     def causal(self) -> bool:
@@ -70,6 +71,7 @@ class DenseMask:
         return not self.barriers
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
+        tiling = tiling.masked or tiling
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):

@@ -6,25 +6,22 @@ Life of one attention call site of one layer, for one batch:
     refill  (no graph)   if the buffer was not kept: append K, V again, stop the layer there
     recompute (graph)    last chunk to first: `PrefixAttention` attends, or takes the saved (o, lse)
     backward             dQ of the chunk; dK, dV of the whole prefix into accumulators; their slice [s, e) is returned
-
-[Note: prefix accumulation order] Chunks are differentiated from the last to the first. The keys of chunk i are read by
-the queries of chunks i, i + 1, ...; so when chunk i's own backward has added its part, the accumulators' slice [s, e) is
-complete and can be handed to autograd as the gradient of this chunk's K and V.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from streambp.attention.kernels import Backend, Task, choose_backend
+from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
+from streambp.attention.backend import choose_backend
 from streambp.attention.keys import CallSite, PrefixMemory, Site, TiledSite, TileStore
 from streambp.attention.masks import DenseMask
-from streambp.attention.spans import Block, Kind, Spans, Tiling
+from streambp.attention.merge import Attended
+from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import StreamBPError
 
@@ -37,14 +34,6 @@ class Stage(enum.Enum):
 
 class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
     """Raised inside the layer's forward once K and V are in the buffer: what follows would be thrown away."""
-
-
-@dataclasses.dataclass
-class Attended:
-    """What one chunk's attention leaves behind: o [B, H, C, D_v] and lse [B, H, C]."""
-
-    o: Tensor
-    lse: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +66,7 @@ class Prefix:
         self.sites: list[Site] = []
         self.calls: int | None = None  # attention calls of a whole layer forward
         self.filled_until = 0
+        self.overwritten = False  # the layer writes to what its attention gives
         self.backends: set[str] = set()
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
@@ -89,7 +79,7 @@ class Prefix:
         if index == len(self.sites):
             resident = self.resident_tiles(backward)[index]
             if resident is None:
-                sizes = [(t.shape[0], t.shape[1], self.length, t.shape[3]) for t in (k, v)]
+                sizes = [(t.shape[0], self.length, t.shape[1], t.shape[3]) for t in (k, v)]
                 self.sites.append(CallSite(k.new_empty(sizes[0]), v.new_empty(sizes[1])))
             else:
                 self.sites.append(self._tiled(index, resident, backward))
@@ -107,7 +97,7 @@ class Prefix:
 
     def flops(self, chunk: Chunk, attended: Attended) -> float:
         """Of attending a chunk once: two products for each pair of a query and a key that it reads."""
-        _, heads, _, size = attended.o.shape
+        _, _, heads, size = attended.o.shape
         pairs = sum(
             block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is Kind.CAUSAL else 1.0)
             for block in self.layout.blocks(chunk.start, chunk.stop, Tiling())
@@ -203,10 +193,10 @@ class ChunkMask(AttentionPoint):
         if self.stage is not Stage.RECOMPUTE:
             attended = attend_blocks(q, site, prefix.layout, chunk, params, sink)
             self.attended.append(attended)
-            return attended.o.transpose(1, 2).contiguous()
+            return attended.o
         saved = self.saved[index] if self.saved else None
         out: Tensor = PrefixAttention.apply(q, k, v, sink, site, prefix.layout, chunk, params, saved)
-        return out
+        return out.clone() if prefix.overwritten else out
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """This chunk's k and v [B, H_kv, C, D] -> those of everything up to its end, [B, H_kv, e, D], for layers that
@@ -217,7 +207,7 @@ class ChunkMask(AttentionPoint):
             raise RefillDone
         assert isinstance(site, CallSite)  # `LayerCall.limit_prefix` leaves these layers' prefixes whole
         if self.stage is not Stage.RECOMPUTE:
-            return site.k[:, :, : self.chunk.stop], site.v[:, :, : self.chunk.stop]
+            return site.read(self.chunk)
         both: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)
         return both
 
@@ -231,6 +221,7 @@ class ChunkMask(AttentionPoint):
                 "of times for every chunk, cannot be streamed. Please report this model."
             )
         prefix.calls = self.call
+        prefix.overwritten |= any(attended.changed for attended in self.attended)
         prefix.filled_until = max(prefix.filled_until, self.chunk.stop)
 
     def _site(self, index: int, k: Tensor, v: Tensor) -> Site:
@@ -238,140 +229,3 @@ class ChunkMask(AttentionPoint):
         if chunk.stop > prefix.filled_until:
             prefix.restore(index, chunk, k.detach(), v.detach(), backward=self.stage is not Stage.FORWARD)
         return prefix.sites[index]
-
-
-@dataclasses.dataclass(frozen=True)
-class Params:
-    backend: Backend
-    scale: float
-    softcap: float | None
-    dropout: float
-    seed: int
-
-    def task(self, number: int, block: Block, layout: Spans | DenseMask, device: torch.device) -> Task:
-        tile = None
-        if block.kind is Kind.MASK:
-            assert isinstance(layout, DenseMask)
-            tile = layout.tile(block.q0, block.q1, block.k0, block.k1, device)
-        return Task(block, self.scale, tile, self.dropout, self.seed + number, self.softcap)
-
-
-def attend_blocks(
-    q: Tensor, site: Site, layout: Spans | DenseMask, chunk: Chunk, params: Params, sink: Tensor | None = None
-) -> Attended:
-    """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2)."""
-    attended = _attend_spans(q, site, layout, chunk, params)
-    return attended if sink is None else with_sink(attended, sink)
-
-
-def with_sink(attended: Attended, sink: Tensor) -> Attended:
-    """Merge one more key, read by every query, with logit sink [H] and value zero.
-
-    [Note: sinks] The merged lse is all that the blocks' backward needs; the sink's own gradient is
-    -sum over queries of exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's.
-    """
-    sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
-    lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
-    shrunk = attended.o.to(lse.dtype) * torch.exp(attended.lse - lse)[..., None]
-    return Attended(shrunk.to(attended.o.dtype), lse)
-
-
-def _blocks(layout: Spans | DenseMask, chunk: Chunk, params: Params) -> list[Block]:
-    """A chunk's blocks, ordered by their keys. [Note: tiles]"""
-    return sorted(layout.blocks(chunk.start, chunk.stop, params.backend.tiling), key=lambda block: block.k0)
-
-
-def _attend_spans(q: Tensor, site: Site, layout: Spans | DenseMask, chunk: Chunk, params: Params) -> Attended:
-    blocks = _blocks(layout, chunk, params)
-    if len(blocks) == 1 and _covers(blocks[0], chunk, q.shape[0]):
-        task = params.task(0, blocks[0], layout, q.device)
-        ((o, lse),) = [_forward(q, k, v, task, params) for _, k, v in site.visit(blocks)]
-        return Attended(o.to(q.dtype), lse)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    o = q.new_zeros((*q.shape[:3], site.value_size), dtype=wide)  # [B, H, C, D_v]
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)  # [B, H, C]
-    for number, (block, k, v) in enumerate(site.visit(blocks)):
-        rows, columns = slice(block.b0, block.b1), slice(block.q0 - chunk.start, block.q1 - chunk.start)
-        part_o, part_lse = _forward(q[rows, :, columns], k, v, params.task(number, block, layout, q.device), params)
-        o_here, lse_here = o[rows, :, columns], lse[rows, :, columns]
-        merged = torch.logaddexp(lse_here, part_lse)
-        safe = merged.masked_fill(merged == -torch.inf, 0.0)  # [Note: empty rows]
-        o_here.mul_(torch.exp(lse_here - safe)[..., None])
-        o_here.add_(part_o * torch.exp(part_lse - safe)[..., None])
-        lse_here.copy_(merged)
-    return Attended(o.to(q.dtype), lse)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, task: Task, params: Params) -> tuple[Tensor, Tensor]:
-    return params.backend.kernel(task.block.kind).forward(q, k, v, task)
-
-
-def _covers(block: Block, chunk: Chunk, batch_size: int) -> bool:
-    return (block.b0, block.b1, block.q0, block.q1) == (0, batch_size, chunk.start, chunk.stop)
-
-
-class PrefixRead(torch.autograd.Function):
-    """One chunk's k and v in, the prefix's out. What comes back for the prefix goes into the accumulators, as in
-    `PrefixAttention`."""
-
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, site: CallSite, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        ctx.site, ctx.chunk = site, chunk
-        ctx.set_materialize_grads(False)
-        return site.k[:, :, : chunk.stop], site.v[:, :, : chunk.stop]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        own, parts = slice(ctx.chunk.start, ctx.chunk.stop), []
-        for total, grad, like in zip(ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True):
-            if grad is not None:
-                total[:, :, : ctx.chunk.stop] += grad
-            parts.append(total[:, :, own].to(like.dtype))  # complete: [Note: prefix accumulation order]
-        return *parts, None, None
-
-
-class PrefixAttention(torch.autograd.Function):
-    """One chunk's attention over its prefix; q, k, v and a sink's logits in, [B, C, H, D_v] out."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        site: Site,
-        layout: Spans | DenseMask,
-        chunk: Chunk,
-        params: Params,
-        saved: Attended | None,
-    ) -> Tensor:
-        attended = saved or attend_blocks(q, site, layout, chunk, params, sink)
-        ctx.save_for_backward(q, attended.o, attended.lse, sink)
-        ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
-        return attended.o.transpose(1, 2).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, o, lse, sink = ctx.saved_tensors
-        site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
-        do = grad.transpose(1, 2)  # [B, H, C, D_v]
-        dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        for number, (block, k, v) in enumerate(site.visit(_blocks(layout, chunk, params), gradients=True)):
-            task = params.task(number, block, layout, q.device)
-            rows, columns = slice(block.b0, block.b1), slice(block.q0 - chunk.start, block.q1 - chunk.start)
-            do_here, q_here, o_here = (t[rows, :, columns] for t in (do, q, o))
-            kernel = params.backend.kernel(block.kind)
-            parts = kernel.backward(do_here, q_here, k, v, o_here, lse[rows, :, columns], task)
-            dq[rows, :, columns] += parts[0]
-            site.add(block, *parts[1:])
-        dk_own, dv_own = (part.to(q.dtype) for part in site.take_gradients(chunk))  # [Note: prefix accumulation order]
-        dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
-        return dq.to(q.dtype), dk_own, dv_own, dsink, None, None, None, None, None
-
-
-def _sink_gradient(do: Tensor, o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """[H]. [Note: sinks]"""
-    weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
-    gradient = -(weight * (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum((0, 2))
-    return gradient.view_as(sink).to(sink.dtype)

@@ -9,13 +9,19 @@ Vocabulary:
   pairs count:
 
       FULL    all of them
-      CAUSAL  k <= q; a square on the diagonal, so that top-left and bottom-right alignment agree
+      CAUSAL  k <= q, queries aligned to the last keys; a square on the diagonal unless the kernel knows bottom-right
+              alignment
       BAND    k > q - window; the near edge of a sliding window, entirely below the diagonal
       WINDOW  q - window < k <= q, queries aligned to the last keys; for kernels that know windows
       VARLEN  one CAUSAL block for each document, windowed if a window is set; for kernels that take cu_seqlens
       MASK    whatever a tile of the mask says
 
 Every (query, key) pair inside a span lies in exactly one block and counts there; no other pair counts.
+
+[Note: few shapes] cuDNN builds a graph for every new shape, for tenths of a second, and keeps it for good. So its blocks
+have few lengths, whatever the length of the sequence: multiples of `GRID`, and powers of two below. What is left over at
+the end, fewer than `Tiling.few`, goes to the next kernel, which takes any length. So do blocks of a few queries or keys,
+which cuDNN refuses or gets wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +30,9 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Iterator
+from typing import Any
+
+GRID = 8192
 
 
 class Kind(enum.Enum):
@@ -50,12 +59,64 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a backend wants its blocks to look like; None means no limit."""
+    """What a backend wants its blocks to look like; None means no limit.
+
+    Args:
+        q_block, k_block: the most queries and keys of a block.
+        k_forward: the most keys where no dK and dV come back.
+        few: the least queries and keys, of few lengths. [Note: few shapes]. tail: for what is fewer.
+        masked: for BAND and MASK.
+        bottom_right: CAUSAL blocks may have more keys than queries.
+    """
 
     q_block: int | None = None
     k_block: int | None = None
+    k_forward: int | None = None
+    few: int | None = None
+    tail: Tiling | None = None
+    masked: Tiling | None = None
+    bottom_right: bool = False
     native_window: bool = False
     native_varlen: bool = False
+
+    def takes(self, length: int) -> bool:
+        """Whether a block may have so many queries, or keys."""
+        return self.few is None or next(few_lengths(length, self.few, None), None) == length
+
+    def queries(self, q0: int, q1: int) -> Iterator[tuple[int, int, Tiling]]:
+        """Cut [q0, q1); each piece with the tiling of its blocks."""
+        start = q0
+        if self.few is None:
+            for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
+                yield start, min(start + (self.q_block or q1 - q0), q1), self
+            return
+        for length in few_lengths(q1 - q0, self.few, self.q_block):
+            yield start, start + length, self
+            start += length
+        if start < q1:
+            assert self.tail is not None
+            yield from self.tail.queries(start, q1)
+
+    def keys(self, k0: int, k1: int) -> Iterator[tuple[int, int]]:
+        """Cut [k0, k1)."""
+        if self.few is None:
+            step = self.k_block or max(1, k1 - k0)
+            yield from ((start, min(start + step, k1)) for start in range(k0, k1, step))
+            return
+        for length in few_lengths(k1 - k0, self.few, self.k_block):
+            yield k0, k0 + length
+            k0 += length
+        if k0 < k1:
+            yield k0, k1
+
+
+def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
+    """Pieces of at least `few`, up to `most` (a multiple of `GRID`), that leave less than `few`. [Note: few shapes]"""
+    while length >= few:
+        piece = length - length % GRID or 1 << (length.bit_length() - 1)
+        piece = min(piece, most or piece)
+        yield piece
+        length -= piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +150,7 @@ class Spans:
     length: int
     rows: tuple[tuple[Run, ...], ...]
     window: int | None = None
+    derived: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict, compare=False, repr=False)  # by others
 
     @classmethod
     def causal(cls, batch_size: int, length: int, window: int | None = None) -> Spans:
@@ -99,8 +161,11 @@ class Spans:
         for b0, b1, runs in self._row_groups():
             clipped = [run.clip(start, stop) for run in runs if run.q0 < stop and run.q1 > start]
             if tiling.native_varlen and _is_packed(clipped):
+                inside = [run for run in clipped if run.k0 == run.q0]  # all but the first, which may have begun before
+                for run in clipped[: len(clipped) - len(inside)]:
+                    yield from self._run_blocks(b0, b1, run, tiling)
                 for row in range(b0, b1):
-                    yield from self._varlen_blocks(row, clipped, tiling)
+                    yield self._varlen_block(row, inside)
             else:
                 for run in clipped:
                     yield from self._run_blocks(b0, b1, run, tiling)
@@ -114,40 +179,50 @@ class Spans:
 
     def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> Iterator[Block]:
         window = self.window
-        step = tiling.q_block or run.q1 - run.q0
-        if window is not None and tiling.native_window and run.k1 is None:
+        if window is None:
+            for q0, q1, pieces in tiling.queries(run.q0, run.q1):
+                if run.k1 is None:
+                    yield from _causal_blocks(b0, b1, q0, q1, run.k0, pieces)
+                else:
+                    yield from _full_blocks(b0, b1, q0, q1, run.k0, run.k1, pieces)
+            return
+        if tiling.native_window and run.k1 is None:
             k0 = max(run.k0, run.q0 - window + 1)
             yield Block(Kind.WINDOW, b0, b1, run.q0, run.q1, k0, run.q1, window)
             return
-        if window is not None:
-            step = min(step, window)
+        step = min((tiling.masked or tiling).q_block or window, window)
         for q0 in range(run.q0, run.q1, step):
             q1 = min(q0 + step, run.q1)
             # Keys below `full` are in some queries' windows only; from `stop` on, in some queries' past only.
-            full, stop = run.k0, q0 if run.k1 is None else run.k1
-            if window is not None:
-                full = max(run.k0, q1 - window)
-                edge = max(run.k0, q0 - window + 1)
-                if edge < min(full, stop):
-                    yield Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), window)
+            full, stop = max(run.k0, q1 - window), q0 if run.k1 is None else run.k1
+            edge = max(run.k0, q0 - window + 1)
+            if edge < min(full, stop):
+                yield Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), window)
             yield from _full_blocks(b0, b1, q0, q1, full, stop, tiling)
             if run.k1 is None:
                 yield Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1)
 
-    def _varlen_blocks(self, row: int, runs: list[Run], tiling: Tiling) -> Iterator[Block]:
-        first = runs[0]
-        k0 = first.q0 if self.window is None else max(first.k0, first.q0 - self.window + 1)
-        if self.window is None:
-            yield from _full_blocks(row, row + 1, first.q0, first.q1, first.k0, first.q0, tiling)
-        cu_q = (0, *(run.q1 - first.q0 for run in runs))
-        cu_k = (0, *(run.q1 - k0 for run in runs))
-        yield Block(Kind.VARLEN, row, row + 1, first.q0, runs[-1].q1, k0, runs[-1].q1, self.window, cu_q, cu_k)
+    def _varlen_block(self, row: int, runs: list[Run]) -> Block:
+        first, last = runs[0].q0, runs[-1].q1
+        ends = (0, *(run.q1 - first for run in runs))
+        return Block(Kind.VARLEN, row, row + 1, first, last, first, last, self.window, ends, ends)
+
+
+def _causal_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, tiling: Tiling) -> Iterator[Block]:
+    """Queries [q0, q1) read keys from k0 <= q0 on up to themselves."""
+    if not tiling.bottom_right:
+        yield from _full_blocks(b0, b1, q0, q1, k0, q0, tiling)
+        k0 = q0
+    while tiling.k_block and q1 - k0 > max(tiling.k_block, q1 - q0):
+        stop = min(k0 + tiling.k_block, q0)
+        yield Block(Kind.FULL, b0, b1, q0, q1, k0, stop)
+        k0 = stop
+    yield Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1)
 
 
 def _full_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, k1: int, tiling: Tiling) -> Iterator[Block]:
-    step = tiling.k_block or max(1, k1 - k0)
-    for start in range(k0, k1, step):
-        yield Block(Kind.FULL, b0, b1, q0, q1, start, min(start + step, k1))
+    for start, stop in tiling.keys(k0, k1):
+        yield Block(Kind.FULL, b0, b1, q0, q1, start, stop)
 
 
 def _is_packed(runs: list[Run]) -> bool:

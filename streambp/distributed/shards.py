@@ -35,7 +35,8 @@ class Shards:
         return self.size * self.length
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """[B, H, T / P, D] -> [B, H / P, T, D]. Fewer heads than ranks are repeated, so that each rank has one."""
+        """[B, H, T / P, D] -> [B, H / P, T, D], with tokens before heads in memory. Fewer heads than ranks are repeated, so
+        that each rank has one."""
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
             x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
@@ -45,7 +46,7 @@ class Shards:
                 "number of heads, and divides or is a multiple of the number of key and value heads."
             )
         mine = self._exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))  # [P, B, H / P, T / P, D]
-        return mine.movedim(0, 2).reshape(batch, -1, self.whole_length, width)
+        return mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
 
     def to_tokens(self, x: Tensor, heads: int) -> Tensor:
         """[B, H / P, T, D] -> [B, heads, T / P, D]; repeated heads are summed, as their gradients must be."""

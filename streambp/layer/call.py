@@ -6,15 +6,18 @@ What passes from chunk to chunk is in `carried`, what backward will want is in `
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.interface import routed
 from streambp.attention.keys import CallSite
-from streambp.attention.prefix import Attended, AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
+from streambp.attention.merge import Attended
+from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.reading import move_ends
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
@@ -24,7 +27,7 @@ from streambp.layer.carried import Carried, layout_of
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.kept import Kept
 from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
-from streambp.layer.products import UnreadProducts, trace_unread
+from streambp.layer.products import UnreadProducts, left_out, trace_unread
 from streambp.layer.recompute import Autocast
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.store import Offloader
@@ -148,15 +151,45 @@ class LayerCall:
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
         key = (tuple(linears), tuple(trainable), needs_input, self.training, autocast)
         if key not in self.site.unread:
-            self.site.unread[key] = trace_unread(linears, lambda: self._probe(needs_input)) if linears else UnreadProducts()
+            self.site.unread[key] = self._find_unread(linears, needs_input) if linears else UnreadProducts()
         return self.site.unread[key]
 
-    def _probe(self, needs_input: bool) -> list[tuple[Tensor, Tensor]]:
-        """A graph of the layer over its first few tokens; K and V of its attention calls."""
+    def _find_unread(self, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
+        kv: list[tuple[Tensor, Tensor]] = []
+
+        def probe() -> list[tuple[Tensor, Tensor]]:
+            kv.extend(self._probe(needs_input, Stage.RECOMPUTE, None))
+            return kv
+
+        found = trace_unread(linears, probe)
+        if not kv or not found.refill:
+            return found
+        width = kv[0][0].shape[-1]
+        try:
+            with left_out(linears, found.refill, width=width):
+                again = self._probe(False, Stage.REFILL, len(kv))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the layer wants its queries whole
+            return found
+        return dataclasses.replace(found, width=width) if all(map(_same, kv, again)) else found
+
+    def _probe(self, needs_input: bool, stage: Stage, calls: int | None) -> list[tuple[Tensor, Tensor]]:
+        """The layer over its first few tokens; K and V of its attention calls. calls: how many they are, if known."""
         tokens = min(PROBE_TOKENS, self.plan[0].stop)
         x = self.kept.store.peek("x", 0)[..., :tokens, :]
         prefix = Prefix(Spans.causal(x.shape[-3], tokens), tokens, self.carried.prefix.attention)
-        with torch.enable_grad(), self.kept.random[0].replayed():
+        prefix.calls = calls
+        with torch.set_grad_enabled(stage is Stage.RECOMPUTE), self.kept.random[0].replayed():
             hidden_chunk = x.detach().requires_grad_(needs_input)
-            self.compute(hidden_chunk, Chunk(0, 0, tokens), Stage.RECOMPUTE, prefix)
+            self.compute(hidden_chunk, Chunk(0, 0, tokens), stage, prefix)
         return [(site.k, site.v) for site in prefix.sites if isinstance(site, CallSite)]
+
+
+def _same(pair: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    """Whether K and V are the same to the bit; without data, whether they have the same shapes."""
+    if any(x.shape != y.shape for x, y in zip(pair, other, strict=True)):
+        return False
+    if pair[0].device.type == "meta" or isinstance(pair[0], FakeTensor):
+        return True
+    return all(torch.equal(x, y) for x, y in zip(pair, other, strict=True))

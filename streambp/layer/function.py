@@ -208,7 +208,7 @@ def run_backward(call: LayerCall, work: BackwardPass) -> None:
     """Chunk by chunk, last to first. [Note: prefix accumulation order]"""
     linears = plain_linears(call.layer)
     unread = call.unread_products(linears, work.parameters.names, work.needs_input)
-    with left_out(linears, unread.refill):
+    with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
     unread_here = unread.recompute.difference(call.kept.products)
     with summed(linears, work.sums), left_out(linears, unread_here, work.sums):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from streambp.attention.prefix import Attended
+from streambp.attention.merge import Attended
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
@@ -65,11 +65,20 @@ class Kept:
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk: hidden_chunk [..., B, C, h], without a graph, and what its attention
-        calls left."""
+        calls left.
+
+        Raises:
+            UnsupportedModelError: the layer has written to something that is to be saved.
+        """
         self.store.put("x", chunk.index, hidden_chunk)
         self.keep_products(chunk)
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
+                if part.changed:
+                    raise UnsupportedModelError(
+                        f"The output of attention is changed in place inside {type(self.site.layer).__name__}, so it "
+                        "cannot be saved. Leave 'attn_out' out of StreamConfig's saves."
+                    )
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
             whole = self.carried.prefix.part(site, chunk) if self.moves_kv else None  # tiles are in the store already

@@ -19,7 +19,7 @@ from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import ChunkPlan
 from streambp.device import failed_in_a_kernel, raised_among_kernels
-from streambp.errors import KernelError, StreamBPError
+from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
@@ -71,7 +71,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
         try:
             with call.arguments.replaced(_causal_mask(call, x.shape[-2])):
                 whole, pieces = (_run(call, x, size) for size in (x.shape[-2], chunk_size))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, AttentionChoiceError):
             raise
         except Exception as error:
             if isinstance(error, StreamBPError) and raised_among_kernels(error):

@@ -10,6 +10,11 @@ to its outputs, and then
     recompute  may leave out what never labels a tensor that autograd saves
 
 A product that is left out is filled with NaN, so that a wrong trace could not go unnoticed.
+
+[Note: narrow queries] In a refill the layer still norms and rotates the queries that nobody reads: more bytes than all else
+that a refill moves. So there a left-out Linear may return as few features as one head has: a layer that takes its number of
+heads from the product's size then works on one head. Whether it does, and finds the same keys and values, is tried on the
+few tokens of the trace; if not, left-out products have their full size.
 """
 
 from __future__ import annotations
@@ -31,10 +36,14 @@ Labels = frozenset[str]
 
 @dataclasses.dataclass(frozen=True)
 class UnreadProducts:
-    """Names, relative to the layer, of the Linears whose output is not needed in a refill or a recomputation."""
+    """Names, relative to the layer, of the Linears whose output is not needed in a refill or a recomputation.
+
+    width: features that those left out of a refill may return; None: all. [Note: narrow queries]
+    """
 
     refill: Labels = frozenset()
     recompute: Labels = frozenset()
+    width: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +190,17 @@ def summed(linears: dict[str, nn.Linear], sums: Sums) -> contextlib.AbstractCont
 
 
 def left_out(
-    linears: dict[str, nn.Linear], names: Labels, sums: Sums | None = None
+    linears: dict[str, nn.Linear], names: Labels, sums: Sums | None = None, width: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, these Linears return NaN and know their backward. sums: as in `summed`."""
+    """Within, these Linears return NaN and know their backward.
+
+    Args:
+        sums: as in `summed`.
+        width: they return so many features, and know no backward. [Note: narrow queries]
+    """
     chosen = [linears[name] for name in names if name in linears]
+    if width is not None:
+        return _replaced({module: functools.partial(_narrow, module, width) for module in chosen})
     return _replaced({module: functools.partial(_linear, module, UNREAD, sums) for module in chosen})
 
 
@@ -227,6 +243,12 @@ class Unread:
 
 
 UNREAD = Unread()
+
+
+def _narrow(module: nn.Linear, width: int, x: Tensor) -> Tensor:
+    """NaN [..., width] for x [..., in]; fewer where the module has fewer features."""
+    x, *_ = _autocast(x, module.weight, None)
+    return x.new_full((*x.shape[:-1], min(width, module.out_features)), torch.nan)
 
 
 def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None, x: Tensor) -> Tensor:

@@ -35,10 +35,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.attention.attend import Params, PrefixAttention, attend_blocks
+from streambp.attention.backend import choose_backend
 from streambp.attention.halves import AfterAttention, BeforeAttention
-from streambp.attention.kernels import choose_backend
 from streambp.attention.keys import CallSite
-from streambp.attention.prefix import Attended, Params, PrefixAttention, attend_blocks
+from streambp.attention.merge import Attended
 from streambp.chunks import Chunk
 from streambp.distributed.shards import Shards
 from streambp.errors import UnsupportedModelError
@@ -160,23 +161,29 @@ def _to_heads(call: ShardedCall, parts: list[Tensor]) -> list[Tensor]:
 def _attend(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """o [B, H / P, T, D_v] and lse [B, H / P, T] of whole sequences; chunks that were saved are taken."""
     assert call.params is not None
-    o = q.new_empty((*q.shape[:3], v.shape[3]))
+    batch, heads, length, _ = q.shape
+    o = q.new_empty((batch, length, heads, v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    site = CallSite(k, v)
+    site = _site(k, v)
     for chunk in call.attention_plan:
         if call.kept.store.has("attn_out.0", chunk.index) and call.kept.store.has("lse.0", chunk.index):
             attended = Attended(*(call.kept.store.take(name, chunk.index) for name in ("attn_out.0", "lse.0")))
         else:
             attended = attend_blocks(q[_part(chunk)], site, call.carried.prefix.layout, chunk, call.params)
-        o[_part(chunk)], lse[_part(chunk)] = attended.o, attended.lse
-    return o, lse
+        o[:, chunk.start : chunk.stop], lse[_part(chunk)] = attended.o, attended.lse
+    return o.transpose(1, 2), lse
+
+
+def _site(k: Tensor, v: Tensor) -> CallSite:
+    """k, v [B, H_kv / P, T, D], as `to_heads` gives them, where attention finds them."""
+    return CallSite(*(x.transpose(1, 2).contiguous() for x in (k, v)))
 
 
 def _keep_attention(call: ShardedCall, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
     """Save what this rank's heads were attended with; any other rank may have kept less. [Note: equal exchanges]"""
     for chunk in call.attention_plan:
         if "attn_out" in call.kept.saves:
-            call.kept.store.put("attn_out.0", chunk.index, o[_part(chunk)])
+            call.kept.store.put("attn_out.0", chunk.index, o[_part(chunk)].transpose(1, 2))
             call.kept.store.put("lse.0", chunk.index, lse[_part(chunk)])
         if call.kept.keeps_kv and call.kept.store.copies:
             call.kept.store.put("k.0", chunk.index, k[_part(chunk)])
@@ -218,7 +225,7 @@ def _heads_again(call: ShardedCall) -> list[Tensor]:
             )
         site = call.carried.prefix.sites[0]
         assert isinstance(site, CallSite)
-        call.kv = site.k, site.v
+        call.kv = site.k.transpose(1, 2), site.v.transpose(1, 2)
     if call.kv is not None:
         found += call.kv
         call.kv = None
@@ -270,11 +277,11 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor,
     """Overwrite q, k and v by their gradients: when a chunk is done, no other reads its queries, keys and values.
     [Note: prefix accumulation order]"""
     assert call.params is not None
-    site = CallSite(k, v)
+    site = _site(k, v)
     for chunk in call.attention_plan.backward():
         here = _part(chunk)
         leaves = [x[here].detach().requires_grad_() for x in (q, k, v)]
-        saved = Attended(attended.o[here], attended.lse[here])
+        saved = Attended(attended.o[here].transpose(1, 2), attended.lse[here])
         with torch.enable_grad():
             out = PrefixAttention.apply(*leaves, None, site, call.carried.prefix.layout, chunk, call.params, saved)
         gradients = torch.autograd.grad(out, leaves, d_o[here].transpose(1, 2))

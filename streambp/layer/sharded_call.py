@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.attention.attend import Params
 from streambp.attention.halves import AfterAttention, BeforeAttention
 from streambp.attention.masks import resolve_whole
-from streambp.attention.prefix import Params
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan, plan_chunks
 from streambp.config import StreamConfig

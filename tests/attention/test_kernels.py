@@ -6,18 +6,22 @@ rightly. `tests/gpu` runs the real ones.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 from streambp.attention import kernels
-from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, Task, choose_backend
-from streambp.attention.spans import Block, Kind
+from streambp.attention.backend import Backend, Use, choose_backend
+from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, Task
+from streambp.attention.masks import DenseMask
+from streambp.attention.spans import Block, Kind, Run, Spans
+from streambp.chunks import ChunkPlan
 from streambp.errors import StreamBPError
+from tests.attention.stand_in import SCALE, StandIn, softmax_attention
 from tests.seeds import seed_of, seeded
 
-SCALE = 0.3
 WINDOW = 4
 BLOCKS = {
     "full": Block(Kind.FULL, 0, 2, 20, 29, 0, 13),
@@ -57,16 +61,6 @@ def allowed(block, tile=None):
     if block.kind is Kind.MASK:
         return tile
     return {Kind.FULL: inside, Kind.CAUSAL: causal, Kind.BAND: inside, Kind.WINDOW: causal & inside}[block.kind]
-
-
-def softmax_attention(q, k, v, mask, scale=SCALE):
-    """o and lse with plain operations; `mask` is bool or added."""
-    repeats = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(repeats, 1).mT * scale
-    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return weights @ v.repeat_interleave(repeats, 1), lse
 
 
 def check(kernel, block, tile=None, rtol=1e-10, **sizes):
@@ -145,92 +139,6 @@ def test_dropout_draws_the_same_in_backward():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-class StandIn:
-    """aten's fused attention operators with their own parameter names and layouts, computed by plain operations."""
-
-    def _scaled_dot_product_flash_attention(
-        self, query, key, value, dropout_p, is_causal, return_debug_mask, *, scale=None
-    ):
-        o, lse = softmax_attention(query, key, value, self.bottom_right(query.shape[2], key.shape[2], is_causal), scale)
-        return o, lse, None, None, query.shape[2], key.shape[2], torch.empty(2), torch.empty(0), torch.empty(0)
-
-    def _scaled_dot_product_flash_attention_backward(
-        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        philox_seed, philox_offset, *, scale=None,
-    ):  # fmt: skip
-        assert (max_q, max_k) == (query.shape[2], key.shape[2])
-        mask = self.bottom_right(max_q, max_k, is_causal)
-        return self.gradients(grad_out, query, key, value, out, logsumexp, mask, scale)
-
-    def _flash_attention_forward(
-        self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
-        window_size_left=None, window_size_right=None,
-    ):  # fmt: skip
-        mask = self.flash_mask(query, key, cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right)
-        packed = cum_seq_q is not None
-        o, lse = softmax_attention(*(self.head_major(x, packed) for x in (query, key, value)), mask, scale)
-        o = o[0].transpose(0, 1) if packed else o.transpose(1, 2)
-        return o, lse[0] if packed else lse, torch.empty(2), torch.empty(0), torch.empty(0)
-
-    def _flash_attention_backward(
-        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
-    ):  # fmt: skip
-        mask = self.flash_mask(query, key, cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right)
-        packed = cum_seq_q is not None
-        tensors = [self.head_major(x, packed) for x in (grad_out, query, key, value, out)]
-        grads = self.gradients(*tensors, logsumexp[None] if packed else logsumexp, mask, scale)
-        return tuple(g[0].transpose(0, 1) if packed else g.transpose(1, 2) for g in grads)
-
-    def _scaled_dot_product_cudnn_attention(
-        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale=None
-    ):
-        assert compute_log_sumexp
-        assert not is_causal or query.shape[2] == key.shape[2]
-        o, lse = softmax_attention(query, key, value, self.bottom_right(query.shape[2], key.shape[2], is_causal), scale)
-        return o, lse[..., None], None, None, query.shape[2], key.shape[2], torch.empty(()), torch.empty(()), None
-
-    def _scaled_dot_product_cudnn_attention_backward(
-        self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
-        max_q, max_k, dropout_p, is_causal, *, scale=None,
-    ):  # fmt: skip
-        assert logsumexp.shape == (*out.shape[:3], 1)
-        mask = self.bottom_right(max_q, max_k, is_causal)
-        return self.gradients(grad_out, query, key, value, out, logsumexp[..., 0], mask, scale)
-
-    def bottom_right(self, queries, keys, causal):
-        mask = torch.ones(queries, keys, dtype=torch.bool)
-        return mask.tril(keys - queries) if causal else mask
-
-    def flash_mask(self, query, key, cu_q, cu_k, causal, left, right):
-        if cu_q is None:
-            cu_q, cu_k = [0, query.shape[1]], [0, key.shape[1]]
-            mask = torch.zeros(query.shape[1], key.shape[1], dtype=torch.bool)
-        else:
-            assert cu_q.dtype == cu_k.dtype == torch.int32
-            mask = torch.zeros(query.shape[0], key.shape[0], dtype=torch.bool)
-        for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
-            part = self.bottom_right(int(q1 - q0), int(k1 - k0), causal)
-            offset = int((k1 - k0) - (q1 - q0))
-            distance = torch.arange(part.shape[0])[:, None] + offset - torch.arange(part.shape[1])
-            if left is not None:
-                part = part & (distance <= left) & (distance >= -right)
-            mask[int(q0) : int(q1), int(k0) : int(k1)] = part
-        return mask
-
-    def head_major(self, x, packed):
-        return x.transpose(0, 1)[None] if packed else x.transpose(1, 2)
-
-    def gradients(self, grad_out, query, key, value, out, lse, mask, scale):
-        repeats = query.shape[1] // key.shape[1]
-        wide_key, wide_value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        scores = (query @ wide_key.mT * scale).masked_fill(~mask, -torch.inf)
-        weights = torch.exp(scores - lse[..., None])
-        ds = weights * (grad_out @ wide_value.mT - (grad_out * out).sum(-1, keepdim=True)) * scale
-        fold = lambda x: x.unflatten(1, (-1, repeats)).sum(2)  # noqa: E731
-        return ds @ wide_key, fold(ds.mT @ query), fold(weights.mT @ grad_out)
-
-
 FUSED = sorted(name for name in vars(StandIn) if name.startswith(("_scaled", "_flash")))
 
 
@@ -268,8 +176,16 @@ def test_backends_are_chosen_by_what_they_can_do():
             choose_backend(wanted, q, v, 0.1)
 
 
-def test_every_kind_has_a_kernel_in_every_backend():
-    for backend in (kernels.Backend((CUDNN, FLASH, MATH)), kernels.Backend((FLASH, MATH))):
-        assert all(backend.kernel(kind) for kind in Kind)
-    for kind in set(Kind) - {Kind.WINDOW, Kind.VARLEN}:
-        assert kernels.Backend((CPU_FLASH, MATH)).kernel(kind)
+@pytest.mark.parametrize("backend", [Backend((CUDNN, FLASH, MATH)), Backend((FLASH, MATH)), Backend((CPU_FLASH, MATH))])
+@pytest.mark.parametrize("use", Use)
+def test_every_block_has_a_kernel_in_every_backend(backend, use):
+    padded = Spans(9000, ((Run(300, 8500, 300), Run(8500, 9000, 300, 8500)), (Run(0, 7, 0), Run(7, 9000, 7))))
+    for layout in (padded, dataclasses.replace(padded, window=700), DenseMask(2, 9000, torch.zeros(()))):
+        for chunk in ChunkPlan(9000, 2999):
+            plan = backend.plan(layout, chunk, 2, use)
+            assert len(plan.kernels) == len(plan.blocks) > 0
+            assert all(block.kind in kernel.kinds for block, kernel in zip(plan.blocks, plan.kernels, strict=True))
+            for block, kernel in zip(plan.blocks, plan.kernels, strict=True):
+                if kernel is MATH:
+                    assert block.q1 - block.q0 <= 512, "scores that are too large"
+                    assert block.k1 - block.k0 <= 2048

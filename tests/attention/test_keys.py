@@ -42,7 +42,7 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
     rows, heads, size = SHAPE
     whole = torch.randn(2, rows, heads, LENGTH, size, generator=generator)  # K and V
     plan, store, scratch = ChunkPlan(LENGTH, CHUNK), Elsewhere(), Elsewhere()
-    buffer = CallSite(torch.empty(rows, heads, LENGTH, size), torch.empty(rows, heads, LENGTH, size))
+    buffer = CallSite(torch.empty(rows, LENGTH, heads, size), torch.empty(rows, LENGTH, heads, size))
     tiles = TiledSite(0, plan, store, scratch, resident, False, size)
 
     def blocks(chunk):

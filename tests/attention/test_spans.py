@@ -13,7 +13,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from streambp.attention.interface import routed
 from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.reading import move_ends
-from streambp.attention.spans import Kind, Run, Spans, Tiling
+from streambp.attention.spans import GRID, Kind, Run, Spans, Tiling
 from streambp.chunks import Barrier, ChunkPlan
 from streambp.errors import UnsupportedMaskError
 from tests.seeds import seed_of
@@ -63,7 +63,8 @@ def counted_pairs(block):
     if block.kind is Kind.WINDOW:
         assert block.q1 == block.k1
     if block.kind is Kind.CAUSAL:
-        assert (block.q0, block.q1) == (block.k0, block.k1)
+        assert block.k0 <= block.q0
+        assert block.q1 == block.k1
     rule = {Kind.FULL: torch.ones_like(causal), Kind.CAUSAL: causal, Kind.BAND: window, Kind.WINDOW: causal & window}
     return rule[block.kind].long()
 
@@ -75,10 +76,26 @@ TILINGS = [
     Tiling(native_window=True),
     Tiling(k_block=6, native_varlen=True),
     Tiling(native_window=True, native_varlen=True),
+    Tiling(bottom_right=True),
+    Tiling(k_block=5, bottom_right=True, native_varlen=True),
+    Tiling(few=4, tail=Tiling(k_block=5, bottom_right=True), masked=Tiling(q_block=3), native_varlen=True),
+    Tiling(few=2, k_block=GRID, tail=Tiling(), native_window=True),
 ]
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_few_lengths_for_every_length():
+    tiling = Tiling(few=256, k_block=4 * GRID)
+    found, left = set(), set()
+    for length in (1, 255, 256, 257, 8191, 8192, 8193, 20_000, 65_536, 65_537, 123_457, 1_000_003):
+        pieces = [k1 - k0 for k0, k1 in tiling.keys(7, 7 + length)]
+        assert sum(pieces) == length
+        found |= {piece for piece in pieces if tiling.takes(piece)}
+        left |= {piece for piece in pieces if not tiling.takes(piece)}
+    assert found <= {256, 512, 1024, 2048, 4096, GRID, 2 * GRID, 3 * GRID, 4 * GRID}
+    assert max(left) < 256
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=range(len(TILINGS)))
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 40])
 def test_blocks_cover_each_pair_once(window, tiling):
     draw = random.Random(f"{seed_of(0)}{window}{tiling}")
@@ -90,6 +107,8 @@ def test_blocks_cover_each_pair_once(window, tiling):
         for start in range(0, LENGTH, size):
             for block in spans.blocks(start, min(start + size, LENGTH), tiling):
                 assert start <= block.q0 < block.q1 <= start + size
+                if block.kind is Kind.CAUSAL and not any(t.bottom_right for t in (tiling, tiling.tail or tiling)):
+                    assert block.k0 == block.q0, "a kernel that aligns at the first key needs squares"
                 counts[block.b0 : block.b1, block.q0 : block.q1, block.k0 : block.k1] += counted_pairs(block)
         assert torch.equal(counts, allowed_pairs(spans))
 

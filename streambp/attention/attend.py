@@ -1,0 +1,144 @@
+"""One chunk's attention over its prefix, block by block, and its gradients.
+
+[Note: prefix accumulation order] Chunks are differentiated from the last to the first. The keys of chunk i are read by
+the queries of chunks i, i + 1, ...; so when chunk i's own backward has added its part, the accumulators' slice [s, e) is
+complete and can be handed to autograd as the gradient of this chunk's K and V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.attention.backend import Backend, Plan, Use
+from streambp.attention.kernels import Task, cut, upload
+from streambp.attention.keys import CallSite, Site
+from streambp.attention.masks import DenseMask
+from streambp.attention.merge import Attended, MergedOutput, SummedQueries
+from streambp.attention.spans import Block, Kind, Spans
+from streambp.chunks import Chunk
+
+Layout = Spans | DenseMask
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    backend: Backend
+    scale: float
+    softcap: float | None
+    dropout: float
+    seed: int
+
+    def task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
+        tile = ends = None
+        if block.kind is Kind.MASK:
+            assert isinstance(layout, DenseMask)
+            tile = layout.tile(block.q0, block.q1, block.k0, block.k1, device)
+        elif block.kind is Kind.VARLEN:
+            key = (block.cu_q, block.cu_k, device)  # once for all layers: an upload stops the host
+            if key not in layout.derived:
+                layout.derived[key] = upload(block, device)
+            ends = layout.derived[key]
+        return Task(block, self.scale, tile, ends, self.dropout, self.seed + number, self.softcap)
+
+
+def attend_blocks(
+    q: Tensor, site: Site, layout: Layout, chunk: Chunk, params: Params, sink: Tensor | None = None
+) -> Attended:
+    """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2)."""
+    q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
+    plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
+    merged = MergedOutput(q, site.value_size, plan, chunk)
+    for number, (block, k, v) in enumerate(site.visit(plan.blocks)):
+        task = params.task(number, block, layout, q.device)
+        merged.add(number, *plan.kernels[number].forward(cut_queries(q, block, chunk), k, v, task))
+    attended = merged.result()
+    return attended if sink is None else with_sink(attended, sink)
+
+
+def cut_queries(x: Tensor, block: Block, chunk: Chunk) -> Tensor:
+    """A block's part of a chunk's contiguous x [B, C, H, D], as a view [b, H, q, D]."""
+    return cut(x, block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
+
+
+def with_sink(attended: Attended, sink: Tensor) -> Attended:
+    """Merge one more key, read by every query, with logit sink [H] and value zero.
+
+    [Note: sinks] The merged lse is all that the blocks' backward needs; the sink's own gradient is
+    -sum over queries of exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's.
+    """
+    sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
+    lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
+    shrunk = attended.o * torch.exp(attended.lse - lse).transpose(1, 2)[..., None]
+    return Attended(shrunk.to(attended.o.dtype), lse)
+
+
+class PrefixRead(torch.autograd.Function):
+    """One chunk's k and v in, the prefix's out. What comes back for the prefix goes into the accumulators, as in
+    `PrefixAttention`."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, site: CallSite, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        ctx.site, ctx.chunk = site, chunk
+        ctx.set_materialize_grads(False)
+        return site.read(chunk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        own, parts = slice(ctx.chunk.start, ctx.chunk.stop), list[Tensor | None]()
+        for total, grad, like in zip(ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True):
+            if grad is not None:
+                total[:, : ctx.chunk.stop] += grad.transpose(1, 2)
+            parts.append(total[:, own].transpose(1, 2).to(like.dtype))  # complete: [Note: prefix accumulation order]
+        return *parts, None, None
+
+
+class PrefixAttention(torch.autograd.Function):
+    """One chunk's attention over its prefix; q, k, v and a sink's logits in, [B, C, H, D_v] out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        site: Site,
+        layout: Layout,
+        chunk: Chunk,
+        params: Params,
+        saved: Attended | None,
+    ) -> Tensor:
+        attended = saved or attend_blocks(q, site, layout, chunk, params, sink)
+        o = attended.o.contiguous()
+        ctx.save_for_backward(q, o, attended.lse, sink)
+        ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, o, lse, sink = ctx.saved_tensors
+        q, do = q.transpose(1, 2).contiguous(), grad.contiguous()  # [B, C, H, D]. [Note: one layout]
+        site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
+        plan: Plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD)
+        summed = SummedQueries(q, plan, chunk)
+        for number, (block, k, v) in enumerate(site.visit(plan.blocks, gradients=True)):
+            task = params.task(number, block, layout, q.device)
+            do_here, q_here, o_here = (cut_queries(x, block, chunk) for x in (do, q, o))
+            lse_here = lse[block.b0 : block.b1, :, block.q0 - chunk.start : block.q1 - chunk.start]
+            dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
+            summed.add(number, dq)
+            site.add(block, dk, dv)
+        dk_own, dv_own = (part.to(q.dtype) for part in site.take_gradients(chunk))  # [Note: prefix accumulation order]
+        dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
+        return summed.result(), dk_own, dv_own, dsink, None, None, None, None, None
+
+
+def _sink_gradient(do: Tensor, o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """[H], from do and o [B, C, H, D_v]. [Note: sinks]"""
+    weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
+    products = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [B, C, H]
+    return -(weight.transpose(1, 2) * products).sum((0, 1)).view_as(sink).to(sink.dtype)

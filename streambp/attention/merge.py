@@ -1,0 +1,131 @@
+"""Adding up what blocks give: outputs by their logsumexp, gradients by their sum (DESIGN.md section 2, "Block attention").
+
+[Note: first block] A chunk's first block is not added to zeros: what a block that covers the whole chunk returns is what
+the next ones are added to. With two blocks, as in a plain chunk, nothing is written in float32: both are read, their sum is
+rounded once. With more, sums are kept in promote_types(dtype, float32) up to the last block, which writes the final dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from streambp.attention.backend import Plan
+from streambp.attention.triton_merge import fits_triton, merge_in_triton
+from streambp.chunks import Chunk
+
+
+@dataclasses.dataclass
+class Attended:
+    """What one chunk's attention leaves behind: o [B, C, H, D_v], contiguous, and lse [B, H, C]. [Note: one layout]"""
+
+    o: Tensor
+    lse: Tensor
+    version: int = dataclasses.field(init=False)  # of o, which the layer gets to work with
+
+    def __post_init__(self) -> None:
+        self.version = 0 if self.o.is_inference() else self.o._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether the layer has written to o."""
+        return not self.o.is_inference() and self.o._version != self.version
+
+
+class MergedOutput:
+    """o and lse of a chunk from those of its blocks.
+
+    Args:
+        q: [B, C, H, D] of the chunk. value_size: D_v.
+    """
+
+    def __init__(self, q: Tensor, value_size: int, plan: Plan, chunk: Chunk) -> None:
+        self._plan, self._chunk = plan, chunk
+        self._dtype, self._wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        self._like, self._shape = q, (*q.shape[:3], value_size)
+        self._o: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, number: int, o: Tensor, lse: Tensor) -> None:
+        """o [b, H, t, D_v] and lse [b, H, t] of the plan's block of that number. Both are used up."""
+        plan, block = self._plan, self._plan.blocks[number]
+        if plan.covers[number] and self._o is None:
+            self._o, self._lse = o.transpose(1, 2), lse
+            return
+        last = number == len(plan.blocks) - 1
+        dtype = self._dtype if plan.depth <= 2 or (last and plan.covers[number]) else self._wide
+        if self._o is None:
+            self._o, self._lse = self._empty(dtype)
+        assert self._lse is not None
+        if plan.covers[number]:
+            out = self._o if self._o.dtype == dtype else self._o.new_empty(self._shape, dtype=dtype)
+            merge(self._o, self._lse, o.transpose(1, 2), lse, out)
+            self._o = out
+            return
+        self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
+        rows, columns = slice(block.b0, block.b1), slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
+        here = self._o[rows, columns]
+        merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
+
+    def result(self) -> Attended:
+        if self._o is None or self._lse is None:
+            self._o, self._lse = self._empty(self._dtype)
+        return Attended(self._o.to(self._dtype).contiguous(), self._lse.contiguous())
+
+    def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        batch, length, heads, _ = self._shape
+        make = self._like.new_empty if self._plan.complete else self._like.new_zeros
+        return make(self._shape, dtype=dtype), self._like.new_full((batch, heads, length), -torch.inf, dtype=self._wide)
+
+
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
+    """Of o and part_o [b, t, H, D], each the softmax over some keys, that over all of them, into out, which may be o.
+
+    Args:
+        lse, part_lse: [b, H, t] in float32 or float64; lse is replaced. Where it is -inf, o is not read. [Note: empty rows]
+    """
+    if fits_triton(o, part_o, out):
+        merge_in_triton(o, lse, part_o, part_lse, out)
+        return
+    merge_in_torch(o, lse, part_o, part_lse, out)
+
+
+def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
+    merged = torch.logaddexp(lse, part_lse)
+    safe = merged.masked_fill(merged == -torch.inf, 0.0)  # [Note: empty rows]
+    weight, part_weight = (torch.exp(x - safe).transpose(1, 2)[..., None] for x in (lse, part_lse))  # [b, t, H, 1]
+    kept = torch.where(weight == 0.0, 0.0, o * weight)
+    out.copy_(kept.add_(part_o * part_weight))
+    lse.copy_(merged)
+
+
+class SummedQueries:
+    """dq of a chunk from those of its blocks. q: [B, C, H, D] of the chunk."""
+
+    def __init__(self, q: Tensor, plan: Plan, chunk: Chunk) -> None:
+        self._q, self._plan, self._chunk = q, plan, chunk
+        self._dtype = q.dtype if plan.depth <= 2 else torch.promote_types(q.dtype, torch.float32)
+        self._sum: Tensor | None = None
+
+    def add(self, number: int, dq: Tensor) -> None:
+        """dq [b, H, t, D] of the plan's block of that number; used up."""
+        block, dq = self._plan.blocks[number], dq.transpose(1, 2)
+        if self._plan.covers[number]:
+            total = None if self._sum is None else self._sum.to(torch.promote_types(self._sum.dtype, self._dtype))
+            self._sum = dq if total is None else total.add_(dq)
+            return
+        rows, columns = slice(block.b0, block.b1), slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
+        alone = self._plan.depth == 1 and self._plan.complete
+        if self._sum is None:
+            self._sum = torch.empty_like(self._q) if alone else torch.zeros_like(self._q, dtype=self._dtype)
+        if alone:
+            self._sum[rows, columns].copy_(dq)
+        else:
+            self._sum[rows, columns].add_(dq)
+
+    def result(self) -> Tensor:
+        """[B, H, C, D] in q's dtype."""
+        total = torch.zeros_like(self._q) if self._sum is None else self._sum
+        return total.to(self._q.dtype).transpose(1, 2)

@@ -1,0 +1,76 @@
+"""Two blocks' attention outputs into one, in Triton: every element is read and written once.
+
+torch would write the weights' products and read them again. Numbers are those of `merge.merge_in_torch`, which this kernel
+is tested against (in Triton's interpreter where there is no GPU).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch comes without it
+    triton = None
+
+AVAILABLE = triton is not None
+TOKENS = 32
+WARPS = 4
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+if AVAILABLE:
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        o, lse, part, part_lse, out,
+        o_row, o_token, o_head, lse_row, lse_head, lse_token,
+        part_row, part_token, part_head, part_lse_row, part_lse_head, part_lse_token,
+        out_row, out_token, out_head, length,
+        size: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
+    ):  # fmt: skip
+        row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+        token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
+        there = token < length
+        column = tl.arange(0, width)
+        inside = there[:, None] & (column < size)[None, :]
+        lse += row * lse_row + head * lse_head + token * lse_token
+        part_lse += row * part_lse_row + head * part_lse_head + token * part_lse_token
+        x = tl.load(lse, mask=there, other=-float("inf"))
+        y = tl.load(part_lse, mask=there, other=-float("inf"))
+        top = tl.maximum(x, y)
+        safe = tl.where(top == -float("inf"), 0.0, top)  # [Note: empty rows]
+        weight, part_weight = tl.exp(x - safe), tl.exp(y - safe)
+        total = weight + part_weight
+        shrink = 1.0 / tl.where(total == 0.0, 1.0, total)
+        o += row * o_row + head * o_head + token[:, None] * o_token + column[None, :]
+        part += row * part_row + head * part_head + token[:, None] * part_token + column[None, :]
+        out += row * out_row + head * out_head + token[:, None] * out_token + column[None, :]
+        a = tl.load(o, mask=inside & (weight > 0.0)[:, None], other=0.0).to(tl.float32)
+        b = tl.load(part, mask=inside & (part_weight > 0.0)[:, None], other=0.0).to(tl.float32)
+        merged = a * (weight * shrink)[:, None] + b * (part_weight * shrink)[:, None]
+        tl.store(out, merged.to(out.dtype.element_ty), mask=inside)
+        tl.store(lse, safe + tl.log(total), mask=there)
+
+
+def fits_triton(*tensors: Tensor) -> bool:
+    """Whether outputs like these [b, t, H, D] can be merged here."""
+    fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)
+    return AVAILABLE and fit and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
+
+
+def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
+    """`merge.merge`; the last dimension of o, part_o and out is contiguous."""
+    rows, length, heads, size = o.shape
+    if not o.numel():
+        return
+    strides = (x.stride()[:3] for x in (o, lse, part_o, part_lse, out))
+    grid = (triton.cdiv(length, TOKENS), heads, rows)
+    with torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext():  # Triton launches on the current device
+        _kernel[grid](
+            o, lse, part_o, part_lse, out, *(stride for three in strides for stride in three), length,
+            size=size, width=triton.next_power_of_2(size), tokens=TOKENS, num_warps=WARPS,
+        )  # fmt: skip

@@ -1,0 +1,146 @@
+"""One layer's attention over a sequence on meta tensors, with CUDA's backend: which kernel calls, how many bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from streambp.attention import attend, kernels, merge
+from streambp.attention.attend import Params, PrefixAttention, attend_blocks
+from streambp.attention.backend import Backend
+from streambp.attention.kernels import CUDNN, FLASH, MATH
+from streambp.attention.keys import CallSite, TiledSite
+from streambp.chunks import ChunkPlan
+from streambp.layer.store import InMemory
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128  # Qwen3-8B
+CUDNN_FIRST = Backend((CUDNN, FLASH, MATH))
+
+
+class Recorder:
+    """In place of aten: returns tensors without data in the layouts that torch gives, and notes the calls.
+
+    calls: (operator, queries, keys, rows). graphs: of each key of a cuDNN backward, the layouts of o, dO and logsumexp.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int, int]] = []
+        self.forwards: set[Any] = set()
+        self.graphs: dict[Any, set[Any]] = {}
+
+    def _scaled_dot_product_cudnn_attention(self, q, k, v, *args, scale):
+        self.calls.append(("cudnn", q.shape[2], k.shape[2], q.shape[0]))
+        self.forwards.add((*((*x.shape, *x.stride()) for x in (q, k, v)), args[3]))
+        return torch.empty_like(q), q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+
+    def _scaled_dot_product_cudnn_attention_backward(self, do, q, k, v, o, lse, *args, scale):
+        self.calls.append(("cudnn backward", q.shape[2], k.shape[2], q.shape[0]))
+        key = (*((*x.shape, *x.stride()) for x in (q, k, v)), args[-1])
+        self.graphs.setdefault(key, set()).add(tuple(x.stride() for x in (do, o, lse)))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def _scaled_dot_product_flash_attention(self, q, k, v, *args, scale):
+        self.calls.append(("flash", q.shape[2], k.shape[2], q.shape[0]))
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def _scaled_dot_product_flash_attention_backward(self, do, q, k, v, *args, scale):
+        self.calls.append(("flash backward", q.shape[2], k.shape[2], q.shape[0]))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def _flash_attention_forward(self, q, k, v, cu_q, *args, **kwargs):
+        self.calls.append(("varlen" if q.dim() == 3 else "window", q.shape[-3], k.shape[-3], 1))
+        shape = q.shape[1::-1] if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+        return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
+
+    def _flash_attention_backward(self, do, q, k, v, *args, **kwargs):
+        self.calls.append(("varlen backward" if q.dim() == 3 else "window backward", q.shape[-3], k.shape[-3], 1))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class ElementwiseBytes(TorchDispatchMode):
+    """Bytes that operations read and wrote, those of attention, matrix products and views left out.
+
+    by_name: of each operator. calls: views and all. uploads: of cu_seqlens. syncs: reads of a value by the host.
+    """
+
+    SILENT = ("empty", "view", "detach", "alias", "prim::")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: dict[str, int] = {}
+        self.uploads = self.syncs = self.calls = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_name.values())
+
+    def add(self, name: str, size: int) -> None:
+        self.by_name[name] = self.by_name.get(name, 0) + size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        self.calls += 1
+        self.syncs += name in ("_local_scalar_dense", "nonzero", "equal")
+        if func.is_view or any(word in name for word in self.SILENT):
+            return result
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if name == "copy_" and _is_same(*args[:2]):  # what `x[here] += y` ends with; torch does nothing
+            return result
+        if name in ("copy_", "fill_", "zero_", "zeros_like", "new_zeros", "new_full"):
+            read = read[1:]
+        written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.add(name, sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in (*read, *written)))
+        return result
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.stride(), x.dtype) for x in (a, b)]
+    return places[0] == places[1]
+
+
+def run(monkeypatch, layout, chunk_size, *, rows=1, saved=True, tiles=None, size=SIZE, heads=HEADS, backend=CUDNN_FIRST):
+    """Forward and backward of every chunk; the calls, and the bytes beside them.
+
+    Args:
+        saved: backward takes forward's (o, lse). tiles: keys and values stream, so many tiles of them stay.
+    """
+    recorder, counted = Recorder(), ElementwiseBytes()
+    monkeypatch.setattr(kernels, "aten", recorder)
+    monkeypatch.setattr(merge, "fits_triton", lambda *_: True)
+
+    def merged(o, lse, part_o, part_lse, out):
+        counted.add("merge in Triton", o.nbytes + part_o.nbytes + out.nbytes + 2 * lse.nbytes + part_lse.nbytes)
+
+    monkeypatch.setattr(merge, "merge_in_triton", merged)
+
+    def upload(*given):
+        counted.uploads += 1
+        return kernels.upload(*given)
+
+    monkeypatch.setattr(attend, "upload", upload)
+    plan = ChunkPlan(layout.length, chunk_size)
+    params = Params(backend, size**-0.5, None, 0.0, 0)
+
+    def tensor(count, length):
+        return torch.empty(rows, length, count, size, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+
+    if tiles is None:
+        site = CallSite(*(tensor(KV_HEADS, layout.length).transpose(1, 2) for _ in "kv"))
+    else:
+        site = TiledSite(0, plan, InMemory(), InMemory(), tiles, False, size)
+    kept = {}
+    with counted:
+        for chunk in plan:
+            length = chunk.stop - chunk.start
+            site.write(chunk, tensor(KV_HEADS, length), tensor(KV_HEADS, length))
+            kept[chunk] = attend_blocks(tensor(heads, length), site, layout, chunk, params)
+        for chunk in plan.backward():
+            leaves = [tensor(count, chunk.stop - chunk.start).requires_grad_() for count in (heads, KV_HEADS, KV_HEADS)]
+            out = PrefixAttention.apply(*leaves, None, site, layout, chunk, params, kept[chunk] if saved else None)
+            torch.autograd.grad(out, leaves, torch.empty_like(out))
+    return recorder, counted

@@ -1,0 +1,78 @@
+"""Gradients where torch's cache of cuDNN graphs reads o and dO with the strides of the first call of each key.
+
+No device: a stand-in computes in float64 what cuDNN would, from what such a graph would read.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import streambp
+from streambp.attention import kernels, prefix
+from streambp.attention.backend import Backend
+from streambp.attention.kernels import CUDNN, FLASH, MATH
+from tests.attention.stand_in import CachedGraphs
+from tests.families import build, make_batch
+from tests.oracle import gradients, lift_float32_casts, worst_error
+
+CHUNK = 512
+LENGTH = 3 * CHUNK + 1
+SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
+SPANS = {  # family, mode, rows
+    "plain": ("qwen3", "plain", 1),
+    "two rows": ("qwen3", "plain", 2),
+    "left-padded": ("qwen3", "left-padded", 2),
+    "right-padded": ("qwen3", "right-padded", 2),
+    "right-padded row": ("qwen3", "right-padded", 1),
+    "packed": ("qwen3", "packed", 1),
+    "window": ("mistral", "right-padded", 2),
+}
+PLACES = {"kept": {}, "offloaded": {"offload": "cpu"}, "streamed": {"offload": "cpu", "gpu_memory": 1}}
+
+
+def model_of(family):
+    window = {"sliding_window": 300} if family == "mistral" else {}
+    return build(family, torch.float64, num_hidden_layers=1, max_position_embeddings=LENGTH, **window)
+
+
+@functools.cache
+def reference(spans):
+    family, mode, rows = SPANS[spans]
+    with pytest.MonkeyPatch.context() as patch:
+        lift_float32_casts(patch)
+        return gradients(model_of(family), **make_batch(mode, length=LENGTH, rows=rows))
+
+
+def check(spans, saves, place, monkeypatch):
+    graphs = CachedGraphs()
+    monkeypatch.setattr(kernels, "aten", graphs)
+    monkeypatch.setattr(prefix, "choose_backend", lambda *_: Backend((CUDNN, FLASH, MATH)))
+    family, mode, rows = SPANS[spans]
+    config = streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[place])
+    model = streambp.patch(model_of(family), config)
+    expected_loss, expected = reference(spans)
+    loss, found = gradients(model, **make_batch(mode, length=LENGTH, rows=rows))
+    assert graphs.calls >= 3 or spans == "window"
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("spans", SPANS)
+def test_recomputed(spans, float64_oracle, monkeypatch):
+    check(spans, (), "kept", monkeypatch)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_saved(place, float64_oracle, monkeypatch):
+    check("left-padded", ("attn_out",), place, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
+@pytest.mark.parametrize("spans", SPANS)
+def test_everything(spans, saves, place, float64_oracle, monkeypatch):
+    check(spans, saves, place, monkeypatch)

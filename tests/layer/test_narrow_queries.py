@@ -1,0 +1,88 @@
+"""Queries that a refill computes for nothing have one head, where the layer lets them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import streambp
+from streambp.layer import call, function, products
+from streambp.layer.function import stream_layer
+from streambp.layer.site import LayerSite
+from tests.attention.meta_runs import ElementwiseBytes
+from tests.families import build, make_batch
+from tests.layer.test_bytes import empty, qwen3_8b_layer
+from tests.oracle import gradients, worst_error
+
+
+def record(monkeypatch):
+    """What every layer found out about its unread products, and the shapes of q in its refills."""
+    found, shapes = [], []
+    real = call.LayerCall._find_unread
+    monkeypatch.setattr(call.LayerCall, "_find_unread", lambda *a: found.append(real(*a)) or found[-1])
+    attend = call.ChunkMask.attend
+
+    def seen(self, q, *args):
+        shapes.extend([tuple(q.shape)] if self.stage is call.Stage.REFILL else [])
+        return attend(self, q, *args)
+
+    monkeypatch.setattr(call.ChunkMask, "attend", seen)
+    return found, shapes
+
+
+@pytest.mark.parametrize(("family", "heads"), [("qwen3", 1), ("gemma3", 1), ("olmo2", 4), ("phi3", 4)])
+def test_refills_have_one_head_of_queries(family, heads, float64_oracle, monkeypatch):
+    """OLMo 2 norms all heads at once and wants them all; Phi 3 computes its queries together with its keys."""
+    model = build(family, torch.float64)
+    _, expected = gradients(model, **make_batch("plain"))
+    found, shapes = record(monkeypatch)
+    _, ours = gradients(streambp.patch(model, streambp.StreamConfig(chunk_size=5)), **make_batch("plain"))
+    assert len(found) == 2
+    assert {shape[1] for shape in shapes if shape[2] == 5} == {heads}
+    assert worst_error(ours, expected) <= 1e-10
+
+
+def test_keys_that_come_out_differently_are_not_taken(monkeypatch):
+    """A layer whose keys notice how many heads the queries have."""
+    real = function.LayerCall.run
+
+    def notices(self, hidden_chunk, chunk, point, leaves=None):
+        attend = point.attend
+        point.attend = lambda q, k, v, *args: attend(q, k + 1e-9 * q.shape[1], v, *args)
+        return real(self, hidden_chunk, chunk, point, leaves)
+
+    monkeypatch.setattr(call.LayerCall, "run", notices)
+    found, _ = record(monkeypatch)
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5))
+    gradients(model, **make_batch("plain"))
+    assert [unread.width for unread in found] == [None, None]
+    assert all("self_attn.q_proj" in unread.refill for unread in found)
+
+
+def refill_bytes(width, monkeypatch):
+    """Of the refill of one Qwen3-8B layer, in bytes an element of q."""
+    layer = qwen3_8b_layer()
+    counted = ElementwiseBytes()
+    real, trace = function._refill, call.LayerCall._find_unread
+
+    def refill(layer_call):
+        with counted:
+            real(layer_call)
+
+    def find(self, *args):
+        found = trace(self, *args)
+        assert found.width == 128
+        return products.UnreadProducts(found.refill, found.recompute, width)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(function, "_refill", refill)
+        patch.setattr(call.LayerCall, "_find_unread", find)
+        site = LayerSite(layer, streambp.StreamConfig(chunk_size=1024, saves=("attn_out",)))
+        x, cos, sin = empty(1, 4096, 4096).requires_grad_(), empty(1, 4096, 128), empty(1, 4096, 128)
+        stream_layer(site, (x,), {"attention_mask": None, "position_embeddings": (cos, sin)}).sum().backward()
+    return counted.total / (3 * 1024 * 4096)
+
+
+def test_a_refill_moves_half_of_the_bytes(monkeypatch):
+    whole, narrow = refill_bytes(None, monkeypatch), refill_bytes(128, monkeypatch)
+    assert 0 < narrow <= 0.55 * whole, (whole, narrow)
