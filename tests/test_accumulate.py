@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.accumulate import add_product
 from streambp.planner.count import StepCount
+from tests.seeds import seeded
 
 aten = torch.ops.aten
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -15,7 +16,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def factors(dtype, seed, device="cpu"):
     """grad^T [7, 5] of a transposed [5, 7], and x [5, 3]."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     grad, x = (torch.randn(5, width, generator=generator, dtype=torch.float64) for width in (7, 3))
     return grad.to(device, dtype).mT, x.to(device, dtype)
 

@@ -11,6 +11,7 @@ import torch
 
 from streambp.attention.keys import CallSite
 from streambp.attention.spans import Block, Kind
+from streambp.chunks import ChunkPlan
 from streambp.head import log_probs
 from streambp.layer.shadows import GradientSum
 from tests import seeds, test_oracle
@@ -102,14 +103,14 @@ def check_gradient_sums():
 
 def check_key_sums():
     """The same of a key's gradients, which later chunks add to."""
-    k = torch.zeros(1, 2, 5, 4, dtype=torch.bfloat16)
+    k = torch.zeros(1, 5, 2, 4, dtype=torch.bfloat16)
     parts = [torch.randn(1, 2, 5, 4, generator=seeded(n)) for n in range(300)]
     site = CallSite(k, k)
     site.grow_accumulators()
     for part in parts:
         site.add(Block(Kind.FULL, 0, 1, 0, 1, 0, 5), part, -part)
     expected = torch.stack(parts).double().sum(0)
-    for found, sign in ((site.dk, 1), (site.dv, -1)):
+    for found, sign in zip(site.take_gradients(ChunkPlan(5, 5)[0]), (1, -1), strict=True):
         check_rounded_once(found.bfloat16(), sign * expected)
 
 

@@ -20,6 +20,7 @@ from tests import zoo
 from tests.families import LENGTH, VOCABULARY, build, make_batch
 from tests.offload.runs import assert_same, sampled
 from tests.oracle import gradients, worst_error
+from tests.seeds import seed_torch
 
 IMAGE = VOCABULARY - 1
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
@@ -41,7 +42,7 @@ def gemma3(attention="sdpa"):
     config = Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE, attn_implementation=attention
     )
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Gemma3ForConditionalGeneration(config).double().train()
     batch = make_batch("plain")
     kept = torch.ones_like(batch["input_ids"])
@@ -65,7 +66,7 @@ def gemma4():
         text_config=zoo.tiny_config("gemma4_text", use_bidirectional_attention="vision").to_dict(),
         vision_config=None, audio_config=None,
     )  # fmt: skip
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Gemma4ForConditionalGeneration(config).double().train()
     batch = make_batch("plain")
     kinds = torch.zeros_like(batch["input_ids"])

@@ -16,6 +16,7 @@ from streambp.attention.kernels import CPU_FLASH, MATH
 from streambp.attention.merge import MergedOutput, SummedQueries, merge, merge_in_torch
 from streambp.attention.spans import Spans
 from streambp.chunks import ChunkPlan
+from tests.seeds import seeded
 
 needs_triton = pytest.mark.skipif(not triton_merge.AVAILABLE, reason="triton is not installed")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,7 +33,7 @@ def parts(shape, dtype, generator, device="cpu"):
 
 def compare(device="cpu"):
     """Over dtypes, sizes, layouts, in place or not; where nothing was read before, o may hold anything."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for dtype, out_dtype in ((d, o) for d in DTYPES for o in (d, torch.float32)):
         for shape in ((1, 70, 2, 128), (2, 33, 3, 40), (1, 1, 1, 8)):
             (o, lse), (part, part_lse) = (parts(shape, dtype, generator, device) for _ in "ab")
@@ -91,7 +92,7 @@ def test_compiles_without_a_device(architecture, dtype, out_dtype, tmp_path):
 @pytest.mark.parametrize("backend", [Backend((CPU_FLASH, MATH)), Backend((MATH,))], ids=["cpu flash", "math"])
 def test_sums_of_a_chunk_hold_what_its_blocks_gave(backend, dtype):
     """Blocks that cover the chunk and blocks that do not, in float64 and rounded once or twice in half precision."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     layouts = (Spans.causal(2, 40), Spans.causal(2, 40, window=5), Spans(40, (Spans.causal(1, 40).rows[0], ())))
     for layout in layouts:
         for chunk in ChunkPlan(40, 15):

@@ -15,6 +15,7 @@ from streambp.head.log_probs import make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending
 from tests.head.interpreter import hard_rows, interpreted, needs_triton
 from tests.head.test_triton_fold import PROJECTIONS
+from tests.seeds import seeded
 
 USED = ((True, False, False), (True, True, False), (True, False, True), (False, True, True), (True, True, True))
 
@@ -66,7 +67,7 @@ def error_of(found, exact):
 
 
 def compare(device="cpu"):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for dtype, columns in itertools.product((torch.float32, torch.bfloat16, torch.float16), (7, 1000, 5001)):
         product = (torch.randn(6, columns, generator=generator) * 4).to(device, dtype)
         for index, used in enumerate(USED):
@@ -81,7 +82,7 @@ def compare(device="cpu"):
 
 def compare_hard_rows(device="cpu"):
     """Against the gradient in float64, of rows with -inf and with logits far from each other and from 0."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     product = hard_rows(10, 5003, generator).to(device)
     for dtype, used in itertools.product((torch.float32, torch.bfloat16), USED):
         x = product.to(dtype)
@@ -97,7 +98,7 @@ def compare_hard_rows(device="cpu"):
 
 def compare_mutants(device="cpu"):
     """What `error_of` says of kernels that are wrong in one thing."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     product = torch.randn(6, 1000, generator=generator).to(device)
     projection, block = Projection(1.3, 3.0, 0.8), slice(100, 1100)
     softmax, upstream = task(product, projection, (True, True, True), generator, 2000)
@@ -121,7 +122,7 @@ def compare_mutants(device="cpu"):
 
 def run_heads(device):
     """Values and gradients of both heads: a wide vocabulary, ignored rows, every option."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     hidden, weight = (torch.randn(n, 8, generator=generator).to(device).requires_grad_() for n in (23, 4099))
     bias = torch.randn(4099, generator=generator).to(device).requires_grad_()
     labels = torch.randint(0, 4099, (23,), generator=generator).to(device)

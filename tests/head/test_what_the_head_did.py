@@ -25,6 +25,7 @@ import streambp
 from tests import zoo
 from tests.families import SIZES, VOCABULARY, make_batch
 from tests.oracle import gradients, worst_error
+from tests.seeds import seed_torch, seeded
 
 IMAGE = VOCABULARY - 1
 BLOCKWISE = "blockwise loss, no logits"
@@ -53,7 +54,7 @@ def blip_2():
     ids = batch["input_ids"].clamp(max=IMAGE - 1)
     ids[:, 2:5] = IMAGE
     labels = ids.masked_fill(ids == IMAGE, -100)
-    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pixels = torch.randn(2, 3, 8, 8, generator=seeded(0), dtype=torch.float64)
     inputs = {"input_ids": ids, "labels": labels, "pixel_values": pixels, "attention_mask": torch.ones_like(ids)}
     return Blip2ForConditionalGeneration(config), inputs, f"{CALLERS} (1 of 1 training calls came without labels)"
 
@@ -67,7 +68,7 @@ def voxtral_realtime():
     text = VoxtralRealtimeTextConfig(**sizes, head_dim=8)
     config = VoxtralRealtimeConfig(audio_config=audio.to_dict(), text_config=text.to_dict(), downsample_factor=2)
     batch = make_batch("plain")
-    audio = torch.randn(2, 2 * batch["input_ids"].shape[1], 16, generator=torch.Generator().manual_seed(0))
+    audio = torch.randn(2, 2 * batch["input_ids"].shape[1], 16, generator=seeded(0))
     return VoxtralRealtimeForConditionalGeneration(config), {**batch, "encoder_inputs_embeds": audio.double()}, BLOCKWISE
 
 
@@ -79,7 +80,7 @@ def csm():
         **SIZES, num_codebooks=4, text_vocab_size=VOCABULARY, head_dim=8, codebook_pad_token_id=0, codebook_eos_token_id=1,
         audio_token_id=3, audio_eos_token_id=4, depth_decoder_config=depth,
     )  # fmt: skip
-    frames = torch.randint(5, VOCABULARY, (2, 13, 4), generator=torch.Generator().manual_seed(0))
+    frames = torch.randint(5, VOCABULARY, (2, 13, 4), generator=seeded(0))
     inputs = {"input_ids": frames, "labels": frames, "attention_mask": torch.ones(2, 13, dtype=torch.long)}
     found = f"{BLOCKWISE}; the final norm's output is computed for the model's __setitem__"
     return CsmForConditionalGeneration(config), inputs, found
@@ -98,7 +99,7 @@ def plain():
 @pytest.mark.usefixtures("float64_everywhere")
 @pytest.mark.parametrize("make", [plain, blip_2, voxtral_realtime, csm, modernbert_decoder])
 def test_families(make):
-    torch.manual_seed(0)
+    seed_torch(0)
     model, batch, expected = make()
     stock = model.double().train()
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))

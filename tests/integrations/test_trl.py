@@ -304,7 +304,7 @@ def test_patching_the_model_of_a_finished_trainer(kind, lora, tmp_path, attended
     }[kind]
 
     def run(patch_with):
-        torch.manual_seed(0)
+        seed_torch(0)
         with_lora = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
         model = {} if lora else checkpoint
         return train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import streambp
 from tests.families import build, make_batch
-from tests.oracle import gradients, relative_l2, worst_error
+from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 
 
 def check(stock, bar=1e-10, **settings):
@@ -68,13 +69,17 @@ def test_biases_and_a_linear_that_runs_twice(monkeypatch):
 
 
 def test_gradients_under_autocast_are_as_precise_as_unpatched_ones():
-    stock, batch = build("qwen3"), make_batch("plain", length=128)
+    assert_as_precise(map(autocast_errors, itertools.count()))
+
+
+def autocast_errors(seed):
+    stock, batch = build("qwen3", seed=seed), make_batch("plain", length=128, seed=seed)
     _, truth = gradients(stock, **batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=17))
     with torch.autocast("cpu", torch.bfloat16):
         (_, plain), (_, found) = gradients(stock, **batch), gradients(ours, **batch)
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
-    assert relative_l2(found, truth) <= 1.05 * relative_l2(plain, truth)
+    return relative_l2(found, truth), relative_l2(plain, truth)
 
 
 def test_forwards_come_back_after_a_step_that_broke_off(monkeypatch):
