@@ -251,8 +251,15 @@ UNREAD = Unread()
 
 def _narrow(module: nn.Linear, width: int, x: Tensor) -> Tensor:
     """NaN [..., width] for x [..., in]; fewer where the module has fewer features."""
-    x, *_ = _autocast(x, module.weight, None)
-    return x.new_full((*x.shape[:-1], min(width, module.out_features)), torch.nan)
+    return _nan(x, min(width, module.out_features))
+
+
+def _nan(x: Tensor, features: int) -> Tensor:
+    """[..., features] in the dtype that a Linear would give for x [..., in]; no weight is cast for it."""
+    device = x.device.type
+    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if half else x.dtype
+    return x.new_full((*x.shape[:-1], features), torch.nan, dtype=dtype)
 
 
 def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None, x: Tensor) -> Tensor:
@@ -261,11 +268,8 @@ def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None,
     if value is None and add is None:
         return type(module).forward(module, x)
     weight: Any = module.weight
-    if isinstance(value, Unread) and not torch.is_grad_enabled():  # in a refill: no weight need be cast for it
-        device = x.device.type
-        half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if half else x.dtype
-        return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype)
+    if isinstance(value, Unread) and not torch.is_grad_enabled():
+        return _nan(x, weight.shape[0])
     cast = weight.to if add is None or sums is None else functools.partial(sums.cast, weight)
     out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias, cast), value, add)
     return out
