@@ -289,7 +289,19 @@ MUTANTS = {
     ),
     "unread Linear without its weight's gradient": (
         products.KnownLinear, "backward",
-        staticmethod(lambda ctx, grad: (grad @ ctx.saved_tensors[1], torch.zeros_like(ctx.saved_tensors[1]), None, None)),
+        staticmethod(
+            lambda ctx, grad: (grad @ ctx.saved_tensors[1], torch.zeros_like(ctx.saved_tensors[1]), None, None, None)
+        ),
+        oracle,
+    ),
+    "a product in place of its sum": (shadows, "add_product", lambda total, left, right: left @ right, oracle),
+    "weight gradients added up and returned": (
+        products.KnownLinear, "backward",
+        staticmethod(
+            lambda ctx, grad, real=products.KnownLinear.backward: (
+                real(ctx, grad)[0], grad.flatten(0, -2).mT @ ctx.saved_tensors[0].flatten(0, -2), None, None, None,
+            )
+        ),
         oracle,
     ),
     "cross-entropy without the label's term": (

@@ -166,6 +166,10 @@ class Sums(Protocol):
         """Adds a product [out, n] @ [n, in] to this weight's gradient; None: autograd is to return the gradient."""
         ...
 
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight in autocast's dtype, the same for all chunks, as autocast's own cache would have it."""
+        ...
+
 
 @contextlib.contextmanager
 def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
@@ -247,8 +251,15 @@ UNREAD = Unread()
 
 def _narrow(module: nn.Linear, width: int, x: Tensor) -> Tensor:
     """NaN [..., width] for x [..., in]; fewer where the module has fewer features."""
-    x, *_ = _autocast(x, module.weight, None)
-    return x.new_full((*x.shape[:-1], min(width, module.out_features)), torch.nan)
+    return _nan(x, min(width, module.out_features))
+
+
+def _nan(x: Tensor, features: int) -> Tensor:
+    """[..., features] in the dtype that a Linear would give for x [..., in]; no weight is cast for it."""
+    device = x.device.type
+    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if half else x.dtype
+    return x.new_full((*x.shape[:-1], features), torch.nan, dtype=dtype)
 
 
 def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None, x: Tensor) -> Tensor:
@@ -257,17 +268,20 @@ def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None,
     if value is None and add is None:
         return type(module).forward(module, x)
     weight: Any = module.weight
-    out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias), value, add)
+    if isinstance(value, Unread) and not torch.is_grad_enabled():
+        return _nan(x, weight.shape[0])
+    cast = weight.to if add is None or sums is None else functools.partial(sums.cast, weight)
+    out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias, cast), value, add)
     return out
 
 
-def _autocast(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
-    """What F.linear works with."""
+def _autocast(x: Tensor, weight: Any, bias: Any, cast: Callable[[torch.dtype], Tensor]) -> tuple[Tensor, Any, Any]:
+    """What F.linear works with. cast: gives the weight in another dtype."""
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return x.to(dtype), cast(dtype), None if bias is None else bias.to(dtype)
 
 
 class KnownLinear(torch.autograd.Function):

@@ -103,6 +103,7 @@ class GradientSum:
         self._sums: list[Tensor | None] = [None] * count
         self._single = parts == 1
         self._places: dict[int, int] = {}
+        self._casts: dict[int, Tensor] = {}
 
     def stand_for(self, shadows: list[Tensor]) -> None:
         """What `adder` knows them by."""
@@ -119,6 +120,12 @@ class GradientSum:
             self._sums[index] = add_product(self._sums[index], left, right)
 
         return add
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`, made once: autocast is restored for a whole pass, so it is always the same."""
+        if id(weight) not in self._casts:
+            self._casts[id(weight)] = weight.to(dtype)
+        return self._casts[id(weight)]
 
     def add(self, gradients: list[Tensor | None]) -> None:
         totals, parts = [], []
@@ -137,6 +144,7 @@ class GradientSum:
             torch._foreach_add_(totals, parts)
 
     def result(self, like: list[Tensor]) -> list[Tensor | None]:
-        """The sums in the parameters' dtypes; None for a parameter that no chunk touched."""
+        """The sums in the parameters' dtypes; None for a parameter that no chunk touched. Nothing is added any more."""
+        self._casts.clear()
         sums = zip(self._sums, like, strict=True)
         return [None if total is None else total.to(parameter.dtype) for total, parameter in sums]

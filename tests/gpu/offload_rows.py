@@ -119,7 +119,7 @@ def build(row: Row, device: str, tiny: bool) -> tuple[Any, torch.Tensor]:
     try:
         with torch.device(device):
             model = Qwen3ForCausalLM(config).train()
-            ids = torch.randint(0, config.vocab_size, (1, 512 if tiny else row.length))
+            ids = torch.randint(0, config.vocab_size, (1, 192 if tiny else row.length))
     finally:
         torch.set_default_dtype(torch.float32)
     if row.lora:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
 from tests.families import build, make_batch
@@ -80,6 +82,37 @@ def autocast_errors(seed):
         (_, plain), (_, found) = gradients(stock, **batch), gradients(ours, **batch)
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
     return relative_l2(found, truth), relative_l2(plain, truth)
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of matrices to half precision, by shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].dim() == 2 and kwargs.get("dtype") == torch.bfloat16:
+            self.seen[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_a_weight_once_for_all_chunks():
+    """As autocast's own cache does, which a Linear that adds up its gradient goes past. A refill casts k and v, too."""
+    model = streambp.patch(build("qwen3", num_hidden_layers=1), streambp.StreamConfig(chunk_size=5))
+    mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**make_batch("plain"), use_cache=False).loss.backward()  # traces are over
+        loss = model(**make_batch("plain"), use_cache=False).loss
+    with Casts() as casts:
+        loss.backward()
+    expected = collections.Counter(tuple(m.weight.shape) for m in (*linears(attention), *linears(mlp)))
+    expected += collections.Counter(tuple(m.weight.shape) for m in (attention.k_proj, attention.v_proj))
+    assert {shape: casts.seen[shape] for shape in expected} == expected
+
+
+def linears(module):
+    return [m for m in module.modules() if type(m) is nn.Linear]
 
 
 def test_forwards_come_back_after_a_step_that_broke_off(monkeypatch):

@@ -84,12 +84,12 @@ def test_a_child_that_ends_badly_gives_a_row_and_the_sweep_goes_on(tmp_path, cap
     output = tmp_path / "rows.csv"
     jobs = [
         Job("test", "streambp", "no such shape", (64, 128), device="cpu"),
-        Job("test", "plain", "mini", (64,), device="cpu"),
+        Job("test", "plain", "nor this", (64,), device="cpu"),
     ]
     sweep(jobs, output, Deadline())
     rows = list(csv.DictReader(output.open()))
     assert [(row["method"], row["tokens"], row["status"].split(":")[0]) for row in rows] == [
-        ("streambp", "64", "failed with exit code 1"), ("plain", "64", "ok"),
+        ("streambp", "64", "failed with exit code 1"), ("plain", "64", "failed with exit code 1"),
     ]  # fmt: skip
     assert "KeyError: 'no such shape'" in rows[0]["status"]
     sweep(jobs, output, Deadline(0))
