@@ -21,6 +21,7 @@ from streambp.head.deferred import Deferred
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRecord, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.layer.arguments import has_cache
 from streambp.padding import warn_of_labels_after_padding
 from streambp.wrappers import PatchState
 
@@ -193,7 +194,7 @@ class CausalLMForward(InstanceForward):
             )
 
     def _caches(self, kwargs: dict[str, Any]) -> bool:
-        return kwargs.get("past_key_values") is not None or bool(kwargs.get("use_cache") and not self.module.training)
+        return has_cache(kwargs) or bool(kwargs.get("use_cache") and not self.module.training)
 
     def _run(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
         config = self.module.config

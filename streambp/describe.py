@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from streambp.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.chunks import AUTO_RULE
@@ -158,11 +159,19 @@ def _beside(found: Patch) -> str:
 def _describe_head(found: Patch) -> str:
     heads = [wrapper for wrapper in found.state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
-        return "none (no language-model head)"
+        other = _other_head(found)
+        return f"builds the logits: the head is a {other}, costs memory" if other else "none (no language-model head)"
     told = [_what_became_of(head) for head in heads]
     if len(set(told)) == 1:
         return told[0]
     return "; ".join(f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True))
+
+
+def _other_head(found: Patch) -> str | None:
+    """The kind of a head that gives logits otherwise than by one weight (a ModuleList of several); None: there is none."""
+    models = [] if found.state.root is None else [m for m in found.state.root.modules() if isinstance(m, PreTrainedModel)]
+    heads = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
+    return next((type(head).__name__ for head in heads if not hasattr(head, "weight")), None)
 
 
 def _what_became_of(head: CausalLMForward) -> str:
@@ -199,6 +208,11 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
     if found.state.split_over > 1:
         notes.append(f"sequences are split over {found.state.split_over} ranks (DeepSpeed Ulysses), each streams its shard")
+    if found.state.unasked_cache:
+        notes.append(
+            "calls in eval mode with gradients and without use_cache ran as unpatched, because they return a cache; pass "
+            "use_cache=False to stream them"
+        )
     if hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules()):
         notes.append("streamed layers stay eager under torch.compile; the rest of the model is compiled")
     return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

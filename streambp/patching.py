@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streambp.causal_lm import CausalLMForward
@@ -141,4 +141,4 @@ def _is_causal_lm(module: nn.Module) -> bool:
     if not isinstance(module, PreTrainedModel):
         return False
     head = module.get_output_embeddings()
-    return head is not None and any(child is head for child in module.children())
+    return isinstance(getattr(head, "weight", None), Tensor) and any(child is head for child in module.children())

@@ -90,7 +90,8 @@ def cache_argument(layer: nn.Module) -> str | None:
 def counts_positions(layer: nn.Module) -> bool:
     """Whether a module of the layer asks its cache how many tokens came before (llama4's layers without rotary
     positions do; they would count from 0 in every chunk)."""
-    return any("get_seq_length" in _names(module) for module in layer.modules())
+    asking = (module for module in layer.modules() if not getattr(module, "is_cross_attention", False))
+    return any("get_seq_length" in _names(module) for module in asking)
 
 
 def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList) -> str | None:
@@ -100,9 +101,10 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList) -> str | None:
     for layer in layers:
         if not isinstance(layer, GradientCheckpointingLayer):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
-        for attention in _attentions(layer):
-            if getattr(attention, "is_causal", True) is False:
-                return f"{type(attention).__name__} is bidirectional, a chunk would read what later chunks hold"
+        attentions = _attentions(layer)
+        if attentions and all(getattr(attention, "is_causal", True) is False for attention in attentions):
+            # Beside a causal one it reads an encoder's output, or nothing; the layer's probe would find out if not.
+            return f"{type(attentions[0]).__name__} is bidirectional, a chunk would read what later chunks hold"
         indexer = next((m for m in layer.modules() if "Indexer" in type(m).__name__), None)
         if indexer is not None:
             return f"its attention is sparse, {type(indexer).__name__} picks keys by their content"

@@ -22,10 +22,11 @@ from streambp.head.deferred import Deferred
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.layer.arguments import has_cache
 from streambp.layer.function import stream_layer
 from streambp.layer.sharded import stream_shard
 from streambp.layer.sharded_call import keeps_kv
-from streambp.layer.site import LayerSite
+from streambp.layer.site import LayerSite, attention_configs
 from streambp.offload.manager import OffloadManager
 from streambp.stacks import attends, cache_argument, counts_positions
 
@@ -42,6 +43,7 @@ class PatchState:
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
+    unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
     """
 
     config: StreamConfig
@@ -56,6 +58,7 @@ class PatchState:
     shards: Shards | None = None
     split_over: int = 1
     warned_of_padding: bool = False
+    unasked_cache: bool = False
 
 
 class LayerForward(InstanceForward):
@@ -86,7 +89,7 @@ class LayerForward(InstanceForward):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.retired or self.state.bypass or kwargs.get("past_key_values") is not None:
+        if self.retired or self.state.bypass or has_cache(kwargs):
             return self.original(*args, **kwargs)
         if self.state.shards is None:
             output = stream_layer(self.site, args, kwargs)
@@ -129,6 +132,9 @@ class BackboneForward(InstanceForward):
             self._set_host_memory_aside()
             self.state.shards = self._shards(kwargs)
             kwargs["use_cache"] = False
+            if self.module.get_output_embeddings() is None:  # type: ignore[operator]
+                # gemma4 would run some layers on these positions alone; its head selects them anyway.
+                kwargs.pop("logits_to_keep", None)
             with routed(self._configs()):
                 return self.original(**kwargs)
         finally:
@@ -141,8 +147,12 @@ class BackboneForward(InstanceForward):
         return dict(inspect.signature(self).bind_partial(*args).arguments) if args else {}
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
-        """Whether this call streams: not with a cache, nor when a cache or attention weights are to be returned."""
-        if kwargs.get("past_key_values") is not None:
+        """Whether this call streams: not with a cache, nor when a cache or attention weights are to be returned.
+
+        [Note: calls that return a cache] Where `use_cache` is not given, the model's config decides, as it does unpatched.
+        Not in a training step: there the unpatched model's cache is never read, and checkpointing gives none either.
+        """
+        if has_cache(kwargs):
             return False
         attentions = kwargs.get("output_attentions")
         if attentions or (attentions is None and getattr(self._config, "output_attentions", False)):
@@ -151,7 +161,8 @@ class BackboneForward(InstanceForward):
             return True
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
-            use_cache = not torch.is_grad_enabled() and getattr(self._config, "use_cache", False)
+            use_cache = getattr(self._config, "use_cache", False)
+            self.state.unasked_cache |= bool(use_cache and torch.is_grad_enabled())
         return not use_cache
 
     def _switch_checkpointing_off(self) -> None:
@@ -205,7 +216,7 @@ class BackboneForward(InstanceForward):
     def _configs(self) -> list[PreTrainedConfig]:
         if any(cache_argument(layer) for layer in self.layers):
             return []  # they attend by themselves, with the masks that their own setting builds
-        found = [self._config, *(m.config for layer in self.layers for m in layer.modules() if hasattr(m, "config"))]
+        found = [self._config, *(config for layer in self.layers for config in attention_configs(layer))]
         return list({id(config): config for config in found}.values())
 
 

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import streambp
 from streambp.patching import streamed_head
@@ -260,6 +261,52 @@ def test_generation_is_as_unpatched(attended_chunks):
     assert not attended_chunks
     assert ours(prompt, use_cache=True).past_key_values is None  # a training forward keeps no cache
     assert ours.eval()(prompt, use_cache=True).past_key_values is not None
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_continuous_batching_is_as_unpatched(training, attended_chunks):
+    """A paged cache is a cache; TRL's GRPO generates with it."""
+    stock = build("qwen3").eval()
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG).train(training)
+    prompts = [
+        row[:count].tolist() for row, count in zip(make_batch("plain", rows=3)["input_ids"], (11, 4, 7), strict=True)
+    ]
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=64)
+    expected, found = (
+        [answer.generated_tokens for answer in model.generate_batch(prompts, settings, sizes).values()]
+        for model in (stock, ours)
+    )
+    assert found == expected
+    assert [len(tokens) for tokens in found] == [6, 6, 6]
+    assert not attended_chunks
+    assert ours.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_a_cache_is_returned_in_eval_mode_as_unpatched(use_cache, attended_chunks):
+    """With gradients as without, the config decides where the call does not; with labels there is no cache."""
+    stock = build("qwen3", torch.float64).eval()
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG)
+    batch = make_batch("plain")
+    given = {} if use_cache is None else {"use_cache": use_cache}
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            expected, found = (model(batch["input_ids"], **given) for model in (stock, ours))
+        assert (found.past_key_values is None) == (expected.past_key_values is None) == (use_cache is False)
+        torch.testing.assert_close(found.logits, expected.logits)
+    assert bool(attended_chunks) == (use_cache is False)
+    assert ("pass use_cache=False" in str(streambp.describe(ours))) == (use_cache is None)
+    if use_cache is None:
+        following = batch["input_ids"][:, :1]
+        torch.testing.assert_close(
+            ours(following, past_key_values=found.past_key_values).logits,
+            stock(following, past_key_values=expected.past_key_values).logits,
+        )
+        assert ours(**batch).past_key_values is None
+        assert attended_chunks
+        ours.config.use_cache = False
+        assert ours(batch["input_ids"]).past_key_values is None
 
 
 class Rows(torch.utils.data.Dataset):

@@ -91,6 +91,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.masks import lazy_mask, resolve
+from streambp.attention.masks import LazyMask, lazy_mask, resolve
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
@@ -20,6 +21,7 @@ NAME = "streambp"
 
 # Keyword arguments that change what attention computes and that this function does not implement.
 FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")
+SINKS = ("s_aux", "sinks")
 
 
 def stream_attention(
@@ -38,17 +40,30 @@ def stream_attention(
     In a streamed layer `attention_mask` is the `AttentionPoint` that the layer was called with; it knows the prefix and the
     spans, so a `sliding_window` passed as well is already in it. In a layer that does not stream it is the model's own
     (a `LazyMask`, a 4-D tensor, or None for causal), and the sequence is attended whole, as one chunk.
+    Keys from elsewhere than the queries' sequence (cross-attention to an image) are attended as the model's sdpa does it.
     """
     foreign = [name for name in FOREIGN_ARGUMENTS if kwargs.get(name) is not None]
-    if foreign or kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
+    elsewhere = not isinstance(attention_mask, AttentionPoint | LazyMask) and (
+        not is_causal or getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]
+    )
+    if elsewhere:
+        foreign += [name for name in SINKS if kwargs.get(name) is not None] + ["softcap"] * (softcap is not None)
+        # sdpa would read that as causal from the first key on, for a chunk as for the whole.
+        foreign += ["no mask over keys from elsewhere"] * (attention_mask is None and is_causal)
+    elif not is_causal:
+        foreign.append("is_causal=False")
+    if foreign:
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends with {foreign or 'is_causal=False'}, which streambp does not support; "
+            f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
             "ignoring it would give wrong numbers. Use gradient checkpointing for this model (streambp.unpatch(model))."
         )
+    if elsewhere:  # token by token, as far as queries go: the model's own sdpa is right for a chunk of them as well
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if not isinstance(attention_mask, AttentionPoint):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     query, key, value = _one_dtype(query, key, value)
-    sinks = [kwargs[name] for name in ("s_aux", "sinks") if kwargs.get(name) is not None]
+    sinks = [kwargs[name] for name in SINKS if kwargs.get(name) is not None]
     return attention_mask.attend(query, key, value, scaling, dropout, softcap, *sinks), None
 
 

@@ -212,9 +212,10 @@ class Statistics:
 
 
 def nothing(wanted: Wanted, empty: Tensor) -> tuple[Tensor | None, ...]:
-    """What `Statistics.results` is for no tokens at all."""
-    flags = [getattr(wanted, field.name) for field in dataclasses.fields(wanted)]
-    return empty, *(empty if flag else None for flag in flags)
+    """What `Statistics.results` is for no tokens at all; `empty` is [0] in the accumulation dtype."""
+    statistics = Statistics(empty.long(), wanted)
+    statistics.folded, statistics.entries = fold_in_torch(empty[:, None], statistics.labels, slice(0, 1)), 1
+    return statistics.results()
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:

@@ -227,6 +227,13 @@ def _whole(part: Any) -> bool:
     return isinstance(part, slice) and part == slice(None)
 
 
+def _take_along_dim(x: Deferred, indices: Any, dim: int | None = None) -> Any:
+    """Positions [..., n, 1] of each row."""
+    if dim is None or dim % x.dim() == x.dim() - 1 or indices.shape[-1] != 1:
+        return NotImplemented
+    return x.derive(torch.take_along_dim(x.source, indices, dim % x.dim()))
+
+
 def _same(x: Deferred, *args: Any, **kwargs: Any) -> Any:
     return x
 
@@ -315,6 +322,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     torch.mul: _multiply,
     torch.div: _divide,
     torch.tanh: _tanh,
+    torch.take_along_dim: _take_along_dim,
     F.linear: _linear,
     F.cross_entropy: _cross_entropy,
 }

@@ -30,8 +30,15 @@ TOKEN_DIMS = {
     "per_layer_input": -2,
     "shared_kv_states": -2,
     "attention_scaling": -2,
+    "audio_token_mask": -1,
+    "query_attn_mask": -1,
+    "cross_attention_gate": -1,
+    "image_attention_mask": -2,
+    "cross_attention_mask": -2,
+    "full_text_row_masked_out_mask": -2,
 }
 CACHES = ("past_key_values", "past_key_value", "layer_past")
+PAGED_CACHE = "cache"  # what continuous batching calls its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +58,11 @@ class Differentiable:
     def leaf(self, chunk: Chunk, needs_grad: bool) -> Tensor:
         part = self.tensor if self.dim is None else self.tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
         return part.detach().requires_grad_(needs_grad)
+
+
+def has_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is given a cache to read and write."""
+    return any(kwargs.get(name) is not None for name in (*CACHES, PAGED_CACHE))
 
 
 class ChunkCache:
@@ -83,7 +95,8 @@ class Arguments:
         self, forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any, counts_positions: bool = False
     ) -> None:
         self.named = _bind(forward, layer, args, kwargs)
-        self.hidden_states: Tensor = self.named.pop("hidden_states")
+        first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
+        self.hidden_states: Tensor = self.named.pop(first)
         self.length = self.hidden_states.shape[-2]
         self.counts_positions = counts_positions
         # What the layer is called with, whatever the batch: calls of one kind stream alike.

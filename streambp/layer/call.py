@@ -28,7 +28,7 @@ from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.kept import Kept
 from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.products import UnreadProducts, left_out, trace_unread
-from streambp.layer.recompute import Autocast
+from streambp.layer.recompute import Autocast, checkpointing_off
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.store import Offloader
 
@@ -83,16 +83,9 @@ class LayerCall:
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
-        """Attention goes to ours, and transformers' checkpointing of this layer is off: its forward would be wrapped."""
-        checkpointing = self.layer.__dict__.get("gradient_checkpointing")
-        try:
-            if checkpointing is not None:
-                self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            with routed(self.configs), engine_hooks_silenced(self.layer):
-                yield
-        finally:
-            if checkpointing is not None:
-                self.layer.gradient_checkpointing = checkpointing
+        """Attention goes to ours, and neither transformers' checkpointing nor an engine acts inside this layer."""
+        with routed(self.configs), checkpointing_off(self.layer), engine_hooks_silenced(self.layer):
+            yield
 
     def unwrap(self, result: Any) -> Tensor:
         """The hidden states out of what a layer returned: a tensor, or a tuple with nothing else in it."""

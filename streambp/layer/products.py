@@ -310,7 +310,7 @@ class KnownLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        d_x = None if weight is None else (flat @ weight).view(*grad.shape[:-1], -1)
+        d_x = None if weight is None else (flat @ weight).view(*grad.shape[:-1], weight.shape[-1])
         d_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         d_weight = None
         if x is not None and ctx.add is not None:

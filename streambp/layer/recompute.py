@@ -1,4 +1,4 @@
-"""What a recomputation must find as the forward found it: random state and autocast."""
+"""What a recomputation must find as the forward found it: random state, autocast, and checkpointing switched off."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,3 +72,19 @@ class RandomState:
 def _generators(device: torch.device) -> Any:
     """The module that holds a device's random state (torch.cuda, torch.xpu); None where the CPU's is all there is."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+@contextlib.contextmanager
+def checkpointing_off(layer: nn.Module) -> Iterator[None]:
+    """Within, transformers does not checkpoint this layer: from 5.23 on its class's forward would wrap itself.
+
+    TRL switches the flag on again between a forward and its backward, so that a recomputation needs this as well.
+    """
+    flagged = [module for module in layer.modules() if module.__dict__.get("gradient_checkpointing")]
+    try:
+        for module in flagged:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for module in flagged:
+            module.gradient_checkpointing = True  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
 from streambp.errors import UnsupportedModelError
 from streambp.layer.arguments import CACHES
+from streambp.layer.recompute import checkpointing_off
 from streambp.layer.site import LayerSite, attention_configs
 
 
@@ -24,7 +25,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
     configs = [] if site.cache else attention_configs(site.layer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with routed(configs):  # the recomputation runs after the model's forward is over
+        with routed(configs), checkpointing_off(site.layer):  # the recomputation runs after the model's forward is over
             return site.forward(site.layer, *args, **kwargs)
 
     try:

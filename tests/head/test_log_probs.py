@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import streambp
 from streambp.head import blocks, token_log_probs
-from streambp.head.log_probs import BlockwiseLogProbs, _finished, make_inputs
+from streambp.head.log_probs import METRICS, BlockwiseLogProbs, _finished, make_inputs
 from tests.oracle import assert_as_precise, relative_l2
 from tests.seeds import seeded
 
@@ -171,3 +172,17 @@ def test_gradients_times_a_factor_are_rounded_once():
         given = total.to(have)
         found = _finished(given.clone(), factor, torch.empty(0, dtype=want))
         assert torch.equal(found, (given.float() * factor).to(want))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_without_a_label_every_field_keeps_its_dtype_and_shape(dtype):
+    hidden, weight, bias, _, labels = make()
+    hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype)
+    options = {"bias": bias, "entropy": True, "mean_log_probs": True, "metrics": METRICS}
+    some = token_log_probs(hidden, weight, labels, **options)
+    none = token_log_probs(hidden, weight, torch.full_like(labels, -100), **options)
+    for field in dataclasses.fields(some):
+        ours, expected = getattr(none, field.name), getattr(some, field.name)
+        assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape), field.name
+        assert not ours.any(), field.name
+    assert none.is_top1.dtype == torch.bool

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import streambp
+from tests import zoo
 from tests.families import VOCABULARY, build
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
 from tests.seeds import seed_of, seed_torch, seeded
@@ -204,6 +205,40 @@ def test_dpo(lora, loss_type, tmp_path, attended_chunks, checkpoint):
     assert attended_chunks
     compare(expected, found)
     assert expected[0][-1]["loss"] != expected[0][0]["loss"]
+
+
+def test_dpo_with_layers_that_run_whole(tmp_path):
+    """TRL switches gradient checkpointing off for each forward, and on again before backward."""
+
+    def run(trainer_class, config_class, **settings):
+        model = zoo.build("lfm2", vocab_size=VOCABULARY)
+        settings |= {"trainer": {"ref_model": copy.deepcopy(model)}, "gradient_checkpointing": True}
+        return train(trainer_class, config_class, pairs(), tmp_path, model=model, **settings)
+
+    expected = run(DPOTrainer, DPOConfig)
+    found = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED)
+    compare(expected, found)
+    assert {layer.path for layer in streambp.describe(found[2].model).layers} == {"checkpoints", "streams"}
+
+
+@pytest.mark.trls_kernel
+def test_a_batch_without_a_label_has_fields_like_trls():
+    """DPO gathers is_top1 as bools."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from streambp.integrations.trl.head import OPTIONAL_OUTPUTS, adder
+
+    outputs = []
+    for add in (add_fused_lm_head, adder(streambp.StreamConfig(chunk_size=5))):
+        model = build("qwen3")
+        add(model, outputs=OPTIONAL_OUTPUTS)
+        ids = torch.randint(3, VOCABULARY, (2, 9))
+        outputs.append(model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True, use_cache=False))
+    expected, found = outputs
+    for name in ("log_probs", *OPTIONAL_OUTPUTS, "label_mask"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), name
+    assert not found.is_top1.any()
 
 
 def reward(completions, **_):
