@@ -106,7 +106,7 @@ def error_row(
         model.to(torch.bfloat16)
         known[spans] = Known(model, batch, truth, relative_l2(gradients(model, **batch)[1], truth))
     model, batch, truth, noise = (getattr(known[spans], field.name) for field in dataclasses.fields(Known))
-    streambp.patch(model, streambp.StreamConfig(chunk_size=length // 8 - 3, saves=saves, attention=attention))
+    streambp.patch(model, streambp.StreamConfig(chunk_size=length // 4 + 3, saves=saves, attention=attention))
     try:
         with KernelsSeen() as seen:
             _, found = gradients(model, **batch)
