@@ -95,6 +95,15 @@ class ChunkPlan:
             start = end
         return ChunkPlan(self.length, self.size, tuple(ends))
 
+    def with_least(self, tokens: int) -> ChunkPlan:
+        """The plan whose chunks have at least so many positions: ends that come too soon after the one before, or too close
+        before the last, are left out."""
+        ends: list[int] = []
+        for end in self.ends[:-1]:
+            if end - (ends[-1] if ends else 0) >= tokens and self.length - end >= tokens:
+                ends.append(end)
+        return ChunkPlan(self.length, self.size, (*ends, self.length))
+
 
 def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"]) -> ChunkPlan:
     """Cut `length` positions of `batch_size` rows. The rule behind "auto" is `AUTO_RULE`."""

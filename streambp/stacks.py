@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, wrapped_functions
 from streambp.layer.arguments import CACHES
+from streambp.layer.states import PROTOCOL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,13 @@ def cache_argument(layer: nn.Module) -> str | None:
     return next((name for name in _locals(layer) if name in CACHES), None)
 
 
+def states_argument(layer: nn.Module) -> str | None:
+    """The argument that takes the cache of a layer that keeps states there; None if it keeps none. [Note: states]"""
+    if not any(set(PROTOCOL) & set(_names(module)) for module in layer.modules()):
+        return None
+    return next((name for name in _locals(layer) if name in CACHES), None)
+
+
 def counts_positions(layer: nn.Module) -> bool:
     """Whether a module of the layer asks its cache how many tokens came before (llama4's layers without rotary
     positions do; they would count from 0 in every chunk)."""
@@ -108,8 +116,10 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList) -> str | None:
         indexer = next((m for m in layer.modules() if "Indexer" in type(m).__name__), None)
         if indexer is not None:
             return f"its attention is sparse, {type(indexer).__name__} picks keys by their content"
-    if not any(attends(layer) or cache_argument(layer) for layer in layers):
-        return "its layers attend neither through transformers' attention interface nor over what a cache returns"
+    if not any(attends(layer) or cache_argument(layer) or states_argument(layer) for layer in layers):
+        return (
+            "its layers neither attend, through transformers' interface or over what a cache returns, nor keep states there"
+        )
     return None
 
 

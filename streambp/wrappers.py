@@ -28,7 +28,7 @@ from streambp.layer.sharded import stream_shard
 from streambp.layer.sharded_call import keeps_kv
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.offload.manager import OffloadManager
-from streambp.stacks import attends, cache_argument, counts_positions
+from streambp.stacks import attends, cache_argument, counts_positions, states_argument
 
 
 @dataclasses.dataclass
@@ -73,7 +73,7 @@ class LayerForward(InstanceForward):
         self.state = state
         self.site = LayerSite(
             module, state.config, attends(module), counts_positions(module), cache_argument(module),
-            offloader=state.offloader, index=index,
+            states_argument(module), offloader=state.offloader, index=index,
         )  # fmt: skip
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None

@@ -48,7 +48,7 @@ def test_config_is_frozen():
         lambda: BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)),
         lambda: T5Model(T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)),
         lambda: zoo.build("deepseek_v32"),
-        lambda: zoo.build("mamba"),
+        lambda: zoo.build("rwkv"),
         lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)),
     ],
     ids=["bert", "t5", "sparse", "own attention", "no transformer"],

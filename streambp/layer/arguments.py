@@ -36,8 +36,11 @@ TOKEN_DIMS = {
     "image_attention_mask": -2,
     "cross_attention_mask": -2,
     "full_text_row_masked_out_mask": -2,
+    "original_hidden_states": -2,
+    "prev_router_hidden_states": -2,
+    "ple_input_ids": -1,
 }
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 PAGED_CACHE = "cache"  # what continuous batching calls its own
 
 
@@ -107,7 +110,8 @@ class Arguments:
         self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
         for name, value in self.named.items():
             self.named[name] = _rebuild(value, functools.partial(self._detach, name))
-        self.kind = frozenset((name, self._kind(value)) for name, value in self.named.items() if value is not None)
+        kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
+        self.kind = frozenset({*kinds, ("a graph", torch.is_grad_enabled())})
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
 
     def _kind(self, value: Any) -> Any:
@@ -137,6 +141,8 @@ class Arguments:
             if isinstance(tensor, Slot):
                 return leaves[tensor.number]
             dim = TOKEN_DIMS.get(name)
+            if dim is None and name.endswith("mask") and tensor.dim() == 2 and tensor.shape[-1] == self.length:
+                dim = -1  # of padding [B, T]
             if dim is None:
                 return tensor
             self._check_length(name, tensor)

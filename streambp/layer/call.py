@@ -26,10 +26,12 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried, layout_of
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.kept import Kept
-from streambp.layer.outputs import ChunkOutput, Place, collect, recorded_keys, recording
+from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.products import UnreadProducts, left_out, trace_unread
 from streambp.layer.recompute import Autocast, checkpointing_off
+from streambp.layer.scans import StartingFrom, scans_of
 from streambp.layer.site import LayerSite, attention_configs
+from streambp.layer.states import LEAST_TOKENS, States
 from streambp.layer.store import Offloader
 
 PROBE_TOKENS = 2
@@ -56,12 +58,15 @@ class LayerCall:
         size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
         self.plan = plan_chunks(length, batch_size, size)
         self.configs = [] if site.cache else attention_configs(site.layer)
+        self.scans = scans_of(site.layer) if site.states is not None else []
         self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
         self.extras: list[Place] = []
         self.carried = self._carry()
         self.plan = move_ends(self.plan, self.carried.barriers)
+        if site.states is not None:
+            self.plan = self.plan.with_least(LEAST_TOKENS)
         site.longest = self.plan.longest if self.plan.longest > self.plan.size else None
         self.kept = self._keep()
 
@@ -87,23 +92,26 @@ class LayerCall:
         with routed(self.configs), checkpointing_off(self.layer), engine_hooks_silenced(self.layer):
             yield
 
-    def unwrap(self, result: Any) -> Tensor:
-        """The hidden states out of what a layer returned: a tensor, or a tuple with nothing else in it."""
+    def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
+        """The hidden states out of what a layer returned, and the tensors [B, C, ...] behind them by their place."""
         self.returns_tuple = isinstance(result, tuple)
         hidden_states, *rest = result if self.returns_tuple else (result,)
         if self.site.cache is not None:
             rest = [None] * len(rest)  # attention weights, which nobody asked for
-        if not isinstance(hidden_states, Tensor) or any(part is not None for part in rest):
+        found = {index: part for index, part in enumerate(rest) if part is not None}
+        whole = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
+        if not whole or not all(isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()):
             raise UnsupportedModelError(
-                f"{type(self.layer).__name__} returns more than its hidden states, which streambp does not support yet. "
-                "Use gradient checkpointing for this model."
+                f"{type(self.layer).__name__} returns more than its hidden states and tensors [B, T, ...] beside them, "
+                "which streambp does not support. Use gradient checkpointing for this model."
             )
         self.width = len(rest)
-        return hidden_states
+        return hidden_states, found
 
-    def wrap(self, hidden_states: Tensor) -> Any:
+    def wrap(self, hidden_states: Tensor, extras: dict[Place, Tensor]) -> Any:
         """The inverse of `unwrap`."""
-        return (hidden_states, *[None] * self.width) if self.returns_tuple else hidden_states
+        rest = [extras.get(Place(RETURNED, index)) for index in range(self.width)]
+        return (hidden_states, *rest) if self.returns_tuple else hidden_states
 
     def compute(
         self,
@@ -112,24 +120,31 @@ class LayerCall:
         stage: Stage,
         prefix: Prefix | None = None,
         leaves: list[Tensor] | None = None,
+        states: States | None = None,
     ) -> tuple[ChunkOutput | None, list[Attended]]:
         """The layer's own forward on hidden_chunk [..., B, C, h]; its output, and what its attention calls left behind.
 
         Args:
             prefix: another than the call's own, for a probe.
             leaves: this chunk's differentiable arguments, if they are to get gradients.
+            states: those that the chunk starts from; None: the layer gets no cache, as unpatched.
         """
         saved = self.kept.attended(chunk) if stage is Stage.RECOMPUTE and prefix is None else None
         mask = ChunkMask(prefix or self.carried.prefix, chunk, stage, saved)
-        return self.run(hidden_chunk, chunk, mask, leaves), mask.attended
+        return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 
     def run(
-        self, hidden_chunk: Tensor, chunk: Chunk, point: AttentionPoint, leaves: list[Tensor] | None = None
+        self,
+        hidden_chunk: Tensor,
+        chunk: Chunk,
+        point: AttentionPoint,
+        leaves: list[Tensor] | None = None,
+        states: States | None = None,
     ) -> ChunkOutput | None:
         """The layer's own forward on hidden_chunk, its attention as `point` says; None if that stopped it."""
-        named = self.carried.handed_to(self.arguments.cut(chunk, leaves), point)
+        named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states)
         before = {name: dict(named[name]) for name in self.arguments.mappings}
-        with recording(self.recorded) as recorded:
+        with recording(self.recorded) as recorded, StartingFrom(self.scans, cache):
             try:
                 result = self.site.forward(self.layer, hidden_chunk, **named)
             except RefillDone:
@@ -137,7 +152,9 @@ class LayerCall:
                 return None
         point.finish()
         mappings = {name: (before[name], named[name]) for name in before}
-        return collect(self.unwrap(result), recorded, mappings)
+        output = collect(*self.unwrap(result), recorded, mappings)
+        output.states = {} if cache is None else cache.after
+        return output
 
     def unread_products(self, linears: dict[str, nn.Linear], trainable: list[str], needs_input: bool) -> UnreadProducts:
         """Which Linear products this layer's refill and recomputation can leave out; traced once for each situation."""
@@ -155,7 +172,7 @@ class LayerCall:
             return kv
 
         found = trace_unread(linears, probe)
-        if not kv or not found.refill:
+        if len(kv) != 1 or not found.refill:  # of several attention calls all but the last are computed in a refill
             return found
         width = kv[0][0].shape[-1]
         try:
@@ -175,7 +192,7 @@ class LayerCall:
         prefix.calls = calls
         with torch.set_grad_enabled(stage is Stage.RECOMPUTE), self.kept.random[0].replayed():
             hidden_chunk = x.detach().requires_grad_(needs_input)
-            self.compute(hidden_chunk, Chunk(0, 0, tokens), stage, prefix)
+            self.compute(hidden_chunk, Chunk(0, 0, tokens), stage, prefix, states={})
         return [(site.k, site.v) for site in prefix.sites if isinstance(site, CallSite)]
 
 

@@ -1,13 +1,17 @@
-"""What passes from one chunk of a layer call to the next: keys and values, which every later chunk's queries read.
+"""What passes from one chunk of a layer call to the next.
 
-They live in the `Prefix`. A chunk reaches it through an argument of the layer's own forward, in one of two ways: layers
-that attend through transformers' interface get an `AttentionPoint` as their attention_mask, layers that attend by
-themselves a cache that returns the prefix.
+    keys, values   every later chunk's queries read them: the `Prefix`      in attention
+    states         the next chunk goes on from them: `States`               in recurrences and convolutions
+
+A chunk reaches both through arguments of the layer's own forward. Layers that attend through transformers' interface get
+an `AttentionPoint` in place of their attention mask, layers that attend by themselves a cache that returns the prefix, and
+layers with states a cache that hands them out and collects them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,9 +21,10 @@ from streambp.attention.keys import PrefixMemory
 from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix
 from streambp.attention.spans import Spans
-from streambp.chunks import Barrier, ChunkPlan
+from streambp.chunks import Barrier, Chunk, ChunkPlan
 from streambp.layer.cached import OwnMask, chunk_arguments
 from streambp.layer.site import LayerSite
+from streambp.layer.states import StateCache, States
 from streambp.layer.store import Offloader, SavedTensors
 
 
@@ -30,12 +35,17 @@ class Carried:
         layout: what the queries of the whole sequence may read.
         length: positions of the whole sequence.
         barriers: where no chunk may end. [Note: chunk ends]
+
+    states: what the chunk computed last ended with. upstream: in backward, the gradients of what the chunk before the one
+    computed last ended with.
     """
 
     def __init__(self, site: LayerSite, layout: Spans | DenseMask, length: int, barriers: tuple[Barrier, ...] = ()) -> None:
         self.site = site
         self.barriers = barriers
         self.prefix = Prefix(layout, length, site.config.attention)
+        self.states: States = {}
+        self.upstream: States = {}
 
     def limit(self, plan: ChunkPlan, offloader: Offloader, device: torch.device, saved: SavedTensors | None) -> None:
         """Of keys, values and their gradients no more is on the device than the offloader allows.
@@ -49,18 +59,55 @@ class Carried:
             scratch = functools.partial(offloader.scratch, device)
             self.prefix.memory = PrefixMemory(plan, offloader.prefix_memory, scratch, saved)
 
-    def handed_to(self, named: dict[str, Any], point: AttentionPoint) -> dict[str, Any]:
-        """A chunk's arguments, with what it gets from the chunks before it among them."""
+    def handed_to(
+        self, named: dict[str, Any], chunk: Chunk, point: AttentionPoint, states: States | None
+    ) -> tuple[dict[str, Any], StateCache | None]:
+        """A chunk's arguments, with what it gets from the chunks before it among them; and where its states end up.
+
+        Args:
+            states: those that the chunk starts from; None: it gets no cache.
+        """
         if self.site.attends:
-            return {**named, "attention_mask": point}
-        if self.site.cache is not None:
+            named = with_point(named, point)
+        elif self.site.cache is not None:
             assert isinstance(point, ChunkMask)
-            return chunk_arguments(named, self.site.cache, point)
-        return named
+            named = chunk_arguments(named, self.site.cache, point)
+        if self.site.states is None or states is None:
+            return named, None
+        cache = StateCache(chunk.start, states)
+        return {**named, self.site.states: cache}, cache
 
     def drop(self) -> None:
         """Let go of it: the pass over the chunks is over."""
         self.prefix.drop_buffers()
+        self.states, self.upstream = {}, {}
+
+
+def attention_mask_of(named: Mapping[str, Any]) -> Any:
+    """What the layer will hand to its attention as its mask.
+
+    Some layers get a second mask, of padding, for what else mixes tokens in them, by the name of attention_mask or in one
+    dictionary with attention's: attention's is the one that our mask function made.
+    """
+    found = [mask for value in named.values() for mask in (value.values() if isinstance(value, Mapping) else (value,))]
+    return next((mask for mask in found if isinstance(mask, LazyMask)), named.get("attention_mask"))
+
+
+def with_point(named: dict[str, Any], point: AttentionPoint) -> dict[str, Any]:
+    """The arguments with `point` in place of attention's mask."""
+    if not any(isinstance(value, LazyMask) or _holds_mask(value) for value in named.values()):
+        return {**named, "attention_mask": point}
+    return {name: _replaced(value, point) for name, value in named.items()}
+
+
+def _replaced(value: Any, point: AttentionPoint) -> Any:
+    if _holds_mask(value):
+        return {key: _replaced(part, point) for key, part in value.items()}
+    return point if isinstance(value, LazyMask) else value
+
+
+def _holds_mask(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values())
 
 
 def layout_of(
@@ -68,7 +115,7 @@ def layout_of(
 ) -> tuple[Spans | DenseMask, tuple[Barrier, ...]]:
     """What each query of hidden_states [..., B, T, h] may read by the arguments of a call, and where no chunk may end."""
     batch_size, length = hidden_states.shape[-3:-1]
-    mask = named.get("attention_mask")
+    mask = attention_mask_of(named)
     if isinstance(mask, OwnMask):
         return Spans.causal(batch_size, length), mask.barriers  # the layer itself reads the mask
     if not site.attends and not isinstance(mask, LazyMask):

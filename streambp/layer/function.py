@@ -17,6 +17,7 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
 from streambp.layer.cached import own_mask
 from streambp.layer.call import LayerCall
+from streambp.layer.carried import attention_mask_of
 from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
 from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
@@ -26,6 +27,7 @@ from streambp.layer.products import left_out, plain_linears, summed
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import LayerSite
+from streambp.layer.states import leaves_of, why_packed
 from streambp.layer.whole import run_whole
 
 
@@ -92,8 +94,9 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
         call.arguments.inputs = []
     else:
         output, *extras = passes.forward(call, False)
-    deliver(dict(zip(call.extras, extras, strict=True)), call.arguments.mappings)
-    return call.wrap(output)
+    by_place = dict(zip(call.extras, extras, strict=True))
+    deliver(by_place, call.arguments.mappings)
+    return call.wrap(output, by_place)
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
@@ -110,9 +113,12 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             if keep:
                 call.kept.snapshot()
             hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
+            if keep:
+                call.kept.keep_states(chunk, call.carried.states)
             with call.kept.capturing() if keep else contextlib.nullcontext():
-                output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD)
+                output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=call.carried.states)
             assert output is not None
+            call.carried.states = output.states
             if keep:
                 call.kept.keep(chunk, hidden_chunk, attended)
             whole.put(None, output.hidden_states, chunk)
@@ -231,27 +237,38 @@ def _refill(call: LayerCall) -> None:
             if chunk.index == len(call.plan) - 1:
                 return
             with call.kept.random[chunk.index].replayed():
-                call.compute(call.kept.store.peek("x", chunk.index), chunk, Stage.REFILL)
+                x, states = call.kept.store.peek("x", chunk.index), call.kept.states(chunk, again=True)
+                call.compute(x, chunk, Stage.REFILL, states=states)
 
 
 def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass) -> None:
     """Recompute one chunk with a graph, differentiate it, add up."""
     hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
     leaves = call.arguments.leaves(chunk, work.inputs.wanted)
+    states = leaves_of(call.kept.states(chunk))
     with torch.enable_grad(), call.kept.random[chunk.index].replayed(), call.kept.knowing(chunk, sums=work.sums):
-        output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves)
+        output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     outputs, upstream = work.grads.of(output, chunk)
+    for key, grad in call.carried.upstream.items():  # [Note: states]
+        outputs.append(output.states[key])
+        upstream.append(grad)
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-    found: list[Tensor | None] = list(torch.autograd.grad(outputs, [*targets, *work.shadows], upstream, allow_unused=True))
+    starts = {key: state for key, state in states.items() if state.requires_grad}
+    wanted = [*targets, *starts.values(), *work.shadows]
+    found: list[Tensor | None] = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
     del outputs, upstream, output
-    work.inputs.add(chunk, found[: len(targets)])
-    work.sums.add(found[len(targets) :])
+    first, second = len(targets), len(targets) + len(starts)
+    call.carried.upstream = {k: grad for k, grad in zip(starts, found[first:second], strict=True) if grad is not None}
+    work.inputs.add(chunk, found[:first])
+    work.sums.add(found[second:])
 
 
 def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
     """Why the layer cannot be cut with this call's attention mask; None if it can. Its own kind becomes an `OwnMask`."""
-    mask = arguments.named.get("attention_mask")
+    mask = attention_mask_of(arguments.named)
+    if site.states is not None and (because := why_packed(arguments.named)) is not None:
+        return because
     if site.cache is not None:
         found = own_mask(mask, arguments.length)
         if isinstance(found, str):

@@ -1,10 +1,11 @@
 """What one layer call keeps from its forward for its backward, chunk by chunk.
 
-    x           the chunk's hidden_states, always
+    x           the chunk's hidden_states                                 always
     attn_out.i  output and logsumexp of attention call i, with lse.i      by `saves`
     k.i, v.i    keys and values of attention call i                       by `saves`, where they leave the device
     product.n#i the output of call i of the Linear n                      by `saves`
-    random      the random state that the chunk started from, always
+    state.i     state i that the chunk started from                       always, but for the first chunk
+    random      the random state that the chunk started from              always
 
 All but the random states go into a store, on the device or on the host.
 """
@@ -26,6 +27,7 @@ from streambp.layer.cost import Cost, Product, Watch
 from streambp.layer.products import Sums, captured, known, matching, plain_linears
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
+from streambp.layer.states import Key, States
 from streambp.layer.store import Access, InMemory, Offloader, SavedTensors
 
 
@@ -44,6 +46,7 @@ class Kept:
         self.linears: dict[str, nn.Linear] = {}
         self.products: list[str] = []
         self.product_names: list[str] = []
+        self._state_keys: list[Key] = []
         self._captured: list[tuple[str, Tensor, int]] = []
 
     def save_to(self, offloader: Offloader) -> None:
@@ -62,6 +65,19 @@ class Kept:
     def snapshot(self) -> None:
         """Remember the random state that the next chunk starts from."""
         self.random.append(RandomState.capture(self.device))
+
+    def keep_states(self, chunk: Chunk, states: States) -> None:
+        """Save the states that a chunk starts from."""
+        self._state_keys = list(states)
+        for number, state in enumerate(states.values()):
+            self.store.put(f"state.{number}", chunk.index, state)
+
+    def states(self, chunk: Chunk, again: bool = False) -> States:
+        """The states that a chunk starts from; again: they will be asked for once more."""
+        if chunk.index == 0:
+            return {}
+        read = self.store.peek if again else self.store.take
+        return {key: read(f"state.{number}", chunk.index) for number, key in enumerate(self._state_keys)}
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk: hidden_chunk [..., B, C, h], without a graph, and what its attention
@@ -165,6 +181,7 @@ class Kept:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
         sites, chunks = range(self.carried.prefix.calls or 0), range(len(self.plan))
         order: list[Access] = []
+        states = [f"state.{number}" for number in range(len(self._state_keys))]
         tiled: list[Access] = []  # the first tiles; each visit of one announces the next
         if self.moves_kv:
             for site, resident in enumerate(self.carried.prefix.resident_tiles(backward=True)):
@@ -173,13 +190,13 @@ class Kept:
                 else:
                     tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
         elif "kv" not in self.saves and sites:
-            order += [("x", chunk) for chunk in chunks[:-1]]
+            order += [(name, chunk) for chunk in chunks[:-1] for name in ("x", *(states if chunk else ()))]
         products = [name for name in self.product_names if self.store.has(name, 0)]
         attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
         for chunk in reversed(chunks):
-            order += [(name, chunk) for name in ("x", *products, *attended)]
+            order += [(name, chunk) for name in ("x", *(states if chunk else ()), *products, *attended)]
             order += tiled if chunk == chunks[-1] else []
-        return order, 1 + len(products) + len(attended)
+        return order, 1 + len(states) + len(products) + len(attended)
 
     def restore_kv(self) -> bool:
         """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""

@@ -1,8 +1,9 @@
 """What a layer gives besides its hidden states, chunk by chunk and put together.
 
-Two things leave a decoder layer by the side. Modules inside it are recorded by transformers' forward hooks (router
-logits, from which the load-balancing loss is computed), and some layers write their keys and values into a mapping that
-later layers read. Both are outputs of the layer's autograd Function: a gradient comes back for them.
+Three things leave a decoder layer by the side. Modules inside it are recorded by transformers' forward hooks (router
+logits, from which the load-balancing loss is computed), some layers write their keys and values into a mapping that later
+layers read, and some return a tensor behind their hidden states. All are outputs of the layer's autograd Function: a
+gradient comes back for them. States are not: they leave a chunk, not the layer. [Note: states]
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from transformers.utils import output_capturing
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.arguments import written
+from streambp.layer.states import States
 
 Collected = dict[str, list[Tensor]]
+RETURNED = "returned"  # the name of what a layer returns behind its hidden states
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an extra output goes: the recorded tensor `name`[`index`], or part `index` of entry `key` of mapping `name`.
+    """Where an extra output goes: the recorded tensor `name`[`index`], part `index` of entry `key` of mapping `name`, or,
+    by the name of `RETURNED`, the layer's return value `index` behind its hidden states.
 
     flat: the recorded tensor merges rows and tokens, [B * C, ...]; here it is handled as [B, C, ...].
     """
@@ -41,21 +45,25 @@ class Place:
 
 @dataclasses.dataclass
 class ChunkOutput:
-    """hidden_states [..., C, h] and the extra outputs of one chunk."""
+    """hidden_states [..., C, h] and the extra outputs of one chunk, and the states it ends with."""
 
     hidden_states: Tensor
     extras: dict[Place, Tensor]
+    states: States = dataclasses.field(default_factory=dict)
 
 
-def collect(hidden_states: Tensor, recorded: Collected, mappings: dict[str, tuple[Any, Any]]) -> ChunkOutput:
+def collect(
+    hidden_states: Tensor, returned: dict[int, Tensor], recorded: Collected, mappings: dict[str, tuple[Any, Any]]
+) -> ChunkOutput:
     """The output of a chunk.
 
     Args:
         hidden_states: what the layer returned, [..., C, h].
+        returned: what it returned behind them, [B, C, ...], by place.
         recorded: what hooks recorded, by key.
         mappings: the mappings among the arguments, as they were before the chunk and as they are now.
     """
-    extras: dict[Place, Tensor] = {}
+    extras = {Place(RETURNED, index): tensor for index, tensor in returned.items()}
     rows, tokens = hidden_states.shape[-3:-1]
     for name, tensors in recorded.items():
         for index, tensor in enumerate(tensors):
@@ -97,6 +105,8 @@ def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
     collector = output_capturing._active_collector.get()
     entries: dict[tuple[str, str], list[Tensor]] = {}
     for place, tensor in extras.items():
+        if place.name == RETURNED:
+            continue
         if place.key is None:
             assert collector is not None
             collector[place.name].append(tensor.flatten(0, 1) if place.flat else tensor)

@@ -1,14 +1,16 @@
 """Whether a layer can be cut: found out by running it, before it is first streamed.
 
-A convolution, a recurrence or a token-shift inside a decoder layer would make chunks compute something else, silently.
-So the first call of every layer, and of every new kind, runs a few tokens twice, whole and in chunks, and compares. What
-it cannot see: effects of positions far beyond these tokens, which is why layers that count positions get a `ChunkCache`.
+A token-shift inside a decoder layer, or a recurrence whose states are not seen, would make chunks compute something else,
+silently. So the first call of every layer, and of every new kind, runs a few tokens twice, whole and in chunks, and
+compares outputs and, where a graph is wanted, the gradient of the input: a state that is handed on without its gradient
+gives the right output. What it cannot see: effects of positions far beyond these tokens, which is why layers that count
+positions get a `ChunkCache`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
+from streambp.layer.states import LEAST_TOKENS, States
 
 TOKENS = 12
 CHUNK = 5
@@ -48,7 +51,7 @@ def can_stream(call: LayerCall) -> bool:
     if kind in site.verdicts:
         return True  # what is known not to stream does not get here
     if x.device.type == "meta" or isinstance(x, FakeTensor):
-        return site.attends
+        return site.attends or site.states is not None
     if x.shape[-2] == 1:
         return False
     try:
@@ -65,12 +68,15 @@ def can_stream(call: LayerCall) -> bool:
 def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
     """Why chunks compute something else, None if they do not; and whether that will be so for any batch."""
     certain = hidden_states.shape[-2] > CHUNK
-    with torch.no_grad(), call.streaming(), _evaluated(call.layer), RandomState.capture(hidden_states.device).replayed():
-        x = _random_like(hidden_states)
+    apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
+    random = RandomState.capture(hidden_states.device).replayed()
+    with apart, call.streaming(), _evaluated(call.layer), random:
+        with torch.no_grad():
+            x, upstream = _random_like(hidden_states), _random_like(hidden_states)
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
         try:
-            with call.arguments.replaced(_causal_mask(call, x.shape[-2])):
-                whole, pieces = (_run(call, x, size) for size in (x.shape[-2], chunk_size))
+            with call.arguments.replaced(_nothing_masked(call.arguments.named, x.shape[-2])):
+                whole, pieces = _run(call, x, upstream, x.shape[-2], None), _run(call, x, upstream, chunk_size, {})
         except (torch.OutOfMemoryError, AttentionChoiceError):
             raise
         except Exception as error:
@@ -85,14 +91,25 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
                 ) from error
             # Whatever else it is, it comes from cutting the layer.
             return f"its forward does not work on chunks ({type(error).__name__}: {error})", certain
-    autocast = any(enabled for _, enabled, _ in call.autocast.states)
-    tolerance = HALF_TOLERANCE if autocast else TOLERANCE.get(x.dtype, HALF_TOLERANCE)
-    scale = tolerance * (whole - x).float().norm() + 8 * torch.finfo(x.dtype).eps * whole.float().norm()
-    if bool((whole - pieces).float().norm() <= scale):
+    dtype = _coarsest(call, x)
+    if all(_agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
         return None, certain
-    if not bool(whole.isfinite().all()):  # weights that are still to be loaded
+    if not all(bool(part.isfinite().all()) for part in whole):  # weights that are still to be loaded
         return None, False
     return "it mixes tokens outside of its attention (a convolution, a recurrence?)", certain
+
+
+def _coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
+    """The dtype with the largest rounding among the input's, the parameters' and autocast's."""
+    dtypes = {x.dtype, *(p.dtype for p in call.layer.parameters() if p.is_floating_point())}
+    dtypes |= {dtype for _, enabled, dtype in call.autocast.states if enabled}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
+    """Whether they differ by no more than rounding does; what the layer adds to the residual stream is what it computes."""
+    added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
+    return bool((whole - pieces).float().norm() <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm())
 
 
 def _random_like(hidden_states: Tensor) -> Tensor:
@@ -104,22 +121,43 @@ def _random_like(hidden_states: Tensor) -> Tensor:
     return x.to(hidden_states.dtype)
 
 
-def _causal_mask(call: LayerCall, length: int) -> dict[str, Any]:
-    """The arguments that say what is read, so that a layer that attends by itself reads what is before and nothing is
-    padding; the others get their mask from `_run`."""
-    named = call.arguments.named
-    return {name: mask.causal(length) for name, mask in named.items() if isinstance(mask, OwnMask)}
+def _nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """The masks among the arguments, so that a layer that attends by itself reads what is before and nothing is padding;
+    the others get attention's mask from `_run`."""
+    return {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
 
 
-def _run(call: LayerCall, x: Tensor, chunk_size: int) -> Tensor:
+def _unmasked(mask: Any, length: int) -> Any:
+    if isinstance(mask, OwnMask):
+        return mask.causal(length)
+    if isinstance(mask, Mapping):
+        return {key: _unmasked(part, length) for key, part in mask.items()}
+    return torch.ones_like(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
+
+
+def _run(call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: States | None) -> list[Tensor]:
+    """The layer's output for x [..., B, TOKENS, h] and, where a graph is wanted, the gradient of x for that upstream.
+
+    Args:
+        states: {} to hand them from chunk to chunk, None for a layer that gets no cache.
+    """
+    judged = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    stage = Stage.RECOMPUTE if judged else Stage.FORWARD
+    x = x.detach().requires_grad_(judged)
     length = x.shape[-2]
     prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
+    plan = ChunkPlan(length, chunk_size)
     parts = []
-    for chunk in ChunkPlan(length, chunk_size):
-        output, _ = call.compute(x[..., chunk.start : chunk.stop, :], chunk, Stage.FORWARD, prefix)
+    for chunk in plan if states is None else plan.with_least(LEAST_TOKENS):
+        output, _ = call.compute(x[..., chunk.start : chunk.stop, :], chunk, stage, prefix, states=states)
         assert output is not None
         parts.append(output.hidden_states)
-    return torch.cat(parts, -2)  # [..., B, TOKENS, h]
+        states = None if states is None else output.states
+    whole = torch.cat(parts, -2)  # [..., B, TOKENS, h]
+    if not whole.requires_grad:
+        return [whole.detach()]
+    # One graph over all chunks is differentiated last to first, too: the engine takes the newest nodes first.
+    return [whole.detach(), *torch.autograd.grad(whole, x, upstream)]
 
 
 @contextlib.contextmanager

@@ -62,6 +62,9 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
     if site.cache is not None:
         site.because = "it attends by itself, to this rank's shard"
         return _refuse(site, args, kwargs)
+    if site.states is not None:
+        site.because = "it goes on from a state (a recurrence, a convolution), which another rank's shard ends with"
+        return _refuse(site, args, kwargs)
     if not site.attends:
         return stream_layer(site, args, kwargs, Passes(LayerCall, run_forward, run_backward, _refuse))
     make = functools.partial(ShardedCall, shards=shards)

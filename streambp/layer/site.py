@@ -23,6 +23,7 @@ class LayerSite:
         attends: it hands attention_mask to transformers' attention interface.
         counts_positions: it asks its cache how many tokens came before.
         cache: the argument that takes its cache, if it attends by itself over what that returns.
+        states: the argument that takes its cache, if it keeps states there. [Note: states]
         because: why its last call ran whole, checkpointed, instead of in chunks; None if it streamed.
         verdicts: the same, of the layer itself, for each kind of call that was tried (`probe.py`).
         longest: tokens of its last call's longest chunk, if that is longer than asked for. [Note: chunk ends]
@@ -35,6 +36,7 @@ class LayerSite:
     attends: bool = True
     counts_positions: bool = False
     cache: str | None = None
+    states: str | None = None
     because: str | None = None
     verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=dict)
     longest: int | None = None

@@ -17,6 +17,7 @@ from streambp.offload.engines import Engine
 from streambp.offload.transfers import Entry, Holding, Transfers
 
 Access = tuple[str, int]
+ESSENTIAL = ("x", "state")  # what a recomputation starts from
 
 
 class Policy(Protocol):
@@ -157,7 +158,8 @@ class LayerTensors(HostTensors):
             self.kept += tensor.nbytes
             entry: Entry | None = Entry(self._engine, tensor, budgeted=True)
         else:
-            entry = self._policy.place(self._batch, self._engine, tensor, optional=name != "x", foreign=name == "x")
+            optional = name.split(".")[0] not in ESSENTIAL
+            entry = self._policy.place(self._batch, self._engine, tensor, optional, foreign=name == "x")
         if entry is not None and entry.host is None and name == "x":  # the caller's tensor, not ours
             entry.version = tensor._version
         return entry

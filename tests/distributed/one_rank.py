@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from streambp import wrappers
+from streambp import causal_lm, wrappers
 from streambp.distributed.sequence_parallel import Ulysses
 
 
@@ -14,7 +14,8 @@ def give_back(received, sent, group=None):
 
 
 def split_over_one_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(wrappers, "find_ulysses", lambda implementation: Ulysses(group=None, disable_in_eval=False))
+    for module in (wrappers, causal_lm):
+        patch.setattr(module, "find_ulysses", lambda implementation: Ulysses(group=None, disable_in_eval=False))
     patch.setattr(dist, "all_to_all_single", give_back)
     patch.setattr(dist, "all_gather", lambda parts, tensor, group=None: parts[0].copy_(tensor))
     patch.setattr(dist, "get_world_size", lambda group=None: 1)

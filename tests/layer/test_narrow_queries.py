@@ -9,6 +9,7 @@ import streambp
 from streambp.layer import call, function, products
 from streambp.layer.function import stream_layer
 from streambp.layer.site import LayerSite
+from tests import zoo
 from tests.attention.meta_runs import ElementwiseBytes
 from tests.families import build, make_batch
 from tests.layer.test_bytes import empty, qwen3_8b_layer
@@ -46,10 +47,10 @@ def test_keys_that_come_out_differently_are_not_taken(monkeypatch):
     """A layer whose keys notice how many heads the queries have."""
     real = function.LayerCall.run
 
-    def notices(self, hidden_chunk, chunk, point, leaves=None):
+    def notices(self, hidden_chunk, chunk, point, leaves=None, states=None):
         attend = point.attend
         point.attend = lambda q, k, v, *args: attend(q, k + 1e-9 * q.shape[1], v, *args)
-        return real(self, hidden_chunk, chunk, point, leaves)
+        return real(self, hidden_chunk, chunk, point, leaves, states)
 
     monkeypatch.setattr(call.LayerCall, "run", notices)
     found, _ = record(monkeypatch)
@@ -86,3 +87,19 @@ def refill_bytes(width, monkeypatch):
 def test_a_refill_moves_half_of_the_bytes(monkeypatch):
     whole, narrow = refill_bytes(None, monkeypatch), refill_bytes(128, monkeypatch)
     assert 0 < narrow <= 0.55 * whole, (whole, narrow)
+
+
+def test_layers_that_attend_several_times_keep_their_heads(float64_oracle):
+    """All but the last of their attention calls are computed in a refill: with fewer heads of queries than of keys a fused
+    kernel divides by zero."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        stock = zoo.build("diffllama")
+        _, expected = gradients(stock, **make_batch("plain"))
+        ours = streambp.patch(stock, streambp.StreamConfig(chunk_size=5))
+        assert worst_error(gradients(ours, **make_batch("plain"))[1], expected) <= 1e-10
+    finally:
+        torch.set_default_dtype(torch.float32)
+    sites = [module.forward.site for module in ours.model.layers]
+    assert all(unread.width is None for site in sites for unread in site.unread.values())
+    assert all(site.unread for site in sites)

@@ -217,7 +217,7 @@ def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
         ("gpt_oss", {}, "attention sink"),
         ("diffllama", {}, "attended 2 times"),
         ("gptj", {}, "attends by itself"),
-        ("lfm2", {}, "mixes tokens|does not work on chunks"),
+        ("lfm2", {}, "goes on from a state"),
         ("llama4_text", {"attention_chunk_size": 8}, "sliding window"),
     ],
 )

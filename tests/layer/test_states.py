@@ -1,0 +1,171 @@
+"""Recurrences and convolutions in chunks: states that pass from one to the next. [Note: states]"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+
+import streambp
+from streambp.layer import scans
+from tests import zoo
+from tests.families import make_batch
+from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
+
+# One of each mechanism: gated delta rule, convolution alone, Mamba 2, selective scan, linear attention, attention beside a
+# convolution and beside a state-space model, a unit that keeps its states on itself.
+KINDS = ("qwen3_next", "lfm2", "bamba", "jamba", "minimax", "zaya", "falcon_h1", "recurrent_gemma")
+
+
+@pytest.fixture
+def float64_states(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def patched(stock, **settings):
+    return streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(**settings))
+
+
+def check_exact(name, length, chunk_sizes, **settings):
+    fresh = zoo.build(name)
+    stock, batch = copy.deepcopy(fresh), make_batch("plain", length=length)
+    expected_loss, expected = gradients(stock, **batch)
+    for chunk_size in chunk_sizes:
+        ours = patched(fresh, chunk_size=chunk_size, **settings)
+        loss, found = gradients(ours, **batch)
+        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+        assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+        assert worst_error(found, expected) <= 1e-10
+
+
+def check_padded(name):
+    fresh = zoo.build(name)
+    stock, batch = copy.deepcopy(fresh), make_batch("left-padded")
+    _, expected = gradients(stock, **batch)
+    assert worst_error(gradients(patched(fresh, chunk_size=5), **batch)[1], expected) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["lfm2", "bamba", "mamba"])
+def test_chunks_of_a_few_tokens(name, float64_states):
+    """None has a single token: mixers would take kernels for decoding, which have no backward."""
+    check_exact(name, 11, [1, 2, 3, 5, 10])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("length", [1, 2, 3, 9, 11])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_on_few_tokens(name, length, float64_states):
+    check_exact(name, length, [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("name", ["jamba"])
+def test_over_several_blocks_of_the_kernels(name, float64_states):
+    check_exact(name, 201, [50])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_over_several_blocks_of_the_kernels(name, float64_states):
+    check_exact(name, 201, [7, 50, 64])
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
+def test_offloading_changes_no_bit(name):
+    stock = zoo.build(name, dtype=torch.float32)
+    batch = make_batch("left-padded")
+    for saves in ((), ("attn_out", "kv")):
+        _, expected = gradients(patched(stock, chunk_size=5, saves=saves), **batch)
+        for settings in ({"offload": "cpu"}, {"offload": "cpu", "gpu_memory": 1}):
+            _, found = gradients(patched(stock, chunk_size=5, saves=saves, **settings), **batch)
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_without_a_graph_and_generation():
+    stock = zoo.build("qwen3_next", dtype=torch.float32).eval()
+    ours = patched(stock, chunk_size=5)
+    batch = make_batch("left-padded")
+    with torch.no_grad():
+        losses = [model(**batch, use_cache=False).loss for model in (stock, ours)]
+    assert abs(losses[0] - losses[1]) <= 1e-5
+    prompt = make_batch("plain")["input_ids"]
+    expected, found = (model.generate(prompt, max_new_tokens=6, do_sample=False) for model in (stock, ours))
+    assert torch.equal(expected, found)
+
+
+def test_packed_documents_run_whole_in_that_call_alone():
+    ours = patched(zoo.build("lfm2", dtype=torch.float32), chunk_size=5)
+    batch = make_batch("plain", rows=1)
+    gradients(ours, **batch)
+    with pytest.raises(ValueError, match="packed sequences"):  # as unpatched: the reference of the kernel takes none
+        ours(**batch, seq_idx=torch.zeros(1, 23, dtype=torch.int32), use_cache=False)
+    assert "checkpoints: 1" in str(streambp.describe(ours))
+    gradients(ours, **batch)
+    assert "checkpoints" not in str(streambp.describe(ours))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "jamba"])
+def test_a_chunk_ends_with_its_backward(name):
+    """Without the garbage collector: nothing that a chunk's graph holds outlives its step in a cycle."""
+    ours = patched(zoo.build(name, dtype=torch.float32), chunk_size=5)
+    made: list[weakref.ref] = []
+    real = streambp.layer.states.StateCache.__init__
+
+    def remember(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        made.append(weakref.ref(self))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streambp.layer.states.StateCache, "__init__", remember)
+            gradients(ours, **make_batch("plain"))
+        assert made
+        assert not [cache for cache in made if cache() is not None]
+    finally:
+        gc.enable()
+
+
+def test_an_exception_inside_a_scan_leaves_no_forward_behind():
+    ours = patched(zoo.build("jamba", dtype=torch.float32), chunk_size=5)
+    batch = make_batch("plain")
+    expected = gradients(ours, **batch)[1]
+
+    def fail(*args, **kwargs):
+        raise FloatingPointError("a test wants it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scans.SelectiveScan, "__call__", fail)
+        with pytest.raises(FloatingPointError):
+            gradients(ours, **batch)
+    mixers = [module for module in ours.modules() if "Mixer" in type(module).__name__]
+    assert mixers
+    assert not any("forward" in module.__dict__ for module in mixers)
+    found = gradients(ours, **batch)[1]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.full) for name in ("bamba", "lfm2", "qwen3_next", "zaya")]
+
+
+@pytest.mark.parametrize("name", ["jamba", *SLOW])
+def test_half_precision_is_no_worse_than_unpatched(name):
+    """The error against a float32 oracle, 9 chunks."""
+
+    def errors():
+        for seed in itertools.count():
+            oracle = zoo.build(name, dtype=torch.float32, seed=seed)
+            batch = make_batch("plain", length=72, seed=seed)
+            expected = gradients(oracle, **batch)[1]
+            stock = copy.deepcopy(oracle).to(torch.bfloat16)
+            ours = patched(stock, chunk_size=8)
+            yield tuple(relative_l2(gradients(model, **batch)[1], expected) for model in (ours, stock))
+            assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+    assert_as_precise(errors())
