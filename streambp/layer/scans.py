@@ -81,13 +81,19 @@ class StartingFrom:
     def __init__(self, mixers: list[tuple[nn.Module, str]], cache: StateCache | None) -> None:
         self._replaced = [] if cache is None else [_replacement(module, name, cache) for module, name in mixers]
 
+        self._before: list[Any] = []
+
     def __enter__(self) -> None:
+        self._before = [module.__dict__.get(name) for module, name, _ in self._replaced]
         for module, name, function in self._replaced:
             module.__dict__[name] = function
 
     def __exit__(self, *_: object) -> None:
-        for module, name, _function in self._replaced:
-            module.__dict__.pop(name, None)
+        for (module, name, _function), before in zip(self._replaced, self._before, strict=True):
+            if before is None:
+                del module.__dict__[name]
+            else:  # another library's
+                module.__dict__[name] = before
 
 
 def _replacement(module: nn.Module, name: str, cache: StateCache) -> tuple[nn.Module, str, Callable[..., Any]]:

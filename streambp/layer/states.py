@@ -90,7 +90,7 @@ class StateCache(ChunkCache):
         return joined
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        self.after[Key("recurrent", layer_idx, state_idx)] = recurrent_states
+        self.after[Key("recurrent", layer_idx, state_idx)] = _alone(recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
@@ -99,7 +99,7 @@ class StateCache(ChunkCache):
         return
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self.after[Key("linear", layer_idx, 0)] = linear_cache
+        self.after[Key("linear", layer_idx, 0)] = _alone(linear_cache)
 
     @property
     def layers(self) -> LayerStates:
@@ -128,6 +128,11 @@ class LayerStates:
 
     def _of(self, kind: str) -> dict[int, Tensor]:
         return {key.number: state for key, state in self._before.items() if key.kind == kind and key.layer == self._layer}
+
+
+def _alone(state: Tensor) -> Tensor:
+    """The state in memory of its own: some are the last of all blocks' or tokens' states."""
+    return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
 
 
 def _join(before: Tensor, states: Tensor) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import types
 import weakref
 
 import pytest
 import torch
 
 import streambp
-from streambp.layer import scans
+from streambp.layer import kept, scans
 from tests import zoo
 from tests.families import make_batch
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
@@ -73,6 +74,26 @@ def test_over_several_blocks_of_the_kernels(name, float64_states):
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_over_several_blocks_of_the_kernels(name, float64_states):
     check_exact(name, 201, [7, 50, 64])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_kept_has_memory_of_its_own(name, monkeypatch):
+    """Some mixers hand their cache a view: the last of all blocks' or tokens' states."""
+    seen = []
+    real = kept.Kept.keep_states
+    monkeypatch.setattr(kept.Kept, "keep_states", lambda *args: seen.extend(args[2].values()) or real(*args))
+    gradients(patched(zoo.build(name, dtype=torch.float32), chunk_size=5), **make_batch("plain"))
+    assert seen
+    assert all(state.untyped_storage().nbytes() == state.nbytes for state in seen)
+
+
+def test_another_librarys_forward_comes_back():
+    ours = patched(zoo.build("jamba", dtype=torch.float32), chunk_size=5)
+    mixer = next(module for module in ours.modules() if "Mixer" in type(module).__name__)
+    theirs = types.MethodType(type(mixer).forward, mixer)
+    mixer.forward = theirs
+    gradients(ours, **make_batch("plain"))
+    assert mixer.__dict__["forward"] is theirs
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
