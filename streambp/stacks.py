@@ -42,15 +42,15 @@ def find_stacks(model: nn.Module) -> Found:
         raise UnsupportedModelError(
             f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
         )
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
     stacks: list[Stack] = []
     reasons: list[str] = []
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel):
-            continue
+    for module in models:
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], GradientCheckpointingLayer):
                 _refuse_unsloth(module, *child)
-                problem = _why_not(module, child)
+                problem = _why_not(module, child, encoded)
                 if problem is None:
                     stacks.append(Stack(module, tuple(child)))
                 else:
@@ -102,17 +102,21 @@ def counts_positions(layer: nn.Module) -> bool:
     return any("get_seq_length" in _names(module) for module in asking)
 
 
-def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList) -> str | None:
-    """Why layers of this stack cannot be streamed exactly; None if nothing in their structure speaks against it."""
+def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) -> str | None:
+    """Why layers of this stack cannot be streamed exactly; None if nothing in their structure speaks against it.
+
+    encoded: they are part of an encoder-decoder, whose decoder reads the encoder's output with a mask that cannot be cut.
+    """
     if getattr(backbone.config, "is_encoder_decoder", False) or getattr(backbone.config, "is_causal", True) is False:
         return "its attention is bidirectional, a chunk would read what later chunks hold"
     for layer in layers:
         if not isinstance(layer, GradientCheckpointingLayer):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
         attentions = _attentions(layer)
-        if attentions and all(getattr(attention, "is_causal", True) is False for attention in attentions):
-            # Beside a causal one it reads an encoder's output, or nothing; the layer's probe would find out if not.
-            return f"{type(attentions[0]).__name__} is bidirectional, a chunk would read what later chunks hold"
+        bidirectional = [a for a in attentions if getattr(a, "is_causal", True) is False]
+        # Beside a causal one it reads nothing where there is no encoder (BartForCausalLM); the probe finds out if not.
+        if bidirectional and (encoded or len(bidirectional) == len(attentions)):
+            return f"{type(bidirectional[0]).__name__} is bidirectional, a chunk would read what later chunks hold"
         indexer = next((m for m in layer.modules() if "Indexer" in type(m).__name__), None)
         if indexer is not None:
             return f"its attention is sparse, {type(indexer).__name__} picks keys by their content"

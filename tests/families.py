@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -98,3 +99,10 @@ def make_batch(mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2) ->
         labels[kept == 0] = -100
         batch["attention_mask"] = kept
     return batch
+
+
+def mix_neighbours(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    """Each position of the layers' MLP also gets its left neighbour, so that they cannot be cut."""
+    mlp = type(model.model.layers[0].mlp)  # type: ignore[union-attr, index]
+    real = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: real(self, x + 0.5 * torch.roll(x, 1, 1)))

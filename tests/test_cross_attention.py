@@ -103,12 +103,12 @@ def evolla():
 
 def higgs_audio():
     config = HiggsAudioV2Config(
-        **TEXT, num_key_value_heads=2, head_dim=8, num_codebooks=2, codebook_size=16, audio_token_id=52,
+        **TEXT, num_key_value_heads=2, head_dim=8, num_codebooks=8, codebook_size=16, audio_token_id=52,
         audio_bos_token_id=51, audio_delay_token_id=50, audio_stream_bos_id=15, audio_stream_eos_id=14,
     )  # fmt: skip
     batch = tokens(50)
     batch["input_ids"][:, 8:17] = 52
-    batch["audio_input_ids"] = torch.randint(0, 14, (2, 9, 2))
+    batch["audio_input_ids"] = torch.randint(0, 14, (2, 9, 8))
     batch["audio_input_ids_mask"] = torch.ones(2, 9, dtype=torch.bool)
     batch.pop("labels")
     batch["audio_labels"] = batch["audio_input_ids"].clone()
@@ -146,7 +146,7 @@ def gradients_of(model, batch):
 def test_exact_and_every_layer_streams(make):
     torch.manual_seed(0)
     stock, batch, count = make()
-    ours = copy.deepcopy(stock.train())
+    ours = copy.deepcopy(stock.double().train())
     expected_loss, expected = gradients_of(stock, batch)
     for chunk_size in (5, 7, 10):  # of 23 tokens; mllama's two images have 10 keys
         streambp.patch(ours, streambp.StreamConfig(chunk_size=chunk_size))
@@ -165,7 +165,7 @@ def test_cross_attention_without_a_mask_is_refused():
     """sdpa would take None for causal, in every chunk from the first key on."""
     torch.manual_seed(0)
     model, batch, _ = mllama()
-    streambp.patch(model.train(), streambp.StreamConfig(chunk_size=5))
+    streambp.patch(model.double().train(), streambp.StreamConfig(chunk_size=5))
     gradients_of(model, batch)
     del batch["cross_attention_mask"]
     with pytest.raises(streambp.StreamBPError, match="no mask over keys from elsewhere"):
