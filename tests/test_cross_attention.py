@@ -25,6 +25,7 @@ from transformers.models.musicgen_melody.configuration_musicgen_melody import Mu
 import streambp
 from streambp.attention import interface
 from tests.oracle import worst_error
+from tests.seeds import seed_torch
 
 LENGTH = 23
 TEXT = {
@@ -144,7 +145,7 @@ def gradients_of(model, batch):
 
 @pytest.mark.parametrize("make", [idefics, mllama, evolla, higgs_audio, musicgen_melody, bart])
 def test_exact_and_every_layer_streams(make):
-    torch.manual_seed(0)
+    seed_torch(0)
     stock, batch, count = make()
     ours = copy.deepcopy(stock.double().train())
     expected_loss, expected = gradients_of(stock, batch)
@@ -163,7 +164,7 @@ def test_exact_and_every_layer_streams(make):
 
 def test_cross_attention_without_a_mask_is_refused():
     """sdpa would take None for causal, in every chunk from the first key on."""
-    torch.manual_seed(0)
+    seed_torch(0)
     model, batch, _ = mllama()
     streambp.patch(model.double().train(), streambp.StreamConfig(chunk_size=5))
     gradients_of(model, batch)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streambp import causal_lm
-from streambp.attention import attend, kernels, keys, masks, merge, prefix
+from streambp.attention import attend, kernels, keys, masks, merge, prefix, spans
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.distributed import shards
@@ -68,8 +68,25 @@ def autocast():
     test_training.test_autocast_covers_the_recomputation()
 
 
-def top_left(self, b0, b1, run, tiling):
-    yield Block(Kind.CAUSAL, b0, b1, run.q0, run.q1, run.k0, run.q1)
+def square_alone(b0, b1, q0, q1, k0, tiling):
+    yield Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1)
+
+
+def top_left(task, device, real=kernels._tile):
+    block = task.block
+    if block.kind is not Kind.CAUSAL:
+        return real(task, device)
+    return torch.ones(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool, device=device).tril()
+
+
+def bottom_right_block():
+    """A causal block of more keys than queries: queries are aligned to the last keys."""
+    q, k, v = torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 1, 5, 8)
+    task = kernels.Task(Block(Kind.CAUSAL, 0, 1, 2, 5, 0, 5), 0.3)
+    o, _ = kernels.MATH.forward(q, k, v, task)
+    reads = torch.ones(3, 5).tril(2)
+    weights = (q @ k.mT * 0.3).masked_fill(reads == 0, -torch.inf).softmax(-1)
+    assert torch.allclose(o, weights @ v, atol=1e-6)
 
 
 def skips_second(real):
@@ -262,7 +279,8 @@ MUTANTS = {
     ),
     "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
     "lose autocast": (recompute.Autocast, "restored", nothing, autocast),
-    "top-left instead of bottom-right": (Spans, "_run_blocks", top_left, oracle),
+    "top-left instead of bottom-right": (kernels, "_tile", top_left, bottom_right_block),
+    "keys before the chunk left out": (spans, "_causal_blocks", square_alone, oracle),
     "weights of an empty row": (
         kernels, "_weights", lambda scores, lse: torch.exp(scores - lse[..., None]), dense_mask,
     ),

@@ -81,9 +81,8 @@ class CallSite:
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """K [B, H_kv, C, D] and V of a chunk, as views."""
-        k, v = (x[:, chunk.start : chunk.stop].transpose(1, 2) for x in (self.k, self.v))
-        return k, v
+        """K [B, C, H_kv, D] and V of a chunk, as views: as tiles lie, which may be made of them in backward."""
+        return self.k[:, chunk.start : chunk.stop], self.v[:, chunk.start : chunk.stop]
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """K [B, H_kv, e, D] and V of all tokens up to the chunk's end, as views."""
@@ -92,7 +91,7 @@ class CallSite:
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         for buffer, part in zip(self.part(chunk), (k, v), strict=True):
-            buffer.copy_(part)
+            buffer.copy_(part.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         if gradients:

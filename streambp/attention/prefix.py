@@ -86,7 +86,7 @@ class Prefix:
         self.sites[index].write(chunk, k, v)
 
     def part(self, index: int, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
-        """K [B, H_kv, C, D] and V of a chunk, as views of the buffers; None if they are in tiles."""
+        """K [B, C, H_kv, D] and V of a chunk, as views of the buffers; None if they are in tiles."""
         site = self.sites[index]
         return site.part(chunk) if isinstance(site, CallSite) else None
 
@@ -119,8 +119,8 @@ class Prefix:
                 self.sites.append(self._tiled(index, resident, backward=True, saved=self.memory.saved))
                 continue
             for chunk in self.memory.plan:
-                k, v = (self.memory.saved.take(f"{part}.{index}", chunk.index) for part in "kv")
-                self.restore(index, chunk, k, v)
+                k, v = (self.memory.saved.take(f"{part}.{index}", chunk.index) for part in "kv")  # [B, C, H_kv, D]
+                self.restore(index, chunk, k.transpose(1, 2), v.transpose(1, 2))
         self.filled_until = self.length
 
     def _tiled(self, index: int, resident: int, backward: bool, saved: TileStore | None = None) -> TiledSite:

@@ -146,6 +146,7 @@ def _run(call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: 
     x = x.detach().requires_grad_(judged)
     length = x.shape[-2]
     prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
+    prefix.overwritten = judged  # whether the layer writes to its attention's output is not known yet
     plan = ChunkPlan(length, chunk_size)
     parts = []
     for chunk in plan if states is None else plan.with_least(LEAST_TOKENS):
