@@ -1,7 +1,7 @@
-"""streambp in ms-swift: a callback, for a file that `--external_plugins` names.
+"""streambp in ms-swift: a callback, for a file of one's own that `--external_plugins` names.
 
-    STREAMBP_LAUNCH='{"chunk_size": 8192}' swift sft --external_plugins PATH/streambp/integrations/ms_swift.py \\
-        --callbacks streambp ...
+    echo "import streambp.integrations.ms_swift" > plugin.py
+    STREAMBP_LAUNCH='{"chunk_size": 8192}' swift sft --external_plugins plugin.py --callbacks streambp ...
 
 ms-swift has no arguments for callbacks, so the settings are where `streambp launch` has them; without any, the defaults.
 """
@@ -17,6 +17,9 @@ from streambp.launch.hook import read
 from streambp.launch.process import Launched
 from streambp.launch.settings import from_fields
 from streambp.stacks import find_stacks
+
+if __name__.startswith("_swift_external"):  # its folder is first on sys.path now, where `import deepspeed` would find ours
+    raise ImportError(f"{__file__} was given to ms-swift itself; name a file that imports streambp.integrations.ms_swift.")
 
 
 class StreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -90,6 +90,11 @@ def test_ms_swifts_callback(modules, tmp_path, monkeypatch):
     modules("swift.callbacks", callbacks_map=names)
     modules("swift.callbacks.base", TrainerCallback=Callback)
     importlib.import_module("streambp.integrations.ms_swift")
+    spec = importlib.util.spec_from_file_location(
+        "_swift_external_1", sys.modules["streambp.integrations.ms_swift"].__file__
+    )
+    with pytest.raises(ImportError, match="name a file that imports"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
     class Trainers(Trainer):
         def __init__(self, model, args):
