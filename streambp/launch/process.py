@@ -38,6 +38,10 @@ class Launched:
         self._busy = False
         atexit.register(self.finish)
 
+    def __reduce__(self) -> tuple[type[Launched], tuple[StreamConfig]]:
+        """Sweeps send a Trainer to other processes, which keep accounts of their own."""
+        return Launched, (self.config,)
+
     def trainer_made(self, trainer: Any) -> None:
         """Patch the model of an HF Trainer that has just been made, and see to those that come later."""
         self.streams(trainer.model, self.for_trainer(trainer))
@@ -130,7 +134,7 @@ class Launched:
     def finish(self) -> None:
         """At the end of the process: the last account, said here if no command waits for it."""
         account = self.account()
-        if not self._left:
+        if account.models and not self._left:
             self._say(account)
 
     @staticmethod

@@ -163,6 +163,22 @@ def test_the_placed_file(tmp_path):
     assert remove(folder) is None
 
 
+def test_installing_by_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path))
+    assert main(["launch", "--chunk-size", "9", "--install"]) == 0
+    (file,) = tmp_path.iterdir()
+    said = capsys.readouterr().out
+    assert str(file) in said
+    assert f"""{VARIABLE}='{{"chunk_size": 9}}'""" in said
+    assert main(["launch", "--uninstall"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert main(["launch", "--uninstall"]) == 0
+    assert "No file was placed" in capsys.readouterr().out
+    monkeypatch.setattr("streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path / "nowhere"))
+    assert main(["launch", "--install"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_launch_and_the_placed_file_make_one_hook(tmp_path):
     variables = environment(Settings(), str(tmp_path))
     place(tmp_path)

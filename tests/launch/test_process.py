@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,19 @@ def test_a_reference_made_after_init_is_patched_and_calls_without_labels_are_tol
     policy, reference = hook.launched.account().models
     assert "3 of 3 training calls came without labels" in policy.description
     assert "streams: 2 x" in reference.description
+
+
+def test_what_a_trainer_holds_can_be_sent_to_another_process(hook):
+    """As sweeps do. There it is an account of its own, and still the trainer's."""
+    model = model_of()
+    hook.launched.streams(model)
+    trainer = SimpleNamespace(model=model)
+    trainer.watcher = process.Watcher(hook.launched, trainer)
+    sent = pickle.loads(pickle.dumps(trainer))
+    assert sent.watcher.trainer is sent
+    assert sent.watcher.launched.config == hook.launched.config
+    assert sent.watcher.launched.account().models == []
+    assert is_patched(sent.model)
 
 
 def test_what_the_user_patched_keeps_its_settings(trainer_class, tmp_path):
