@@ -1,4 +1,4 @@
-"""The command line: `streambp verify`, `streambp plan` and `streambp profile`."""
+"""The command line: `streambp verify`, `streambp plan`, `streambp profile` and `streambp launch`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError
+from streambp.launch.command import add_launch, split
 from streambp.planner.measure import compare_step
 from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
@@ -33,8 +34,12 @@ FITS, DOES_NOT_FIT = 0, 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 is success (exact, fits), 1 the opposite, 2 bad usage or a model that cannot be judged."""
-    arguments = _parser().parse_args(argv)
+    """Run a command; 0 is success (exact, fits), 1 the opposite, 2 bad usage or a model that cannot be judged.
+
+    `streambp launch` returns the exit code of its program.
+    """
+    ours, program = split(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(ours, argparse.Namespace(program=program))
     try:
         code: int = arguments.run(arguments)
     except StreamBPError as error:
@@ -56,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_plan(commands)
     _add_profile(commands)
+    add_launch(commands)
     return parser
 
 

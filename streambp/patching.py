@@ -84,10 +84,15 @@ def streamed_head(model: nn.Module) -> CausalLMForward | None:
     return next((f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None)
 
 
+def is_patched(model: nn.Module) -> bool:
+    """Whether a model streams: it, a part of it, or a model that it is a part of was given to `patch`."""
+    ours = (f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward))
+    return any(not wrapper.retired for wrapper in ours)
+
+
 def _check_unwrapped(model: nn.Module) -> None:
     """Two patches on the same layers would leave it open whose settings count."""
-    ours = (f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward))
-    if any(not wrapper.retired for wrapper in ours):
+    if is_patched(model):
         raise StreamBPError(
             f"This {type(model).__name__} is part of a model that is patched already. Patch that model again to change its "
             "settings, or call streambp.unpatch on it first."

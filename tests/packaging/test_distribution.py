@@ -97,6 +97,7 @@ def test_the_wheel_alone_runs(archives, tmp_path):
         wheel.extractall(tmp_path)
         entry = wheel.read("streambp-0.1.0.dist-info/entry_points.txt").decode()
     assert "streambp = streambp.cli:main" in entry
+    assert "[axolotl.plugins]\nstreambp = streambp.integrations.axolotl:StreamPlugin" in entry
     program = (
         "import streambp, streambp.planner.page as page, sys; print(streambp.__file__)\n"
         "assert '</html>' in page.part('page.html')\n"

@@ -1,0 +1,159 @@
+"""`streambp launch`: run a program with the hook in its processes, and report on it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from streambp.errors import ConfigError
+from streambp.launch.hook import VARIABLE
+from streambp.launch.place import place, remove
+from streambp.launch.report import FOLDER, collect, say, streamed, table
+from streambp.launch.settings import Settings, add_flags, from_flags
+
+SITE = Path(__file__).parent / "site"
+NOT_EXECUTABLE, NOT_FOUND = 126, 127  # as shells have them
+UNPATCHED = 96
+ALLOWED = "--allow-unpatched"
+PASSED_ON = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+FROM_TERMINAL = ("SIGINT", "SIGQUIT")
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is `streambp launch`'s and what is the program's, of `launch ... -- COMMAND ...`."""
+    if list(argv[:1]) != ["launch"] or "--" not in argv:
+        return list(argv), []
+    at = list(argv).index("--")
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def add_launch(commands: Any) -> None:
+    """The command's parser; `split` takes what follows `--`."""
+    command = commands.add_parser(
+        "launch",
+        usage="streambp launch [-h] [flags] -- COMMAND ...",
+        help="stream the models of any training program",
+        description="Run a training program, unchanged, with its models patched: those of HF Trainer, of what is built "
+        "on it, and with --at train of other loops. Exit code: the program's; "
+        f"{UNPATCHED} if it succeeded but no model was patched.",
+    )
+    add_flags(command)
+    add_allowed(command)
+    only = command.add_mutually_exclusive_group()
+    only.add_argument(
+        "--install",
+        action="store_true",
+        help=f"run nothing; place a file in this environment with which {VARIABLE}='{{...}}' before a program is enough",
+    )
+    only.add_argument("--uninstall", action="store_true", help="remove that file")
+    command.set_defaults(run=run, model="launch")
+
+
+def add_allowed(parser: argparse.ArgumentParser) -> None:
+    """The flag that makes a program without a patched model no error."""
+    told = "succeed where no model was patched"
+    parser.add_argument(ALLOWED, action="store_true", dest="allow_unpatched", help=told)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code of `streambp launch`.
+
+    Raises:
+        ConfigError: the flags do not make a `StreamConfig`, or there is no command.
+        StreamBPError: the file cannot be placed or removed.
+    """
+    settings, program = from_flags(arguments), arguments.program
+    if arguments.install or arguments.uninstall:
+        if program:
+            raise ConfigError("--install and --uninstall run no command; leave out what follows --.")
+        _place(settings) if arguments.install else _remove()
+        return 0
+    if not program:
+        raise ConfigError("there is no command to run; put it after --: streambp launch --chunk-size 8192 -- trl sft ...")
+    with tempfile.TemporaryDirectory(prefix="streambp-launch-") as folder:
+        code = call(program, environment(settings, folder))
+        accounts = collect(Path(folder))
+    say(f"end of {shlex.join(program)}")
+    say(table(accounts))
+    return judge(code, streamed(accounts), arguments.allow_unpatched)
+
+
+def judge(code: int, patched: int, allowed: bool) -> int:
+    """A program's exit code, unless it succeeded without what it was launched for."""
+    if patched:
+        return code
+    if code == 0 and not allowed:
+        say(
+            "no model was patched, so the program trained as it does without streambp. It may train in a loop of its own "
+            "(--at train), in an interpreter that ignores PYTHONPATH (-I or -E: use streambp launch --install), or a model "
+            f"that cannot be streamed. {ALLOWED} makes this no error."
+        )
+        return UNPATCHED
+    say("no model was patched")
+    return code
+
+
+def environment(settings: Settings, folder: str) -> dict[str, str]:
+    """This process's, with what the hook needs."""
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, VARIABLE: settings.to_json(), FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def call(program: Sequence[str], variables: dict[str, str]) -> int:
+    """Run a program to its end, with the signals that come here; its exit code as a shell gives it."""
+    children: list[subprocess.Popen[bytes]] = []
+    with _passed_on(children):
+        try:
+            children.append(subprocess.Popen(program, env=variables))
+        except OSError as error:
+            say(f"{program[0]} cannot be run: {error.strerror}")
+            return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        code = children[0].wait()
+    return 128 - code if code < 0 else code
+
+
+@contextlib.contextmanager
+def _passed_on(children: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Within, signals go to the children. What a terminal's keys send has reached them already."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if signal.Signals(number).name in FROM_TERMINAL and _in_foreground():
+            return
+        for child in children:
+            child.send_signal(number)
+
+    numbers = [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]
+    before = {number: signal.signal(number, handle) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether this process belongs to those that a terminal's keys are for."""
+    try:
+        return os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp()  # type: ignore[union-attr]
+    except (AttributeError, OSError, ValueError):  # no terminal
+        return False
+
+
+def _place(settings: Settings) -> None:
+    file = place()
+    print(f"{file} is placed. Switch it on for a program with {VARIABLE}={shlex.quote(settings.to_json())}")
+
+
+def _remove() -> None:
+    file = remove()
+    print("No file was placed in this environment." if file is None else f"{file} is removed.")

@@ -1,0 +1,144 @@
+"""What `streambp launch` puts into every Python process of the program that it starts.
+
+[Note: launch hook] This file runs when an interpreter starts, loaded by its path: importing streambp would import torch
+into processes that have no use for it. So nothing but the standard library is imported before a program makes a Trainer
+or trains a model. Until then a finder on sys.meta_path waits for the modules in which that happens, and changes them
+when they have been loaded. The settings are read from the environment when they are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streambp.launch.process import Launched
+
+VARIABLE = "STREAMBP_LAUNCH"
+WITH_TRLS_HEAD = ("sft", "dpo", "grpo", "rloo", "kto")
+
+
+class Hook:
+    """A finder for the modules that are changed once they are loaded. [Note: launch hook]"""
+
+    streambp_launch = True  # tells another copy of this file that there is one
+
+    def __init__(self) -> None:
+        self.actions: dict[str, Callable[[ModuleType], None]] = {
+            "transformers.trainer": self.change_trainer,
+            "transformers.modeling_utils": self.change_models,
+            **{f"trl.trainer.{kind}_trainer": self.change_trls_head for kind in WITH_TRLS_HEAD},
+        }
+        self._launched: Launched | None = None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """What the other finders find; its loader's class and interface stay as they are."""
+        action = self.actions.get(name)
+        if action is None:
+            return None
+        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (find(name, path, target) for find in others)), None)
+        loader: Any = getattr(spec, "loader", None)
+        load = getattr(loader, "exec_module", None)
+        if load is not None:
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                action(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+    @property
+    def launched(self) -> Launched:
+        """What patches the models of this process.
+
+        Raises:
+            ImportError: the interpreter that runs this program cannot import streambp.
+            ConfigError: a setting is unknown, or has a value that it cannot have.
+        """
+        if self._launched is None:
+            try:
+                from streambp.launch.process import Launched
+                from streambp.launch.settings import from_fields
+            except ImportError as error:
+                raise ImportError(
+                    f"{VARIABLE} asks for streambp, but {sys.executable} cannot import it ({error}). Install streambp and "
+                    f"its requirements for this interpreter, or run the program without `streambp launch` and {VARIABLE}."
+                ) from error
+            self._launched = Launched(from_fields(read()).config)
+        return self._launched
+
+    def change_trainer(self, module: ModuleType) -> None:
+        """HF Trainer patches its model at the end of its own `__init__`, before what a subclass does afterwards."""
+        original = module.Trainer.__init__
+
+        @functools.wraps(original)  # other libraries read its signature
+        def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(trainer, *args, **kwargs)
+            self.launched.trainer_made(trainer)
+
+        module.Trainer.__init__ = __init__  # type: ignore[attr-defined]
+
+    def change_trls_head(self, module: ModuleType) -> None:
+        """TRL's trainers give their models, the reference too, a fused head through a function of theirs."""
+        original = getattr(module, "add_fused_lm_head", None)
+        if original is None:  # before TRL 1.16
+            return
+
+        @functools.wraps(original)
+        def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
+            self.launched.head_wanted(original, model, *args, **kwargs)
+
+        module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
+
+    def change_models(self, module: ModuleType) -> None:
+        """With at="train", a transformers model is patched when `train()` is called on it or on what holds it."""
+        if read().get("at") != "train":
+            return
+        original = module.PreTrainedModel.train
+
+        @functools.wraps(original)
+        def train(model: Any, mode: bool = True) -> Any:
+            if mode:
+                self.launched.training(model)
+            return original(model, mode)
+
+        module.PreTrainedModel.train = train  # type: ignore[attr-defined]
+
+
+def read() -> dict[str, Any]:
+    """The settings in the environment.
+
+    Raises:
+        ValueError: they are no JSON object.
+    """
+    text = os.environ.get(VARIABLE, "{}")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{VARIABLE} is {text!r}; it must be a JSON object with the settings, such as "
+            '{"chunk_size": 8192, "saves": ["attn_out"]}, or {} for the defaults.'
+        )
+    return found
+
+
+def install() -> Any:
+    """The hook of this process, put in place if there is none; modules that are loaded already are changed now."""
+    present = next((finder for finder in sys.meta_path if getattr(finder, "streambp_launch", False)), None)
+    if present is not None:
+        return present
+    hook = Hook()
+    sys.meta_path.insert(0, hook)  # type: ignore[arg-type]
+    for name, action in hook.actions.items():
+        if name in sys.modules:
+            action(sys.modules[name])
+    return hook

@@ -1,0 +1,183 @@
+"""Patching the models of a program that does not know of it, and keeping account of them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from streambp.config import StreamConfig
+from streambp.describe import describe
+from streambp.errors import UnsupportedModelError
+from streambp.launch.report import Account, Model, leave, say, table
+from streambp.patching import is_patched, streamed_head
+from streambp.planner.auto import patch
+
+
+class Launched:
+    """The models of one process.
+
+    Args:
+        config: how they stream.
+    """
+
+    def __init__(self, config: StreamConfig) -> None:
+        self.config = config
+        self._seen: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
+        self._ours: weakref.WeakKeyDictionary[nn.Module, StreamConfig] = weakref.WeakKeyDictionary()
+        self._models: list[Model] = []
+        self._busy = False
+        atexit.register(self.finish)
+
+    def __reduce__(self) -> tuple[type[Launched], tuple[StreamConfig]]:
+        """Sweeps send a Trainer to other processes, which keep accounts of their own."""
+        return Launched, (self.config,)
+
+    def trainer_made(self, trainer: Any) -> None:
+        """Patch the model of an HF Trainer that has just been made, and see to those that come later."""
+        self.streams(trainer.model, self.for_trainer(trainer))
+        trainer.add_callback(Watcher(self, trainer))
+
+    def for_trainer(self, trainer: Any) -> StreamConfig:
+        """With logits in evaluation where the trainer hands them to functions of its user's. Arguments that say how to
+        stream, as our own trainers' do, come before what the program was launched with."""
+        own = getattr(trainer.args, "stream_config", None)
+        config = self.config if own is None else own()
+        wanted = trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
+        return dataclasses.replace(config, eval_logits=True) if wanted else config
+
+    def head_wanted(self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Where TRL gives a model its fused head (`theirs`): ours, where the model streams and has one."""
+        if not self.streams(model) or not self.config.head or streamed_head(model) is None:
+            theirs(model, *args, **kwargs)
+            return
+        from streambp.integrations.trl.head import adder
+
+        adder(self.config)(model, *args, **kwargs)
+
+    def training(self, model: nn.Module) -> None:
+        """`train()` was called on a model."""
+        if not self._busy and not self._knows(model) and not is_patched(model) and self.streams(model):
+            model.register_forward_hook(AfterFirstStep(self), with_kwargs=False)
+
+    def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
+        """Patch a model, unless it is patched already with settings of its user's; False if it cannot be.
+
+        Raises:
+            ConfigError: the settings do not fit the model.
+        """
+        config = self.config if config is None else config
+        if is_patched(model):
+            ours = next((part for part in model.modules() if part in self._ours), None)
+            if ours is None or self._ours[ours] == config:
+                self._note(model if ours is None else ours)
+                return True
+            model = ours
+        elif model in self._seen:
+            return False
+        try:
+            with self._quietly():
+                patch(model, config)
+        except UnsupportedModelError as error:
+            self._seen[model] = Model(type(model).__name__, left=str(error))
+            self._models.append(self._seen[model])
+            say(f"{type(model).__name__} is left as it was: {error}")
+            self.account()
+            return False
+        self._ours[model] = config
+        self._note(model)
+        return True
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Within, `train()` on copies that `patch` makes means nothing."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _note(self, model: nn.Module) -> None:
+        """Take a patched model into the account, once; a part of one that is there counts with it."""
+        if self._knows(model):
+            return
+        self._seen[model] = Model(type(model).__name__)
+        self._models.append(self._seen[model])
+        self.account()
+
+    def _knows(self, model: nn.Module) -> bool:
+        return any(part is model for seen in self._seen for part in seen.modules())
+
+    def account(self) -> Account:
+        """What was done so far, left for the command that started the program; models that are gone as last seen."""
+        for model, told in list(self._seen.items()):
+            if told.left is None and is_patched(model):
+                told.description = str(describe(model))
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+        account = Account(os.getpid(), os.environ.get("RANK"), sys.argv[0], self._models, peak)
+        self._left = leave(account)
+        return account
+
+    def after_first_step(self) -> None:
+        """Say what is known now: which layers stream, and what became of the head."""
+        self._say(self.account())
+
+    def finish(self) -> None:
+        """At the end of the process: the last account, said here if no command waits for it."""
+        account = self.account()
+        if account.models and not self._left:
+            self._say(account)
+
+    @staticmethod
+    def _say(account: Account) -> None:
+        """The other ranks of a machine would say the same."""
+        if os.environ.get("RANK", "0") == "0":
+            say(table([account]))
+
+
+class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Sees to models that a Trainer gets after its `__init__`, and tells after its first step."""
+
+    def __init__(self, launched: Launched, trainer: Any) -> None:
+        self.launched = launched
+        self.trainer = trainer
+        self.told = False
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """`model_init` makes the model anew; other libraries make a reference after or outside of `Trainer.__init__`."""
+        self.launched.streams(self.trainer.model, self.launched.for_trainer(self.trainer))
+        reference = getattr(self.trainer, "ref_model", None)
+        if isinstance(reference, nn.Module):
+            self.launched.streams(reference)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if not self.told:
+            self.told = True
+            self.launched.after_first_step()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """The process may be ended by others before it ends by itself."""
+        self.launched.account()
+
+
+class AfterFirstStep:
+    """A forward hook of a model whose loop is the program's own: tells after its first forward in training."""
+
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+        self.told = False
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if model.training and not self.told:
+            self.told = True
+            self.launched.after_first_step()

@@ -1,0 +1,86 @@
+"""Training programs that know nothing of streambp, as files to run.
+
+python programs.py KIND OUTPUT: KIND is one of those below. OUTPUT gets the losses and the weights, before and after.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+VOCABULARY, LENGTH, STEPS, RATE = 96, 21, 3, 0.5
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
+        )
+    )  # fmt: skip
+
+
+def rows(count=2 * STEPS):
+    ids = torch.randint(0, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def arguments(output, **more):
+    return TrainingArguments(
+        str(output.parent / "trainer"), report_to=[], per_device_train_batch_size=2, optim="sgd", learning_rate=RATE,
+        lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, logging_steps=1, save_strategy="no",
+        disable_tqdm=True, use_cpu=True, **more,
+    )  # fmt: skip
+
+
+def right(prediction):
+    """A metric that needs logits."""
+    return {"right": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def trainer(output):
+    """Evaluation with logits; the model is made by `model_init`, twice."""
+    made = Trainer(
+        args=arguments(output, per_device_eval_batch_size=2), model_init=lambda: model_of(), train_dataset=rows(),
+        eval_dataset=rows(2), compute_metrics=right,
+    )  # fmt: skip
+    made.train()
+    metrics = made.evaluate()
+    losses = [step["loss"] for step in made.state.log_history if "loss" in step]
+    return made.model, losses, {"right": metrics["eval_right"], "eval_loss": metrics["eval_loss"]}
+
+
+def loop(output):
+    """Without Trainer; twice the same model, once from its files."""
+    seen = []
+    first = model_of()
+    first.save_pretrained(output.parent / "saved")
+    for model in (first, Qwen3ForCausalLM.from_pretrained(output.parent / "saved")):
+        model.train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        for step in range(STEPS):
+            ids = torch.stack([row["input_ids"] for row in rows()[2 * step : 2 * step + 2]])
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(float(loss.detach()))
+    return model, seen, {}
+
+
+KINDS = {"trainer": trainer, "loop": loop}
+
+
+def main():
+    kind, output = sys.argv[1], Path(sys.argv[2])
+    model, losses, metrics = KINDS[kind](output)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.save({"losses": losses, "weights": weights, **metrics}, output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""What the command does with programs, whatever they train: environment, exit codes, signals, the placed file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+from streambp.cli import main
+from streambp.config import StreamConfig
+from streambp.errors import ConfigError
+from streambp.launch.command import ALLOWED, UNPATCHED, environment, split
+from streambp.launch.hook import VARIABLE
+from streambp.launch.place import place, remove
+from streambp.launch.report import Account, Model, collect, leave, table
+from streambp.launch.settings import Settings, from_fields
+
+OTHERS = {
+    "attention": "math", "head": False, "eval_logits": True, "offload": "cpu", "host_memory": 2**30, "gpu_memory": 2**20,
+    "on_host_full": "raise", "chunk_size": 100, "saves": ("attn_out", "mlp.*"),
+}  # fmt: skip
+FLAGS = [
+    "--attention", "math", "--no-head", "--eval-logits", "--offload", "cpu", "--host-memory", "1GiB",
+    "--gpu-memory", "1MiB", "--on-host-full", "raise", "--chunk-size", "100", "--saves", "attn_out,mlp.*", "--at", "train",
+]  # fmt: skip
+
+
+def launch(*command):
+    return main(["launch", "--", *map(str, command)])
+
+
+def program(tmp_path, text):
+    file = tmp_path / "program.py"
+    file.write_text(text)
+    return file
+
+
+def test_every_setting_is_a_flag_and_reaches_the_program(capfd):
+    """A new field of StreamConfig needs a value here that is not its default."""
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(StreamConfig)}
+    shown = f"import os; print(os.environ[{VARIABLE!r}])"
+    assert main(["launch", ALLOWED, *FLAGS, "--", sys.executable, "-c", shown]) == 0
+    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(StreamConfig(**OTHERS), "train")
+    assert Settings().to_json() == "{}"
+
+
+def test_only_the_first_two_dashes_are_ours():
+    assert split(["launch", "--at", "train", "--", "accelerate", "--", "x"]) == (
+        ["launch", "--at", "train"],
+        ["accelerate", "--", "x"],
+    )
+    assert split(["verify", "--", "x"]) == (["verify", "--", "x"], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--chunk-size", "0", "--", "true"], "chunk_size is 0"),
+        (["--attention", "fast", "--", "true"], "attention is 'fast'"),
+        ([], "no command to run"),
+        (["--"], "no command to run"),
+        (["--uninstall", "--", "true"], "run no command"),
+    ],
+)
+def test_a_command_that_cannot_be_run(arguments, said, capsys):
+    assert main(["launch", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fields", [{"chunksize": 5}, {"at": "loop"}, {"saves": "kv"}])
+def test_settings_that_cannot_be(fields):
+    with pytest.raises(ConfigError):
+        from_fields(fields)
+
+
+def test_exit_codes(tmp_path, capfd):
+    python = sys.executable
+    assert launch(python, "-c", "raise SystemExit(7)") == 7
+    assert launch(python, "-c", "import os; os.kill(os.getpid(), 9)") == 128 + 9
+    assert launch(tmp_path / "nothing") == 127
+    assert launch(program(tmp_path, "")) == 126
+    capfd.readouterr()
+    assert launch(python, "-I", "-c", "") == UNPATCHED
+    assert "no model was patched" in capfd.readouterr().err
+    assert main(["launch", ALLOWED, "--", python, "-c", ""]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals and fork")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_the_program(number, tmp_path):
+    text = (
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(9))\n"
+        f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
+        "time.sleep(60)"
+    )
+    command = (sys.executable, program(tmp_path, text))
+    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(launch(*command)))
+    process.start()
+    try:
+        waited = time.monotonic()
+        while not (tmp_path / "ready").exists() and time.monotonic() - waited < 60:
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        process.join(30)
+        assert process.exitcode == 9
+    finally:
+        process.kill()
+
+
+LOOK = (
+    "import multiprocessing, sys\n"
+    "def look(queue):\n"
+    "    hooks = sum(hasattr(f, 'streambp_launch') for f in sys.meta_path)\n"
+    "    queue.put([hooks, 'torch' in sys.modules, sys.modules.get('sitecustomize').__dict__.get('HIDDEN')])\n"
+    "if __name__ == '__main__':\n"
+    "    queue = multiprocessing.get_context('spawn').SimpleQueue()\n"
+    "    look(queue)\n"
+    "    print(queue.get())\n"
+    "    child = multiprocessing.get_context('spawn').Process(target=look, args=(queue,))\n"
+    "    child.start(); child.join(); print(queue.get())\n"
+)
+
+
+def test_the_hook_is_in_every_process_and_hides_no_sitecustomize(tmp_path, monkeypatch, capfd):
+    """Spawned ones too; torch is not imported."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "sitecustomize.py").write_text("HIDDEN = 'found'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
+    assert main(["launch", ALLOWED, "--", sys.executable, str(program(tmp_path, LOOK))]) == 0
+    assert capfd.readouterr().out.splitlines() == ["[1, False, 'found']"] * 2
+
+
+def test_the_placed_file(tmp_path):
+    """Without the variable no module is imported that is not there without the file; with it the hook, even under -I."""
+    venv.create(tmp_path / "v", with_pip=False, symlinks=os.name != "nt")
+    python = tmp_path / "v" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    folder = next((tmp_path / "v").rglob("site-packages"))
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("STREAMBP", "PYTHON"))}
+
+    def modules(variables, *flags):
+        told = "import sys; print([any(hasattr(f, 'streambp_launch') for f in sys.meta_path), 'torch' in sys.modules])"
+        command = [python, *flags, "-X", "importtime", "-c", told]
+        result = subprocess.run(command, env={**plain, **variables}, capture_output=True, text=True, check=True)
+        return {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}, result.stdout.strip()
+
+    before = modules({})
+    assert before[1] == "[False, False]"
+    file = place(folder)
+    assert modules({}) == before
+    assert modules({VARIABLE: "{}"}, "-I")[1] == "[True, False]"
+    assert remove(folder) == file
+    assert modules({VARIABLE: "{}"}) == before
+    assert remove(folder) is None
+
+
+def test_installing_by_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path))
+    assert main(["launch", "--chunk-size", "9", "--install"]) == 0
+    (file,) = tmp_path.iterdir()
+    said = capsys.readouterr().out
+    assert str(file) in said
+    assert f"""{VARIABLE}='{{"chunk_size": 9}}'""" in said
+    assert main(["launch", "--uninstall"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert main(["launch", "--uninstall"]) == 0
+    assert "No file was placed" in capsys.readouterr().out
+    monkeypatch.setattr("streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path / "nowhere"))
+    assert main(["launch", "--install"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_launch_and_the_placed_file_make_one_hook(tmp_path):
+    variables = environment(Settings(), str(tmp_path))
+    place(tmp_path)
+    told = f"import site, sys; site.addsitedir({str(tmp_path)!r})\n"
+    told += "print(sum(hasattr(f, 'streambp_launch') for f in sys.meta_path))"
+    result = subprocess.run([sys.executable, "-c", told], env=variables, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "1"
+
+
+def test_settings_that_are_no_json_stop_the_program_that_needs_them(tmp_path, monkeypatch):
+    from streambp.launch.hook import read
+
+    monkeypatch.setenv(VARIABLE, "8192")
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        read()
+
+
+def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path))
+    models = [Model("A", "layers  streams"), Model("A", "layers  streams"), Model("B", left="why")]
+    for process, rank in ((11, "1"), (12, "0")):
+        assert leave(Account(process, rank, "train.py", models, 2**30 * (2 - int(rank))))
+    assert [Path(f).suffix for f in os.listdir(tmp_path)] == [".json", ".json"]
+    assert table(collect(tmp_path)).splitlines() == [
+        "process 12 (rank 0), peak memory 2.00 GiB; process 11 (rank 1), peak memory 1.00 GiB",
+        "  program     train.py",
+        "  model       2 x A, patched",
+        "  layers  streams",
+        "  model       B, left as it was: why",
+    ]
+    monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path / "elsewhere"))
+    assert not leave(Account(13, None, "train.py", models))

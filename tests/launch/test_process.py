@@ -1,0 +1,192 @@
+"""Which models of a process are patched, with what settings, and what is told of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, Trainer
+
+import streambp
+from streambp import StreamConfig
+from streambp.errors import ConfigError
+from streambp.launch import process
+from streambp.launch.hook import VARIABLE, Hook
+from streambp.patching import is_patched
+from tests.launch.programs import VOCABULARY, arguments, model_of, right, rows
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """As in a launched process, but for modules that a test hands to it."""
+    monkeypatch.setattr(process.atexit, "register", lambda function: None)
+    monkeypatch.delenv("STREAMBP_LAUNCH_REPORT", raising=False)
+    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5}')
+    return Hook()
+
+
+@pytest.fixture
+def trainer_class(hook):
+    """A Trainer of a transformers that the hook has seen, a subclass's author having no part in it."""
+    module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
+    hook.change_trainer(module)
+    return module.Trainer
+
+
+def settings(model):
+    return model._streambp.state.config
+
+
+def bert():
+    return BertForMaskedLM(
+        BertConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    )
+
+
+def test_a_reference_made_after_init_is_patched_and_calls_without_labels_are_told(trainer_class, hook, tmp_path, capsys):
+    class WithReference(trainer_class):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            self.ref_model = model_of(7).eval()
+
+        def compute_loss(self, model, inputs, **more):
+            ids = inputs["input_ids"]
+            with torch.no_grad():
+                theirs = self.ref_model(ids).logits.log_softmax(-1)
+            return (model(ids).logits.log_softmax(-1) - theirs).square().mean()
+
+    made = WithReference(model_of(), arguments(tmp_path / "out"), train_dataset=rows())
+    assert is_patched(made.model)
+    assert not is_patched(made.ref_model)
+    made.train()
+    assert is_patched(made.ref_model)
+    assert "1 of 1 training calls came without labels" in capsys.readouterr().err
+    policy, reference = hook.launched.account().models
+    assert "3 of 3 training calls came without labels" in policy.description
+    assert "streams: 2 x" in reference.description
+
+
+def test_what_a_trainer_holds_can_be_sent_to_another_process(hook):
+    """As sweeps do. There it is an account of its own, and still the trainer's."""
+    model = model_of()
+    hook.launched.streams(model)
+    trainer = SimpleNamespace(model=model)
+    trainer.watcher = process.Watcher(hook.launched, trainer)
+    sent = pickle.loads(pickle.dumps(trainer))
+    assert sent.watcher.trainer is sent
+    assert sent.watcher.launched.config == hook.launched.config
+    assert sent.watcher.launched.account().models == []
+    assert is_patched(sent.model)
+
+
+def test_what_the_user_patched_keeps_its_settings(trainer_class, tmp_path):
+    theirs = StreamConfig(chunk_size=7, saves=("kv",))
+    model = streambp.patch(model_of(), theirs)
+    trainer_class(model, arguments(tmp_path / "out"), compute_metrics=right)
+    assert settings(model) is theirs
+
+
+def test_arguments_that_say_how_to_stream_come_first(trainer_class, tmp_path):
+    """Those of the streamed TRL trainers."""
+    given = arguments(tmp_path / "out")
+    given.stream_config = lambda: StreamConfig(chunk_size=9)
+    assert settings(trainer_class(model_of(), given).model) == StreamConfig(chunk_size=9)
+
+
+def test_logits_are_there_for_metrics_and_only_then(trainer_class, tmp_path):
+    plain, measured = model_of(), model_of()
+    trainer_class(plain, arguments(tmp_path / "out"))
+    trainer_class(measured, arguments(tmp_path / "out"), compute_metrics=right)
+    assert (settings(plain).eval_logits, settings(measured).eval_logits) == (False, True)
+    trainer_class(plain, arguments(tmp_path / "out"), preprocess_logits_for_metrics=lambda logits, labels: logits)
+    assert settings(plain) == StreamConfig(chunk_size=5, eval_logits=True)  # what launch patched, it may patch anew
+
+
+def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(trainer_class, hook, tmp_path, capsys):
+    model = bert()
+    expected = copy.deepcopy(model)
+    for made, kind in ((model, trainer_class), (expected, Trainer)):
+        kind(made, arguments(tmp_path / "out"), train_dataset=rows()).train()
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name], weight) for name, weight in expected.named_parameters())
+    said = capsys.readouterr().err
+    assert said.count("streambp: BertForMaskedLM is left as it was") == 1
+    (told,) = hook.launched.account().models
+    assert told.description is None
+    assert "no stack of transformers decoder layers" in told.left
+
+
+def test_settings_that_do_not_fit_the_model_stop_the_program(trainer_class, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, '{"saves": ["mlp.no_proj"]}')
+    with pytest.raises(ConfigError, match=r"mlp\.no_proj"):
+        trainer_class(model_of(), arguments(tmp_path / "out"))
+
+
+@pytest.fixture
+def at_train(hook, monkeypatch):
+    """A model class whose `train()` the hook has seen."""
+    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "at": "train"}')
+    stand_in = type(model_of())
+    module = SimpleNamespace(PreTrainedModel=type("Streamed", (stand_in,), {}))
+    hook.change_models(module)
+    return module.PreTrainedModel
+
+
+def test_train_patches_the_outermost_model_once(at_train, hook):
+    model = at_train(model_of().config)
+    assert not is_patched(model.eval())
+    for _ in range(3):
+        assert model.train().training
+    assert "_streambp" in model.__dict__
+    assert len(hook.launched.account().models) == 1
+    assert len(model._forward_hooks) == 1
+
+
+def test_copies_that_patching_makes_are_not_patched(at_train, hook, monkeypatch):
+    """The count of a step for chunk_size="auto" trains a copy."""
+    real, copies = process.patch, []
+
+    def patch(model, config):
+        copies.append(copy.deepcopy(model).train())
+        return real(model, config)
+
+    monkeypatch.setattr(process, "patch", patch)
+    at_train(model_of().config).train()
+    assert len(copies) == 1
+    assert not is_patched(copies[0])
+
+
+def test_what_a_model_did_is_told_when_it_is_gone(at_train, hook, capsys):
+    model = at_train(model_of().config).train()
+    model(**{name: value[None] for name, value in rows(1)[0].items()}).loss.backward()
+    assert "blockwise loss, no logits\n" in capsys.readouterr().err
+    del model
+    (told,) = hook.launched.account().models
+    assert "blockwise loss, no logits" in told.description
+    hook.launched.finish()  # without a command that waits for the account
+    assert "streams: 2 x Qwen3DecoderLayer" in capsys.readouterr().err
+
+
+def test_an_interpreter_without_streambp_says_so(hook, monkeypatch):
+    monkeypatch.setitem(sys.modules, "streambp.launch.process", None)
+    with pytest.raises(ImportError, match="cannot import it"):
+        _ = hook.launched
+
+
+def test_modules_are_changed_once_they_are_loaded(tmp_path, monkeypatch):
+    """A loader's own `exec_module` runs first; other modules are left to the other finders."""
+    (tmp_path / "watched_module.py").write_text("value = 1")
+    hook, seen = Hook(), []
+    hook.actions = {"watched_module": lambda module: seen.append(module.value)}
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    module = importlib.import_module("watched_module")
+    assert (seen, Path(module.__file__).parent) == ([1], tmp_path)
+    assert hook.find_spec("another_module") is None
+    monkeypatch.delitem(sys.modules, "watched_module")
