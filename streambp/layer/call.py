@@ -31,7 +31,7 @@ from streambp.layer.products import UnreadProducts, left_out, trace_unread
 from streambp.layer.recompute import Autocast, checkpointing_off
 from streambp.layer.scans import StartingFrom, scans_of
 from streambp.layer.site import LayerSite, attention_configs
-from streambp.layer.states import LEAST_TOKENS, States
+from streambp.layer.states import LEAST_TOKENS, States, whole_blocks
 from streambp.layer.store import Offloader
 
 PROBE_TOKENS = 2
@@ -57,6 +57,8 @@ class LayerCall:
         rule = site.chunk_rule
         size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
         self.plan = plan_chunks(length, batch_size, size)
+        if site.states is not None and config.chunk_size == "auto":
+            self.plan = plan_chunks(length, batch_size, whole_blocks(self.plan.size))
         self.configs = [] if site.cache else attention_configs(site.layer)
         self.scans = scans_of(site.layer) if site.states is not None else []
         self.recorded = recorded_keys()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import kept, scans
+from streambp.layer import call, kept, scans
 from tests import zoo
 from tests.families import make_batch
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
@@ -190,3 +190,19 @@ def test_half_precision_is_no_worse_than_unpatched(name):
             assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
     assert_as_precise(errors())
+
+
+def test_automatic_chunks_are_whole_blocks_of_the_kernels():
+    stock = zoo.build("lfm2", dtype=torch.float32, max_position_embeddings=20_000)
+    sizes = []
+    real = call.LayerCall._keep
+
+    def keep(self):
+        sizes.append((self.site.states is not None, self.plan.size))
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(call.LayerCall, "_keep", keep)
+        ids = make_batch("plain", length=17_000, rows=1)["input_ids"]
+        patched(stock)(ids, labels=ids, use_cache=False)
+    assert sizes == [(True, 2048), (False, 2125)]
