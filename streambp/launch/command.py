@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import queue
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -111,26 +112,28 @@ def environment(settings: Settings, folder: str) -> dict[str, str]:
 
 def call(program: Sequence[str], variables: dict[str, str]) -> int:
     """Run a program to its end, with the signals that come here; its exit code as a shell gives it."""
-    children: list[subprocess.Popen[bytes]] = []
-    with _passed_on(children):
+    came: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with _signals_to(came.put):
         try:
-            children.append(subprocess.Popen(program, env=variables))
+            child = subprocess.Popen(program, env=variables)
         except OSError as error:
             say(f"{program[0]} cannot be run: {error.strerror}")
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-        code = children[0].wait()
+        with _signals_to(child.send_signal):
+            while not came.empty():
+                child.send_signal(came.get())
+            code = child.wait()
     return 128 - code if code < 0 else code
 
 
 @contextlib.contextmanager
-def _passed_on(children: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Within, signals go to the children. What a terminal's keys send has reached them already."""
+def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
+    """Within, signals are for the program. What a terminal's keys send has reached it already."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if signal.Signals(number).name in FROM_TERMINAL and _in_foreground():
             return
-        for child in children:
-            child.send_signal(number)
+        receive(number)
 
     numbers = [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]
     before = {number: signal.signal(number, handle) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}

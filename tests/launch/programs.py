@@ -42,6 +42,11 @@ def right(prediction):
     return {"right": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+def reward(completions, **fields):
+    """For GRPO: how often the letter that starts every word is followed by a 1."""
+    return [float(text.count("w1")) for text in completions]
+
+
 def trainer(output):
     """Evaluation with logits; the model is made by `model_init`, twice."""
     made = Trainer(

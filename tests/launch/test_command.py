@@ -117,6 +117,17 @@ def test_signals_reach_the_program(number, tmp_path):
         process.kill()
 
 
+def test_a_signal_that_comes_before_the_program_runs_reaches_it(monkeypatch):
+    real = subprocess.Popen
+
+    def late(*given, **more):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", late)
+    assert launch(sys.executable, "-S", "-c", "import time; time.sleep(3)") == 128 + signal.SIGTERM
+
+
 LOOK = (
     "import multiprocessing, sys\n"
     "def look(queue):\n"
