@@ -18,6 +18,7 @@ from streambp.verdict import Distances, Losses, find_problems, rate
 from streambp.verify import pick_chunk_size, verify
 from tests import zoo
 from tests.families import FAMILIES, build
+from tests.seeds import seed_of
 from tests.test_mutants import only_this_chunk, skips_second
 
 
@@ -260,3 +261,10 @@ def test_a_lucky_parameter_is_judged_by_its_kind():
         }
     )
     assert find_problems(rated, whole, Losses(1.0, 1.0, 1.0), {"a"}, {"a"}) == ()
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_sinks_in_half_precision_are_not_blamed(number):
+    """Plain products take the output before rounding, as eager attention does. [Note: rounded outputs]"""
+    model = zoo.build("gpt_oss", torch.bfloat16, seed=number)
+    assert verify(model, seq_len=50, seed=seed_of(number)).exact

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streambp.attention.backend import Backend, Plan, Use
-from streambp.attention.kernels import Task, cut, upload
+from streambp.attention.kernels import MATH, Task, cut, upload
 from streambp.attention.keys import CallSite, Site
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended, MergedOutput, SummedQueries
@@ -46,17 +46,29 @@ class Params:
 
 
 def attend_blocks(
-    q: Tensor, site: Site, layout: Layout, chunk: Chunk, params: Params, sink: Tensor | None = None
+    q: Tensor,
+    site: Site,
+    layout: Layout,
+    chunk: Chunk,
+    params: Params,
+    sink: Tensor | None = None,
+    keep_wide: bool = False,
 ) -> Attended:
-    """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2)."""
+    """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2).
+
+    Args:
+        keep_wide: keep o as it is before rounding where backward can use it. [Note: rounded outputs]
+    """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
-    merged = MergedOutput(q, site.value_size, plan, chunk)
+    keep_wide = keep_wide and all(kernel is MATH for kernel in plan.kernels)
+    merged = MergedOutput(q, site.value_size, plan, chunk, wide=keep_wide or sink is not None)
     for number, (block, k, v) in enumerate(site.visit(plan.blocks)):
         task = params.task(number, block, layout, q.device)
         merged.add(number, *plan.kernels[number].forward(cut_queries(q, block, chunk), k, v, task))
     attended = merged.result()
-    return attended if sink is None else with_sink(attended, sink)
+    attended = attended if sink is None else with_sink(attended, sink)
+    return attended.rounded(q.dtype, keep_wide)
 
 
 def cut_queries(x: Tensor, block: Block, chunk: Chunk) -> Tensor:
@@ -112,9 +124,9 @@ class PrefixAttention(torch.autograd.Function):
         params: Params,
         saved: Attended | None,
     ) -> Tensor:
-        attended = saved or attend_blocks(q, site, layout, chunk, params, sink)
+        attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
         o = attended.o.contiguous()
-        ctx.save_for_backward(q, o, attended.lse, sink)
+        ctx.save_for_backward(q, o if attended.wide is None else attended.wide, attended.lse, sink)
         ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
         return o.view_as(o)
 

@@ -1,4 +1,9 @@
-"""Adding up what blocks give: outputs by their logsumexp, gradients by their sum (DESIGN.md section 2, "Block attention").
+"""Adding up what blocks give: outputs by their logsumexp, gradients by their sum (DESIGN.md 2, "Block attention").
+
+[Note: rounded outputs] Backward needs do . o of each query: with o rounded to half precision a query's score gradients
+no longer add up to zero, and sums over queries (biases, small projections) show it. FlashAttention's and cuDNN's backward
+take the rounded o. Plain products take the one before rounding where it is at hand, as eager attention's softmax does; and
+a sink scales o before it is rounded.
 
 [Note: first block] A chunk's first block is not added to zeros: what a block that covers the whole chunk returns is what
 the next ones are added to. With two blocks, as in a plain chunk, nothing is written in float32: both are read, their sum is
@@ -19,14 +24,24 @@ from streambp.chunks import Chunk
 
 @dataclasses.dataclass
 class Attended:
-    """What one chunk's attention leaves behind: o [B, C, H, D_v], contiguous, and lse [B, H, C]. [Note: one layout]"""
+    """What one chunk's attention leaves behind: o [B, C, H, D_v], contiguous, and lse [B, H, C]. [Note: one layout]
+
+    wide: o before it was rounded, for a backward that can use it. [Note: rounded outputs]
+    """
 
     o: Tensor
     lse: Tensor
+    wide: Tensor | None = None
     version: int = dataclasses.field(init=False)  # of o, which the layer gets to work with
 
     def __post_init__(self) -> None:
         self.version = 0 if self.o.is_inference() else self.o._version
+
+    def rounded(self, dtype: torch.dtype, keep: bool) -> Attended:
+        """The same with o in that dtype; keep: and as it was."""
+        if self.o.dtype == dtype:
+            return self
+        return Attended(self.o.to(dtype), self.lse, self.o if keep else None)
 
     @property
     def changed(self) -> bool:
@@ -39,11 +54,13 @@ class MergedOutput:
 
     Args:
         q: [B, C, H, D] of the chunk. value_size: D_v.
+        wide: do not round o, more is to be done with it.
     """
 
-    def __init__(self, q: Tensor, value_size: int, plan: Plan, chunk: Chunk) -> None:
+    def __init__(self, q: Tensor, value_size: int, plan: Plan, chunk: Chunk, wide: bool = False) -> None:
         self._plan, self._chunk = plan, chunk
-        self._dtype, self._wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        self._wide = torch.promote_types(q.dtype, torch.float32)
+        self._dtype = self._wide if wide else q.dtype
         self._like, self._shape = q, (*q.shape[:3], value_size)
         self._o: Tensor | None = None
         self._lse: Tensor | None = None

@@ -133,7 +133,9 @@ def compare(expected, found, tolerance=1e-9):
     assert len(log) == len(expected_log) == 10
     for ours, theirs in zip(log, expected_log, strict=True):
         assert ours.keys() == theirs.keys()
-        for key in ours.keys() - IGNORED:
+        # With equal rewards, which of them is larger is rounding.
+        undecided = {"rewards/accuracies"} if abs(theirs.get("rewards/margins", 1.0)) < 1e-7 else set()
+        for key in ours.keys() - IGNORED - undecided:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-6, abs=1e-7), key
     assert worst_error(weights, expected_weights) <= tolerance
 

@@ -154,7 +154,8 @@ def test_without_grad_and_through_an_exception(one_rank, monkeypatch):
     batch = with_shifted_labels(make_batch("plain"))
     expected_loss, expected = gradients(model, **batch)
     with torch.no_grad():
-        assert torch.equal(model(**batch, use_cache=False).loss, expected_loss)
+        # Without a graph the head has other products, which a CPU may sum up in another order.
+        assert abs(model(**batch, use_cache=False).loss - expected_loss) <= 1e-6 * expected_loss
     loss = model(**batch, use_cache=False).loss
     with monkeypatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", lose)
