@@ -31,7 +31,7 @@ from streambp.layer.products import UnreadProducts, left_out, trace_unread
 from streambp.layer.recompute import Autocast, checkpointing_off
 from streambp.layer.scans import StartingFrom, scans_of
 from streambp.layer.site import LayerSite, attention_configs
-from streambp.layer.states import LEAST_TOKENS, States, whole_blocks
+from streambp.layer.states import LEAST_TOKENS, States, leaves_of, whole_blocks
 from streambp.layer.store import Offloader
 
 PROBE_TOKENS = 2
@@ -163,39 +163,57 @@ class LayerCall:
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
         key = (tuple(linears), tuple(trainable), needs_input, self.training, autocast)
         if key not in self.site.unread:
-            self.site.unread[key] = self._find_unread(linears, needs_input) if linears else UnreadProducts()
+            traced = linears or self.site.states is not None
+            self.site.unread[key] = self._find_unread(linears, needs_input) if traced else UnreadProducts()
         return self.site.unread[key]
 
     def _find_unread(self, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
         kv: list[tuple[Tensor, Tensor]] = []
+        goes_on = False
 
         def probe() -> list[tuple[Tensor, Tensor]]:
-            kv.extend(self._probe(needs_input, Stage.RECOMPUTE, None))
+            nonlocal goes_on
+            found, goes_on = self._probe(needs_input, Stage.RECOMPUTE, None)
+            kv.extend(found)
             return kv
 
-        found = trace_unread(linears, probe)
+        found = dataclasses.replace(trace_unread(linears, probe), states=goes_on)
         if len(kv) != 1 or not found.refill:  # of several attention calls all but the last are computed in a refill
             return found
         width = kv[0][0].shape[-1]
         try:
             with left_out(linears, found.refill, width=width):
-                again = self._probe(False, Stage.REFILL, len(kv))
+                again, _ = self._probe(False, Stage.REFILL, len(kv))
         except torch.OutOfMemoryError:
             raise
         except Exception:  # the layer wants its queries whole
             return found
         return dataclasses.replace(found, width=width) if all(map(_same, kv, again)) else found
 
-    def _probe(self, needs_input: bool, stage: Stage, calls: int | None) -> list[tuple[Tensor, Tensor]]:
-        """The layer over its first few tokens; K and V of its attention calls. calls: how many they are, if known."""
+    def _probe(self, needs_input: bool, stage: Stage, calls: int | None) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+        """The layer over its first few tokens; K and V of its attention calls, and whether its end states have a graph.
+
+        If they have, a second chunk starts from them as leaves: it saves for backward what the first does not.
+
+        Args:
+            calls: how many attention calls there are, if known.
+        """
         tokens = min(PROBE_TOKENS, self.plan[0].stop)
+        length = tokens if len(self.plan) == 1 else 2 * tokens
         x = self.kept.store.peek("x", 0)[..., :tokens, :]
-        prefix = Prefix(Spans.causal(x.shape[-3], tokens), tokens, self.carried.prefix.attention)
+        prefix = Prefix(Spans.causal(x.shape[-3], length), length, self.carried.prefix.attention)
         prefix.calls = calls
+        goes_on = False
         with torch.set_grad_enabled(stage is Stage.RECOMPUTE), self.kept.random[0].replayed():
             hidden_chunk = x.detach().requires_grad_(needs_input)
-            self.compute(hidden_chunk, Chunk(0, 0, tokens), stage, prefix, states={})
-        return [(site.k, site.v) for site in prefix.sites if isinstance(site, CallSite)]
+            output, _ = self.compute(hidden_chunk, Chunk(0, 0, tokens), stage, prefix, states={})
+            if output is not None:
+                goes_on = any(state.requires_grad for state in output.states.values())
+                if goes_on and length > tokens:
+                    states = leaves_of(output.states)
+                    self.compute(hidden_chunk, Chunk(1, tokens, length), stage, prefix, states=states)
+        kv = [(site.k[:, :tokens], site.v[:, :tokens]) for site in prefix.sites if isinstance(site, CallSite)]
+        return kv, goes_on
 
 
 def _same(pair: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:

@@ -219,7 +219,7 @@ def run_backward(call: LayerCall, work: BackwardPass) -> None:
     unread_here = unread.recompute.difference(call.kept.products)
     with summed(linears, work.sums), left_out(linears, unread_here, work.sums):
         for chunk in call.plan.backward():
-            _chunk_backward(call, chunk, work)
+            _chunk_backward(call, chunk, work, unread.states or any(work.inputs.wanted))
 
 
 IN_CHUNKS = Passes(LayerCall, run_forward, run_backward, run_whole)
@@ -241,18 +241,24 @@ def _refill(call: LayerCall) -> None:
                 call.compute(x, chunk, Stage.REFILL, states=states)
 
 
-def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass) -> None:
-    """Recompute one chunk with a graph, differentiate it, add up."""
+def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool) -> None:
+    """Recompute one chunk with a graph, differentiate it, add up.
+
+    Args:
+        through_states: what the chunk starts from depends on something that is differentiated.
+    """
     hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
     leaves = call.arguments.leaves(chunk, work.inputs.wanted)
-    states = leaves_of(call.kept.states(chunk))
+    states = call.kept.states(chunk)
+    states = leaves_of(states) if through_states else states
     with torch.enable_grad(), call.kept.random[chunk.index].replayed(), call.kept.knowing(chunk, sums=work.sums):
         output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     outputs, upstream = work.grads.of(output, chunk)
     for key, grad in call.carried.upstream.items():  # [Note: states]
-        outputs.append(output.states[key])
-        upstream.append(grad)
+        if output.states[key].requires_grad:
+            outputs.append(output.states[key])
+            upstream.append(grad)
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
     starts = {key: state for key, state in states.items() if state.requires_grad}
     wanted = [*targets, *starts.values(), *work.shadows]

@@ -39,11 +39,13 @@ class UnreadProducts:
     """Names, relative to the layer, of the Linears whose output is not needed in a refill or a recomputation.
 
     width: features that those left out of a refill may return; None: all. [Note: narrow queries]
+    states: the states that a chunk ends with depend on something that is differentiated. [Note: states]
     """
 
     refill: Labels = frozenset()
     recompute: Labels = frozenset()
     width: int | None = None
+    states: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,7 @@ SELECTIVE_SCAN = {"delta_bias", "delta_softplus", "return_last_state"}  # parame
 LINEAR_CACHE = "get_linear_cache"
 OWN_SCAN = "_rnn_scan"
 STEP = 2.0**-8  # of a token that writes
+DECAY = 4.0  # of what the first of them writes, at most, as an exponent
 NO_STEP = -1e4  # before softplus
 GATE = 64.0  # silu(64) = 64, and dividing by it rounds nothing
 
@@ -183,7 +184,7 @@ class SelectiveScan:
         length, size = u.shape[-1], A.shape[-1]
         reads = parts * size if return_last_state and torch.is_grad_enabled() else 0
         writes = 0 if start is None else parts * size
-        step = _raw(STEP, delta_bias, delta_softplus, dt)
+        step = _raw(A, parts * size, delta_bias, delta_softplus, dt)
         u_front = u[..., :0] if start is None else _written(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
         unit = (
             torch.eye(size, dtype=B.dtype, device=B.device).repeat(1, parts).expand(B.shape[0], -1, -1)
@@ -215,10 +216,21 @@ def _filled(like: Tensor, value: float, tokens: int) -> Tensor:
     return like.new_full((*like.shape[:-1], tokens), value)
 
 
-def _raw(step: float, bias: Tensor | None, softplus: bool, dt: Tensor) -> Tensor:
-    """[D]: what dt must be for that step, rounded to its dtype; without history."""
+def _raw(
+    A: Tensor,  # noqa: N803
+    tokens: int,
+    bias: Tensor | None,
+    softplus: bool,
+    dt: Tensor,
+) -> Tensor:
+    """[D]: what dt must be for the steps of so many tokens that write, rounded to its dtype; without history.
+
+    Where A is large steps are smaller, so that what the first token writes does not decay beyond exp(-DECAY): its inverse
+    would overflow.
+    """
     wide = torch.promote_types(dt.dtype, torch.float32)
-    wanted = torch.full((dt.shape[-2],), step, dtype=wide, device=dt.device)
+    largest = A.detach().to(wide).abs().amax(-1)  # [D]
+    wanted = (DECAY / (largest * max(1, tokens - 1))).clamp(max=STEP)
     wanted = torch.log(torch.expm1(wanted)) if softplus else wanted
     return (wanted if bias is None else wanted - bias.detach().to(wide)).to(dt.dtype)
 

@@ -103,7 +103,7 @@ class GradientSum:
         self._sums: list[Tensor | None] = [None] * count
         self._single = parts == 1
         self._places: dict[int, int] = {}
-        self._casts: dict[int, Tensor] = {}
+        self._casts: dict[tuple[int, bool], Tensor] = {}  # by id and whether with a graph
 
     def stand_for(self, shadows: list[Tensor]) -> None:
         """What `adder` knows them by."""
@@ -123,9 +123,10 @@ class GradientSum:
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, made once: autocast is restored for a whole pass, so it is always the same."""
-        if id(weight) not in self._casts:
-            self._casts[id(weight)] = weight.to(dtype)
-        return self._casts[id(weight)]
+        key = (id(weight), torch.is_grad_enabled())
+        if key not in self._casts:
+            self._casts[key] = weight.to(dtype)
+        return self._casts[key]
 
     def add(self, gradients: list[Tensor | None]) -> None:
         totals, parts = [], []

@@ -14,7 +14,9 @@ before ended with, and collects those that it ends with itself; the layer's own 
 [Note: states] A chunk's end states are outputs like its hidden states: their gradients come from the chunk behind it, which
 has been differentiated before ([Note: prefix accumulation order]). Reads come from `before` alone and writes go to `after`
 alone, so that nothing is written in place and a recomputation finds what forward found. End states are copies: a view would
-keep the whole chunk's input alive for the sake of its last few tokens.
+keep the whole chunk's input alive for the sake of its last few tokens. Where no end state depends on anything that is
+differentiated (adapters behind the mixer, in the first layer that trains), start states are no leaves; the trace of unread
+products finds out.
 """
 
 from __future__ import annotations

@@ -216,3 +216,36 @@ def test_automatic_chunks_are_whole_blocks_of_the_kernels():
         ids = make_batch("plain", length=17_000, rows=1)["input_ids"]
         patched(stock)(ids, labels=ids, use_cache=False)
     assert sizes == [(True, 2048), (False, 2125)]
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("qwen3_next", "mlp"), ("bamba", "out_proj"), ("falcon_h1", "q_proj"), ("lfm2", "feed_forward"),
+        ("mamba", "mixer.D"), ("mamba", "A_log"), ("jamba", "dt_proj"), ("zaya", "o_proj"), ("qwen3_next", "conv1d"),
+    ],
+)  # fmt: skip
+def test_a_layer_of_which_a_part_is_trained(name, trained, float64_states):
+    """As adapters do: no gradient may pass through the states that a chunk ends with, or it may, but not in the first."""
+    stock = zoo.build(name)
+    for parameter_name, parameter in stock.named_parameters():
+        parameter.requires_grad_(trained in parameter_name and "layers.0" in parameter_name)
+    assert any(parameter.requires_grad for parameter in stock.parameters())
+    ours = patched(copy.deepcopy(stock), chunk_size=5)
+    batch = make_batch("left-padded")
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+@pytest.mark.parametrize("largest", [6.5, 8.0])
+def test_decays_that_are_large(largest, float64_states):
+    """What is written is divided by its decay, whose inverse must not overflow."""
+    stock = zoo.build("mamba", state_size=16).float()
+    with torch.no_grad():
+        for layer in stock.backbone.layers:
+            layer.mixer.A_log[:, 0] = largest
+    ours = patched(stock, chunk_size=8)
+    (_, expected), (_, found) = (gradients(model, **make_batch("plain")) for model in (stock, ours))
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert relative_l2(found, expected) <= 1e-4
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
