@@ -101,6 +101,8 @@ def _reason(site: LayerSite) -> str:
     if site.because:
         return site.because
     parts = [OWN_ATTENTION] if site.cache else []
+    if site.told:
+        parts.append(f"documents of packed rows as {' and '.join(site.told)} tell its kernels")
     if site.longest is not None:
         parts.append(f"chunks of up to {site.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
     return "; ".join(parts)

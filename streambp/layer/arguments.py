@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from streambp.chunks import Chunk
 from streambp.errors import StreamBPError
+from streambp.layer.documents import Documents, documents_of
 
 # Where the tokens are, by argument name; whatever is not named here is handed to every chunk whole.
 TOKEN_DIMS = {
@@ -39,6 +40,7 @@ TOKEN_DIMS = {
     "original_hidden_states": -2,
     "prev_router_hidden_states": -2,
     "ple_input_ids": -1,
+    "seq_idx": -1,
 }
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 PAGED_CACHE = "cache"  # what continuous batching calls its own
@@ -113,6 +115,14 @@ class Arguments:
         kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
         self.kind = frozenset({*kinds, ("a graph", torch.is_grad_enabled())})
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
+        self._documents: Documents | None = None
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents of packed rows, if kernels are told of them; reads cu_seq_lens_q, which waits for the device."""
+        if self._documents is None:
+            self._documents = documents_of(self.named)
+        return self._documents
 
     def _kind(self, value: Any) -> Any:
         """What an argument is, whatever batch it comes with."""
@@ -163,12 +173,12 @@ class Arguments:
     @contextlib.contextmanager
     def replaced(self, changes: dict[str, Any]) -> Iterator[None]:
         """Within, the call has other arguments by these names."""
-        before = self.named, self._parts
-        self.named, self._parts = {**self.named, **changes}, {}
+        before = self.named, self._parts, self._documents
+        self.named, self._parts, self._documents = {**self.named, **changes}, {}, None
         try:
             yield
         finally:
-            self.named, self._parts = before
+            self.named, self._parts, self._documents = before
 
     def check_lengths(self) -> None:
         """Raise if an argument has other positions than the sequence."""

@@ -24,6 +24,7 @@ from streambp.chunks import Chunk, plan_chunks
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried, layout_of
+from streambp.layer.documents import in_one, told_of
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.kept import Kept
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
@@ -61,6 +62,8 @@ class LayerCall:
             self.plan = plan_chunks(length, batch_size, whole_blocks(self.plan.size))
         self.configs = [] if site.cache else attention_configs(site.layer)
         self.scans = scans_of(site.layer) if site.states is not None else []
+        self.packed = bool(site.told)  # the site tells of its last call, a backward may be an earlier one's
+        self.told = told_of(site.layer) if self.packed else []
         self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
@@ -144,9 +147,11 @@ class LayerCall:
         states: States | None = None,
     ) -> ChunkOutput | None:
         """The layer's own forward on hidden_chunk, its attention as `point` says; None if that stopped it."""
-        named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states)
+        documents = self.arguments.documents if self.packed else None
+        named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states, documents)
         before = {name: dict(named[name]) for name in self.arguments.mappings}
-        with recording(self.recorded) as recorded, StartingFrom(self.scans, cache):
+        told = None if documents is None else (self.told, documents, chunk)
+        with recording(self.recorded) as recorded, StartingFrom(self.scans, cache, told):
             try:
                 result = self.site.forward(self.layer, hidden_chunk, **named)
             except RefillDone:
@@ -164,7 +169,9 @@ class LayerCall:
         key = (tuple(linears), tuple(trainable), needs_input, self.training, autocast)
         if key not in self.site.unread:
             traced = linears or self.site.states is not None
-            self.site.unread[key] = self._find_unread(linears, needs_input) if traced else UnreadProducts()
+            # Where a document started with the trace's second chunk, nobody would seem to read its start states.
+            with self.arguments.replaced(in_one(self.arguments.named)):
+                self.site.unread[key] = self._find_unread(linears, needs_input) if traced else UnreadProducts()
         return self.site.unread[key]
 
     def _find_unread(self, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:

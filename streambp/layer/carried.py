@@ -23,6 +23,7 @@ from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier, Chunk, ChunkPlan
 from streambp.layer.cached import OwnMask, chunk_arguments
+from streambp.layer.documents import Documents
 from streambp.layer.site import LayerSite
 from streambp.layer.states import StateCache, States
 from streambp.layer.store import Offloader, SavedTensors
@@ -60,12 +61,18 @@ class Carried:
             self.prefix.memory = PrefixMemory(plan, offloader.prefix_memory, scratch, saved)
 
     def handed_to(
-        self, named: dict[str, Any], chunk: Chunk, point: AttentionPoint, states: States | None
+        self,
+        named: dict[str, Any],
+        chunk: Chunk,
+        point: AttentionPoint,
+        states: States | None,
+        documents: Documents | None = None,
     ) -> tuple[dict[str, Any], StateCache | None]:
         """A chunk's arguments, with what it gets from the chunks before it among them; and where its states end up.
 
         Args:
             states: those that the chunk starts from; None: it gets no cache.
+            documents: of packed rows, of which a layer with states is told.
         """
         if self.site.attends:
             named = with_point(named, point)
@@ -75,7 +82,8 @@ class Carried:
         if self.site.states is None or states is None:
             return named, None
         cache = StateCache(chunk.start, states)
-        return {**named, self.site.states: cache}, cache
+        own = {} if documents is None else documents.within(chunk)
+        return {**named, **own, self.site.states: cache}, cache
 
     def drop(self) -> None:
         """Let go of it: the pass over the chunks is over."""

@@ -25,9 +25,10 @@ from streambp.layer.outputs import Whole, deliver
 from streambp.layer.probe import can_stream
 from streambp.layer.products import left_out, plain_linears, summed
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
+from streambp.layer.scans import scans_selectively
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import LayerSite
-from streambp.layer.states import leaves_of, why_packed
+from streambp.layer.states import leaves_of
 from streambp.layer.whole import run_whole
 
 
@@ -273,7 +274,7 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
 def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
     """Why the layer cannot be cut with this call's attention mask; None if it can. Its own kind becomes an `OwnMask`."""
     mask = attention_mask_of(arguments.named)
-    if site.states is not None and (because := why_packed(arguments.named)) is not None:
+    if site.states is not None and (because := _why_documents_stay_whole(site, arguments)) is not None:
         return because
     if site.cache is not None:
         found = own_mask(mask, arguments.length)
@@ -283,6 +284,18 @@ def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
         return None
     known = mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)
     return None if known or not site.attends else "its attention_mask is not for attention alone"
+
+
+def _why_documents_stay_whole(site: LayerSite, arguments: Arguments) -> str | None:
+    """Why a layer with states cannot be cut where it is told of documents; None if it can, or is not told."""
+    documents = arguments.documents
+    site.told = () if documents is None else documents.names
+    if documents is None:
+        return None
+    if documents.ids is not None and scans_selectively(site.layer):
+        # Told in training its fused kernel mixes them, in eval mode its convolution does not: the mode decides, not chunks.
+        return "seq_idx says where documents start, which its selective scan takes no notice of"
+    return documents.why_not_cut(arguments.length)
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

@@ -24,6 +24,7 @@ from streambp.device import failed_in_a_kernel, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
+from streambp.layer.documents import in_several
 from streambp.layer.recompute import RandomState
 from streambp.layer.states import LEAST_TOKENS, States
 
@@ -75,7 +76,9 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
             x, upstream = _random_like(hidden_states), _random_like(hidden_states)
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
         try:
-            with call.arguments.replaced(_nothing_masked(call.arguments.named, x.shape[-2])):
+            named, length = call.arguments.named, x.shape[-2]
+            documents = in_several(named, length) if call.packed else {}
+            with call.arguments.replaced({**_nothing_masked(named, length), **documents}):
                 whole, pieces = _run(call, x, upstream, x.shape[-2], None), _run(call, x, upstream, chunk_size, {})
         except (torch.OutOfMemoryError, AttentionChoiceError):
             raise

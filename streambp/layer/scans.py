@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from streambp.chunks import Chunk
+from streambp.layer.documents import Documents, parameters_of, telling
 from streambp.layer.states import Key, StateCache
 
 SELECTIVE_SCAN = {"delta_bias", "delta_softplus", "return_last_state"}  # parameters by which the function is known
@@ -61,27 +63,29 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _is_selective_scan(function: Any) -> bool:
-    function = function.forward if isinstance(function, nn.Module) else function  # as the kernels package has them
-    return callable(function) and not isinstance(function, type) and _parameters(function) >= SELECTIVE_SCAN
+    return parameters_of(function) >= SELECTIVE_SCAN
 
 
-def _parameters(function: Callable[..., Any]) -> set[str]:
-    try:
-        return set(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return set()
+def scans_selectively(layer: nn.Module) -> bool:
+    """Whether one of its mixers calls a selective scan (Mamba 1)."""
+    return any(name not in ("torch", "forward", OWN_SCAN) for _, name in scans_of(layer))
+
+
+Told = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
 
 
 class StartingFrom:
-    """Within, these mixers (`scans_of`) start from the cache's states.
+    """Within, these mixers (`scans_of`) start from the cache's states, and functions of others are told of documents.
+
+    Args:
+        told: what is told (`told_of`), of which documents, in which chunk; None: nothing.
 
     Neither generators nor an `ExitStack`: their frames would tie the exception that ends a refill, and with it the
     layer's tensors, into a cycle.
     """
 
-    def __init__(self, mixers: list[tuple[nn.Module, str]], cache: StateCache | None) -> None:
-        self._replaced = [] if cache is None else [_replacement(module, name, cache) for module, name in mixers]
-
+    def __init__(self, mixers: list[tuple[nn.Module, str]], cache: StateCache | None, told: Told | None = None) -> None:
+        self._replaced = [] if cache is None else _replacements(mixers, cache, told)
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
@@ -97,23 +101,38 @@ class StartingFrom:
                 module.__dict__[name] = before
 
 
-def _replacement(module: nn.Module, name: str, cache: StateCache) -> tuple[nn.Module, str, Callable[..., Any]]:
-    """The mixer, its attribute, and what that is for one forward."""
-    if isinstance(module, nn.Conv1d):
-        return module, "forward", functools.partial(_convolve, module, cache)
-    if name == OWN_SCAN:
-        return module, name, functools.partial(_scan, getattr(module, name), cache)
-    return module, "forward", _own_code(module, name, cache)
+def _replacements(
+    mixers: list[tuple[nn.Module, str]], cache: StateCache, told: Told | None
+) -> list[tuple[nn.Module, str, Callable[..., Any]]]:
+    """Mixers, an attribute of each, and what that is for one forward."""
+    found: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+    stand_ins: dict[nn.Module, dict[str, Any]] = {}  # for globals, by name
+    for module, name in mixers:
+        layer: Any = getattr(module, "layer_idx", None)
+        if isinstance(module, nn.Conv1d):
+            found.append((module, "forward", functools.partial(_convolve, module, cache)))
+        elif name == OWN_SCAN:
+            found.append((module, name, functools.partial(_scan, getattr(module, name), cache)))
+        elif name == "torch":
+            stand_ins.setdefault(module, {})[name] = TorchWithState(cache, layer)
+        else:
+            stand_ins.setdefault(module, {})[name] = SelectiveScan(_global(module, name), cache, layer)
+    if told is not None:
+        functions, documents, chunk = told
+        for module, name in functions:
+            stand_ins.setdefault(module, {})[name] = telling(_global(module, name), documents, chunk)
+    return found + [(module, "forward", _own_code(module, names)) for module, names in stand_ins.items()]
 
 
-def _own_code(module: nn.Module, name: str, cache: StateCache) -> Callable[..., Any]:
-    """The mixer's own forward with a function of ours under that global name."""
+def _global(module: nn.Module, name: str) -> Any:
     forward: Any = inspect.unwrap(type(module).forward)
-    layer: Any = module.layer_idx
-    stands_in: Any = TorchWithState(cache, layer)
-    if name != "torch":
-        stands_in = SelectiveScan(forward.__globals__[name], cache, layer)
-    names = {**forward.__globals__, name: stands_in}
+    return forward.__globals__[name]
+
+
+def _own_code(module: nn.Module, stand_ins: dict[str, Any]) -> Callable[..., Any]:
+    """The mixer's own forward with functions of ours under these global names."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    names = {**forward.__globals__, **stand_ins}
     own = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
     return types.MethodType(own, module)

@@ -27,6 +27,7 @@ class LayerSite:
         because: why its last call ran whole, checkpointed, instead of in chunks; None if it streamed.
         verdicts: the same, of the layer itself, for each kind of call that was tried (`probe.py`).
         longest: tokens of its last call's longest chunk, if that is longer than asked for. [Note: chunk ends]
+        told: the arguments that told its last call where documents of packed rows start. [Note: documents]
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
     """
@@ -40,6 +41,7 @@ class LayerSite:
     because: str | None = None
     verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=dict)
     longest: int | None = None
+    told: tuple[str, ...] = ()
     offloader: Offloader | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None

@@ -21,7 +21,7 @@ products finds out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -153,9 +153,3 @@ def leaves_of(states: States) -> States:
 def whole_blocks(size: int) -> int:
     """The chunk size next below that wastes no padding in a kernel that takes blocks of positions."""
     return size - size % KERNEL_BLOCK if size > KERNEL_BLOCK else size
-
-
-def why_packed(named: Mapping[str, Any]) -> str | None:
-    """Why a layer with states runs whole in this call: its documents are told by the kernels' own arguments."""
-    found = next((name for name in ("seq_idx", "cu_seq_lens_q") if named.get(name) is not None), None)
-    return None if found is None else f"{found} says where documents start, which its recurrence cannot be told in chunks"

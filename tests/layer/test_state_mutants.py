@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import arguments, call, function, scans, states
+from streambp.layer import arguments, call, carried, documents, function, scans, states
 from streambp.layer.states import Key, StateCache
 from tests import zoo
 from tests.families import make_batch
-from tests.layer.test_states import check_exact, check_padded, patched
+from tests.layer.test_documents import build, check_packed, packed
+from tests.layer.test_states import check_exact, check_memory, check_padded, patched
 from tests.oracle import gradients
 
 
@@ -47,6 +48,66 @@ def whole_masks(self, chunk, leaves=None, real=arguments.Arguments.cut):
     return {**named, **{n: self.named[n][:, : chunk.stop - chunk.start] for n in named if n == "attention_mask"}}
 
 
+def packed_oracle(name, **case):
+    def check():
+        with pytest.MonkeyPatch.context() as patch:
+            check_packed(build(name, patch), packed(**case), [5])
+
+    return check
+
+
+def check_no_cycle():
+    """Caching `layers` on the cache would tie the chunk's graph to the garbage collector."""
+    cache = StateCache(0, {Key("conv", 1, 0): torch.randn(2, 3)})
+    assert cache.layers[1].conv_states.keys() == {0}
+    assert cache.layers[0].recurrent_states == {}
+    seen = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+class LayersOnTheCache:
+    """What `cache.layers` gives, kept on the cache and knowing it."""
+
+    def __init__(self, cache):
+        cache.kept, self.cache = self, cache
+
+    def __getitem__(self, layer):
+        return states.LayerStates(self.cache.before, layer)
+
+
+NO_UPSTREAM = property(lambda self: {}, lambda self, gradients: None)
+
+
+def ids_of_the_whole_row(real, told, chunk, *args, **kwargs):
+    """seq_idx of the chunk, counted from the row's first document."""
+    return real(*args, **{**kwargs, "seq_idx": told.ids[:, chunk.start : chunk.stop].contiguous()})
+
+
+def ids_of_the_chunk(real, told, chunk, x, *args, **kwargs):
+    """All that its cache has put in front of the chunk, taken for its first token's document."""
+    before = x.shape[-1] - (chunk.stop - chunk.start)
+    ids = told.ids[:, [chunk.start] * before + list(range(chunk.start, chunk.stop))]
+    return real(x, *args, **{**kwargs, "seq_idx": ids})
+
+
+def state_of_one_document(real, told, chunk, *args, **kwargs):
+    out, end = real(*args, **kwargs)
+    return out, end[-1:]
+
+
+def end_of_the_first_document(real, told, chunk, *args, tell=documents._tell_rule, **kwargs):
+    def first(*args, **kwargs):
+        out, end = real(*args, **kwargs)
+        return out, end[:1]
+
+    return tell(first, told, chunk, *args, **kwargs)
+
+
 MUTANTS = {
     "end state without its gradient": (StateCache, "update_recurrent_state", detached_end, oracle()),
     "start states without their gradient": (function, "leaves_of", leaves_without_gradient, oracle("bamba")),
@@ -55,6 +116,20 @@ MUTANTS = {
     "read without a gradient": (
         scans.EndState, "backward", staticmethod(lambda ctx, grad: (None, *[torch.zeros_like(grad)] * ctx.parts)),
         oracle("jamba"),
+    ),
+    "upstream of states dropped": (carried.Carried, "upstream", NO_UPSTREAM, oracle()),
+    "states not copied": (states, "_alone", lambda state: state, lambda: check_memory("bamba")),
+    "layers kept on the cache": (StateCache, "layers", property(LayersOnTheCache), check_no_cycle),
+    "documents counted from the row's start": (
+        documents, "_tell_scan", ids_of_the_whole_row, packed_oracle("bamba", ends=False)
+    ),
+    "tokens before a chunk in its first document": (
+        documents, "_tell_convolution", ids_of_the_chunk, packed_oracle("lfm2", ends=False)
+    ),
+    "one start state for all documents": (documents, "_tell_rule", state_of_one_document, packed_oracle("qwen3_next")),
+    "the first document's end state": (documents, "_tell_rule", end_of_the_first_document, packed_oracle("qwen3_next")),
+    "start states where a document starts": (
+        documents.Documents, "goes_on", lambda self, chunk: True, packed_oracle("qwen3_next")
     ),
     "the first tokens' padding for every chunk": (arguments.Arguments, "cut", whole_masks, lambda: check_padded("bamba")),
 }  # fmt: skip
@@ -72,7 +147,7 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]
     check()
     monkeypatch.setattr(function, "can_stream", lambda call: True)
-    monkeypatch.setattr(owner, attribute, mutant)
+    monkeypatch.setattr(owner, attribute, mutant, raising=False)  # instances alone have some
     with pytest.raises(AssertionError):
         check()
 
@@ -93,17 +168,7 @@ def test_chunks_of_one_token_would_not_run(monkeypatch):
 
 
 def test_a_cache_is_in_no_cycle():
-    """Caching `layers` on it would tie the chunk's graph to the garbage collector."""
-    cache = StateCache(0, {Key("conv", 1, 0): torch.randn(2, 3)})
-    assert cache.layers[1].conv_states.keys() == {0}
-    assert cache.layers[0].recurrent_states == {}
-    seen = weakref.ref(cache)
-    gc.disable()
-    try:
-        del cache
-        assert seen() is None
-    finally:
-        gc.enable()
+    check_no_cycle()
 
 
 def test_what_is_kept_of_a_convolution_is_its_last_inputs_alone():

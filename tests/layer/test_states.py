@@ -86,15 +86,20 @@ def test_every_kind_over_several_blocks_of_the_kernels(name, float64_states):
     check_exact(name, 201, [7, 50, 64])
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_kept_has_memory_of_its_own(name, monkeypatch):
+def check_memory(name):
     """Some mixers hand their cache a view: the last of all blocks' or tokens' states."""
     seen = []
     real = kept.Kept.keep_states
-    monkeypatch.setattr(kept.Kept, "keep_states", lambda *args: seen.extend(args[2].values()) or real(*args))
-    gradients(patched(zoo.build(name, dtype=torch.float32), chunk_size=5), **make_batch("plain"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept.Kept, "keep_states", lambda *args: seen.extend(args[2].values()) or real(*args))
+        gradients(patched(zoo.build(name), chunk_size=5), **make_batch("plain"))
     assert seen
     assert all(state.untyped_storage().nbytes() == state.nbytes for state in seen)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_kept_has_memory_of_its_own(name, float64_states):
+    check_memory(name)
 
 
 def test_another_librarys_forward_comes_back():
@@ -129,12 +134,18 @@ def test_without_a_graph_and_generation():
     assert torch.equal(expected, found)
 
 
-def test_packed_documents_run_whole_in_that_call_alone():
-    ours = patched(zoo.build("lfm2", dtype=torch.float32), chunk_size=5)
+def test_packed_documents_without_kernels_are_the_error_that_they_are_unpatched():
+    """In that call alone."""
+    stock = zoo.build("lfm2", dtype=torch.float32)
+    ours = patched(copy.deepcopy(stock), chunk_size=5)
     batch = make_batch("plain", rows=1)
     gradients(ours, **batch)
-    with pytest.raises(ValueError, match="packed sequences"):  # as unpatched: the reference of the kernel takes none
-        ours(**batch, seq_idx=torch.zeros(1, 23, dtype=torch.int32), use_cache=False)
+    told = {**batch, "seq_idx": torch.zeros(1, 23, dtype=torch.int32), "use_cache": False}
+    with pytest.raises(ValueError, match="packed sequences") as unpatched:  # torch's stand-ins for kernels take none
+        stock(**told)
+    with pytest.raises(ValueError, match="packed sequences") as found:
+        ours(**told)
+    assert str(found.value) == str(unpatched.value)
     assert "checkpoints: 1" in str(streambp.describe(ours))
     gradients(ours, **batch)
     assert "checkpoints" not in str(streambp.describe(ours))

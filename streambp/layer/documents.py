@@ -1,0 +1,171 @@
+"""Where the documents of packed rows start, as layers with states are told.
+
+transformers hands two arguments on to the kernels: seq_idx [B, T], the document of each token, to convolutions and to
+Mamba 2's scan, and cu_seq_lens_q [documents + 1], where the documents of a single row end, to the delta rules. Attention
+has its own way (`attention/masks.py`). In a chunk each function is told what belongs to the tokens that it gets:
+
+    a convolution      seq_idx of the chunk and of the tokens before it that its cache has put in front
+    a scan             seq_idx counted from the document of the token before the chunk: a start state is document 0's
+    a delta rule       cu_seqlens of the chunk, and a start state for each document: the chunk's for the first, if that goes
+                       on from before, and zero for the others; the last one's end state is the chunk's
+
+[Note: documents] A function is told what its mixer tells it, no more. What takes neither argument mixes documents, in
+chunks as unpatched, so that whether a start state is dropped where a document starts is decided here, by function, and not
+where states are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.chunks import Chunk
+
+IDS, ENDS = "seq_idx", "cu_seq_lens_q"
+TRIED = (3, 5, 6)  # where the probe's documents end: within a chunk, with it, after one token, and over several chunks
+
+
+class Documents:
+    """The documents of one call.
+
+    Args:
+        ids: [B, T] int32, the document of each token, rising along a row; None: not told.
+        ends: [documents + 1] int32 from 0 to T, of a batch of one row; None: not told.
+    """
+
+    def __init__(self, ids: Tensor | None, ends: Tensor | None) -> None:
+        self.ids, self._ends = ids, ends
+        self.ends = () if ends is None else tuple(ends.tolist())
+        self._cut: dict[Chunk, Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that tell them."""
+        return tuple(name for name, value in ((IDS, self.ids), (ENDS, self._ends)) if value is not None)
+
+    def why_not_cut(self, length: int) -> str | None:
+        """Why chunks cannot be told of them; None if they can."""
+        rising = all(a < b for a, b in itertools.pairwise(self.ends))
+        if self.ends and not (rising and self.ends[0] == 0 and self.ends[-1] == length):
+            return f"{ENDS} does not rise from 0 to the sequence's {length} tokens"
+        return None
+
+    def within(self, chunk: Chunk) -> dict[str, Tensor]:
+        """Arguments that a chunk's are replaced by: where its own documents end."""
+        if self._ends is None:
+            return {}
+        if chunk not in self._cut:  # one tensor for all passes: fla keeps what it derives from it
+            inside = [end - chunk.start for end in self.ends if chunk.start < end < chunk.stop]
+            ends = [0, *inside, chunk.stop - chunk.start]
+            self._cut[chunk] = torch.tensor(ends, dtype=self._ends.dtype, device=self._ends.device)
+        return {ENDS: self._cut[chunk]}
+
+    def goes_on(self, chunk: Chunk) -> bool:
+        """Whether the chunk starts within a document."""
+        return chunk.start not in self.ends
+
+
+def documents_of(named: Mapping[str, Any]) -> Documents | None:
+    """The documents that a layer's arguments tell of."""
+    ids, ends = named.get(IDS), named.get(ENDS)
+    return None if ids is None and ends is None else Documents(ids, ends)
+
+
+def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those arguments for rows of one document each."""
+    changed = {}
+    if named.get(IDS) is not None:
+        changed[IDS] = torch.zeros_like(named[IDS])
+    if named.get(ENDS) is not None:
+        changed[ENDS] = named[ENDS][[0, -1]]
+    return changed
+
+
+def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
+    """Those arguments for rows whose first `length` tokens are several documents, other ones in every second row."""
+    changed = {}
+    inside = [end for end in TRIED if end < length]
+    if named.get(IDS) is not None:
+        ids = named[IDS]  # [B, T]
+        rows = torch.arange(ids.shape[0], device=ids.device)[:, None] % 2
+        tokens = torch.arange(ids.shape[-1], device=ids.device) + rows
+        ends = torch.tensor(inside, device=ids.device, dtype=tokens.dtype)
+        changed[IDS] = torch.bucketize(tokens, ends, right=True).to(ids.dtype)
+    if named.get(ENDS) is not None:
+        changed[ENDS] = named[ENDS].new_tensor([0, *inside, length])
+    return changed
+
+
+Function = Callable[..., Any]
+
+
+def told_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The modules of a layer whose forward calls functions that can be told of documents, each with the global's name."""
+    found = []
+    for module in layer.modules():
+        forward: Any = inspect.unwrap(type(module).forward)
+        for name in forward.__code__.co_names if hasattr(forward, "__code__") else ():
+            if _telling(forward.__globals__.get(name)) is not None:
+                found.append((module, name))
+    return found
+
+
+def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
+    """The function as a chunk calls it. [Note: documents]"""
+    tell = _telling(function)
+    assert tell is not None
+    return functools.partial(tell, function, documents, chunk)
+
+
+def parameters_of(function: Any) -> set[str]:
+    """A function's parameters; {} of anything else. With the kernels package functions are modules."""
+    function = function.forward if isinstance(function, nn.Module) else function
+    if not callable(function) or isinstance(function, type):
+        return set()
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def _telling(function: Any) -> Function | None:
+    """How a function is told, known by its parameters."""
+    parameters = parameters_of(function)
+    if parameters >= {"initial_state", "output_final_state"}:
+        return _tell_rule
+    if parameters >= {"initial_states", "return_final_states", "A"}:
+        return _tell_scan
+    if parameters >= {"weight", "bias", "activation"} and "conv_state" not in parameters:
+        return _tell_convolution
+    return None
+
+
+def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """x [B, D, k + C]"""
+    if kwargs.get(IDS) is not None and documents.ids is not None:
+        kwargs[IDS] = documents.ids[:, chunk.stop - x.shape[-1] : chunk.stop].contiguous()  # [B, k + C]
+    return real(x, *args, **kwargs)
+
+
+def _tell_scan(real: Function, documents: Documents, chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get(IDS) is not None and documents.ids is not None and chunk.start:
+        before = documents.ids[:, chunk.start - 1 : chunk.start]  # [B, 1]
+        kwargs[IDS] = documents.ids[:, chunk.start : chunk.stop] - before  # [B, C]
+    return real(*args, **kwargs)
+
+
+def _tell_rule(real: Function, documents: Documents, chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
+    ends, state = kwargs.get("cu_seqlens"), kwargs.get("initial_state")  # [N + 1], [1, H, K, V]
+    if ends is None:
+        return real(*args, **kwargs)
+    if state is not None:
+        others = state.new_zeros((len(ends) - 2, *state.shape[1:]))  # [N - 1, H, K, V]
+        kwargs["initial_state"] = torch.cat((state, others)) if documents.goes_on(chunk) else None
+    out, end = real(*args, **kwargs)
+    return out, None if end is None else end[-1:]
