@@ -155,8 +155,8 @@ def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, x: Ten
 
 def _tell_scan(real: Function, documents: Documents, chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get(IDS) is not None and documents.ids is not None and chunk.start:
-        before = documents.ids[:, chunk.start - 1 : chunk.start]  # [B, 1]
-        kwargs[IDS] = documents.ids[:, chunk.start : chunk.stop] - before  # [B, C]
+        own, before = documents.ids[:, chunk.start : chunk.stop], documents.ids[:, chunk.start - 1 : chunk.start]
+        kwargs[IDS] = own - before  # [B, C]
     return real(*args, **kwargs)
 
 

@@ -95,14 +95,14 @@ def chunk_gated_delta_rule(
         assert ends[-1] == length
         assert all(a < b for a, b in itertools.pairwise(ends)), "an empty document"
     shape = (states, v.shape[2], k.shape[-1], v.shape[-1])
-    state = v.new_zeros(shape) if initial_state is None else initial_state
+    state = g.new_zeros(shape) if initial_state is None else initial_state
     assert state.shape == shape, f"{tuple(state.shape)} instead of {shape}"
     own = state.split(rows)
     parts = [
         _delta_rule(*(x[:, a:b] for x in (q, k, v, g, beta)), start)
         for (a, b), start in zip(itertools.pairwise(ends), own, strict=True)
     ]
-    out = torch.cat([part for part, _ in parts], 1)
+    out = torch.cat([part for part, _ in parts], 1).to(v.dtype)
     return out, torch.cat([end for _, end in parts]) if output_final_state else None
 
 
@@ -155,7 +155,7 @@ def mamba_chunk_scan_combined(
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     B, C = (part.repeat_interleave(heads // part.shape[2], 2) for part in (B, C))
     shape = (rows, heads, size, B.shape[-1])
-    state = x.new_zeros(shape) if initial_states is None else initial_states
+    state = A.new_zeros(shape) if initial_states is None else initial_states
     assert state.shape == shape, f"{tuple(state.shape)} instead of {shape}"
     before = None if seq_idx is None else torch.zeros_like(seq_idx[:, 0])
     found = []
@@ -166,9 +166,41 @@ def mamba_chunk_scan_combined(
         step = dt[:, t, :, None, None]
         state = state * (step * A[:, None, None]).exp() + step * x[:, t, :, :, None] * B[:, t, :, None]
         found.append((state * C[:, t, :, None]).sum(-1))
-    out = torch.stack(found, 1)
-    out = out if D is None else out + x * D[:, None]
+    out = torch.stack(found, 1).to(x.dtype)
+    out = out if D is None else (out + x * D[:, None]).to(x.dtype)
     return (out, state) if return_final_states else out
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Any:
+    """u, delta, z [B, D, L], A [D, N], B, C [B, N, L] -> [B, D, L], end state [B, D, N], which has no gradient.
+
+    In half precision between kernels alone: all that it computes is in float32.
+    """
+    assert u.dtype == delta.dtype
+    x, dt, b, c = (part.to(A.dtype) for part in (u, delta, B, C))
+    dt = dt if delta_bias is None else dt + delta_bias[:, None]
+    dt = F.softplus(dt) if delta_softplus else dt
+    state = A.new_zeros(u.shape[0], *A.shape)
+    found = []
+    for t in range(u.shape[-1]):
+        step = dt[..., t, None]
+        state = state * (step * A).exp() + step * x[..., t, None] * b[:, None, :, t]
+        found.append((state * c[:, None, :, t]).sum(-1))
+    out = torch.stack(found, -1)
+    out = out if D is None else out + x * D[:, None]
+    out = (out if z is None else out * F.silu(z.to(A.dtype))).to(u.dtype)
+    return (out, state.detach()) if return_last_state else out
 
 
 def mamba_split_conv1d_scan_combined(
@@ -221,6 +253,7 @@ KERNELS = {  # transformers' name for it: its package and what stands for it
     "torch_chunk_gated_delta_rule": ("fla", chunk_gated_delta_rule),
     "chunk_kimi_delta_attention": ("fla", chunk_kda),
     "mamba2_chunk_scan": ("mamba_ssm", mamba_chunk_scan_combined),
+    "mamba_selective_scan": ("mamba_ssm", selective_scan_fn),
     "mamba2_split_conv1d_scan_combined": ("mamba_ssm", mamba_split_conv1d_scan_combined),
 }
 

@@ -15,6 +15,7 @@ from tests.families import make_batch
 from tests.layer import reference_kernels
 from tests.layer.test_states import patched
 from tests.oracle import gradients, worst_error
+from tests.packed import packed_batch
 
 # Mixers alone where transformers' sdpa attends across documents.
 BUILT = {"granitemoehybrid": {"layer_types": ["mamba", "mamba"]}}
@@ -43,24 +44,7 @@ CUTS = ([0, 5, 6, 15, 21, 23], [0, 9, 23])
 def packed(ids=True, ends=True, rows=None):
     """Documents of one token (5), that start with a chunk of 5 (5, 15), within chunks (6, 9, 21), over several (9)."""
     rows = (1 if ends else 2) if rows is None else rows
-    return told_of(CUTS[:rows], ids, ends)
-
-
-def told_of(cuts, ids, ends):
-    length = cuts[0][-1]
-    batch = make_batch("plain", length=length, rows=len(cuts))
-    starts = torch.stack([torch.isin(torch.arange(length), torch.tensor(row)) for row in cuts])
-    numbers = starts.cumsum(-1) - 1  # [B, T]
-    first = torch.stack([torch.tensor(row)[of] for row, of in zip(cuts, numbers, strict=True)])
-    batch["position_ids"] = torch.arange(length) - first
-    batch["labels"][starts] = -100
-    if ids:
-        batch["seq_idx"] = numbers.to(torch.int32)
-    if ends:
-        found = torch.tensor(cuts[0], dtype=torch.int32)
-        longest = int(found.diff().max())
-        batch |= {"cu_seq_lens_q": found, "cu_seq_lens_k": found, "max_length_q": longest, "max_length_k": longest}
-    return batch
+    return packed_batch(list(CUTS[:rows]), ids, ends)
 
 
 def paths(model):
@@ -147,7 +131,7 @@ def test_offloading_changes_no_bit(monkeypatch):
 @pytest.mark.parametrize(("name", "trained"), [("qwen3_next", "in_proj_ba"), ("falcon_h1", "out_proj")])
 def test_the_trace_of_unread_products_sees_one_document(name, trained, monkeypatch):
     """It runs two chunks of two tokens, and here the second would start a document: nobody would read its start states."""
-    stock, batch = build(name, monkeypatch), told_of([[0, 2, 4, 5, 6, 14, 23]], True, name == "qwen3_next")
+    stock, batch = build(name, monkeypatch), packed_batch([[0, 2, 4, 5, 6, 14, 23]], True, name == "qwen3_next")
     for parameter_name, parameter in stock.named_parameters():
         parameter.requires_grad_(trained in parameter_name)
     seen = []

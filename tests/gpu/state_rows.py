@@ -1,0 +1,293 @@
+"""Layers with states on one GPU, kernel by kernel: `python tests/gpu/state_rows.py [--row NAME] [--minutes 8]`.
+
+1. Each kernel in chunks: output, end state and all gradients, the start state's among them, of one call and of chunks,
+   against the same in float32 by transformers' torch code, or, where documents are told, by `reference_kernels`. Chunks
+   may be 1.05 x as far off as one call, on average over random inputs (`assert_as_precise`).
+2. A bf16 model of a few layers in chunks, against float32 and beside the unpatched model's own error, in the same way.
+3. Seconds of a Mamba 2 mixer, forward and backward: its fused kernel, which a mixer without a cache takes in training,
+   and the composed path that a cache selects. Not judged, but both must give the same.
+
+Rows whose package is absent are named and do not pass. Exit code 0 if every row passes, 1 if one does not, 2 without a GPU.
+`--device cpu --tiny` runs the same code with `reference_kernels` for all of them, on one draw each, which chance may make
+twice as far off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import streambp
+from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
+from streambp.chunks import ChunkPlan
+from streambp.layer.documents import Documents, telling
+from streambp.layer.states import StateCache
+from tests import zoo
+from tests.families import make_batch
+from tests.gpu.report import environment, wrong_paths
+from tests.gpu.state_kernels import FULL, KERNELS, TINY, Function, Kernel, Named, Sizes
+from tests.layer import reference_kernels
+from tests.oracle import assert_as_precise, gradients, relative_l2
+from tests.packed import packed_batch
+from tests.seeds import seeded
+
+DOCUMENTS = (0.1, 0.3, 0.303, 0.5, 0.95)  # where they end, of the length: within a chunk, with it, soon after, over several
+FAR = 0.1  # half precision stays far below; what computes something else does not
+CHANCE = 2.0  # of one draw's ratio; a state that is lost is more
+Errors = dict[str, float]  # each tensor's, by its norm
+CHUNK = 0.3  # of the length: no multiple of a kernel's block
+
+
+def in_chunks(
+    kernel: Kernel, function: Function, inputs: tuple[Named, Named, Tensor | None], size: int, documents: Documents | None
+) -> Named:
+    """Output, end state and gradients in chunks of `size`; weights' gradients are added up in float32."""
+    tokens, weights, start = inputs
+    length = next(iter(tokens.values())).shape[1]
+    tokens = {name: x.detach().requires_grad_() for name, x in tokens.items()}
+    state = start = None if start is None else start.detach().requires_grad_()
+    parts, copies = [], []
+    for chunk in ChunkPlan(length, size):
+        own = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        cut = {name: x[:, chunk.start : chunk.stop] for name, x in tokens.items()}
+        called = function if documents is None else telling(function, documents, chunk)
+        out, state = kernel.run(called, {**cut, **own}, state, chunk, documents)
+        parts.append(out)
+        copies.append(own)
+    found = {"output": torch.cat(parts, 1), "end state": state}
+    upstream = [torch.randn(x.shape, generator=seeded(7)).to(x) for x in found.values() if x is not None]
+    leaves = {**tokens, **({} if start is None else {"start": start})}
+    flat = [*leaves.values(), *(w for own in copies for w in own.values())]
+    grads = list(torch.autograd.grad(list(found.values()), flat, upstream))
+    found |= {f"d {name}": grad for name, grad in zip(leaves, grads, strict=False)}
+    rest = grads[len(leaves) :]
+    for index, name in enumerate(weights):
+        found[f"d {name}"] = sum(grad.float() for grad in rest[index :: len(weights)])
+    return {name: x.detach().float() for name, x in found.items()}
+
+
+def errors(
+    kernel: Kernel, function: Function, sizes: Sizes, device: str, chunk_size: int
+) -> Iterator[tuple[Errors, Errors]]:
+    """Of chunks and of one call in half precision against float32, for random inputs after the other."""
+    if kernel.told == "ends":
+        sizes = dataclasses.replace(sizes, rows=1)
+    for seed in itertools.count():
+        tokens, weights, start = kernel.make(sizes, seeded(seed))
+        start = None if kernel.told == "ends" else start  # each document starts from nothing
+        documents = documents_of(kernel.told, sizes, device)
+        half = functools.partial(moved, kernel, device, torch.bfloat16)
+        inputs = half(tokens), half(weights), None if start is None else half({"start": start})["start"]
+        wide = functools.partial(moved, kernel, device, torch.float32)
+        rounded = wide(inputs[0]), wide(inputs[1]), inputs[2]
+        truth = in_chunks(kernel, kernel.truth, rounded, sizes.length, documents)
+        chunks, one = (in_chunks(kernel, function, inputs, size, documents) for size in (chunk_size, sizes.length))
+        yield apart(chunks, truth), apart(one, truth)
+
+
+def moved(kernel: Kernel, device: str, dtype: torch.dtype, tensors: Named) -> Named:
+    return {n: x.to(device, torch.float32 if n in kernel.wide else dtype) for n, x in tensors.items()}
+
+
+def documents_of(told: str, sizes: Sizes, device: str) -> Documents | None:
+    ends = torch.tensor([int(part * sizes.length) for part in DOCUMENTS]).unique()
+    if told == "ids":
+        ids = torch.bucketize(torch.arange(sizes.length), ends, right=True)
+        return Documents(torch.stack([ids, ids.clamp(min=2) - 2]).to(device, torch.int32), None)
+    if told == "ends":
+        return Documents(None, torch.tensor([0, *ends.tolist(), sizes.length], device=device, dtype=torch.int32))
+    return None
+
+
+def apart(found: Named, truth: Named) -> Errors:
+    return {name: float((found[name] - x).norm() / x.norm()) for name, x in truth.items()}
+
+
+def mean(errors: Errors) -> float:
+    return statistics.fmean(error**2 for error in errors.values()) ** 0.5
+
+
+def judged(name: str, pairs: Iterator[tuple[float, float]], tiny: bool) -> Result:
+    """A row of error ratios: by `assert_as_precise`, or within CHANCE on one draw."""
+    seen: list[tuple[float, float]] = []
+
+    def watched() -> Iterator[tuple[float, float]]:
+        for pair in pairs:
+            seen.append(pair)
+            yield pair
+
+    problem = ""
+    if tiny:
+        next(watched())
+    else:
+        try:
+            with contextlib.redirect_stdout(None):
+                assert_as_precise(watched())
+        except AssertionError as error:
+            problem = f"   FAILED: {error}"
+    ours, one = (statistics.fmean(of) for of in zip(*seen, strict=True))
+    if not one <= FAR or not ours <= CHANCE * one:
+        problem = f"   FAILED: something else is computed{problem}"
+    return f"{name:<34}{ours:>10.3e}{one:>12.3e}{ours / one:>8.3f}   of {len(seen)} draws{problem}", not problem
+
+
+def kernel_row(name: str, args: argparse.Namespace) -> Result:
+    kernel, sizes = KERNELS[name], TINY if args.tiny else FULL
+    function = kernel.reference if args.device == "cpu" else kernel.function
+    pairs = errors(kernel, function, sizes, args.device, int(CHUNK * sizes.length))
+    return judged(name, ((mean(ours), mean(one)) for ours, one in pairs), args.tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A family, the packages that it wants, and fields of its config for dimensions that kernels take."""
+
+    family: str
+    packages: tuple[str, ...]
+    changes: dict[str, Any]
+    told: bool = False
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 2048}
+RULE_SIZES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "mlp_only_layers": [0, 1]}
+SCAN_SIZES = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 64}
+MODELS = {
+    "bf16 qwen3_next": Model("qwen3_next", ("fla", "causal_conv1d"), {**WIDE, **RULE_SIZES}),
+    "bf16 bamba": Model("bamba", ("mamba_ssm", "causal_conv1d"), {**WIDE, **SCAN_SIZES}),
+    "bf16 lfm2": Model("lfm2", ("causal_conv1d",), WIDE),
+    "bf16 jamba": Model(
+        "jamba", ("mamba_ssm", "causal_conv1d"), {**WIDE, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 8}
+    ),
+}  # fmt: skip
+MODELS |= {f"{name} documents": dataclasses.replace(m, told=True) for name, m in MODELS.items() if m.family != "jamba"}
+
+
+@contextlib.contextmanager
+def in_torch(model: torch.nn.Module, told: bool) -> Iterator[None]:
+    """Within, a model computes everything in torch: without documents by transformers' code."""
+    with pytest.MonkeyPatch.context() as patch:
+        if told:
+            reference_kernels.install(patch, model)
+        else:
+            modeling = sys.modules[type(model).__module__]
+            for name in (*reference_kernels.KERNELS, "mamba_inner_fn"):
+                if hasattr(modeling, name):
+                    patch.setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
+        yield
+
+
+def model_draws(row: Model, args: argparse.Namespace) -> Iterator[tuple[float, float]]:
+    length = 40 if args.tiny else 500
+    for seed in itertools.count():
+        if row.told:
+            cuts = [0, *(int(part * length) for part in DOCUMENTS), length]
+            batch = packed_batch([list(dict.fromkeys(cuts))], seed=seed)
+        else:
+            batch = make_batch("plain", length=length, seed=seed)
+        batch = {name: x.to(args.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+        oracle = zoo.build(row.family, torch.float32, seed, **row.changes).to(args.device)
+        with in_torch(oracle, row.told):
+            truth = gradients(oracle, **batch)[1]
+        stock = copy.deepcopy(oracle).to(torch.bfloat16)
+        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=int(CHUNK * length)))
+        with in_torch(oracle, row.told) if args.device == "cpu" else contextlib.nullcontext():
+            found = [relative_l2(gradients(model, **batch)[1], truth) for model in (ours, stock)]
+        if problems := wrong_paths(ours):
+            raise RuntimeError("; ".join(problems))
+        yield found[0], found[1]
+
+
+def model_row(name: str, args: argparse.Namespace) -> Result:
+    return judged(name, model_draws(MODELS[name], args), args.tiny)
+
+
+def fused_row(name: str, args: argparse.Namespace) -> Result:
+    """A mixer of Bamba-9B's shape over 8,192 tokens."""
+    sizes = {} if args.tiny else {"hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128}
+    sizes |= {} if args.tiny else {"mamba_chunk_size": 256}
+    model = zoo.build("bamba", torch.bfloat16, **sizes).to(args.device)
+    mixer: Any = next(module for module in model.modules() if "Mixer" in type(module).__name__)
+    x = torch.randn(1, 64 if args.tiny else 8192, mixer.hidden_size, generator=seeded(1)).to(args.device, torch.bfloat16)
+    upstream = torch.randn(x.shape, generator=seeded(2)).to(x)
+    seconds, found = [], []
+    for cache in (lambda: None, lambda: StateCache(0, {})):
+        for _ in range(3):
+            leaf = x.detach().requires_grad_()
+            synchronize(args.device)
+            begin = time.perf_counter()
+            y = mixer(leaf, cache_params=cache())
+            (grad,) = torch.autograd.grad(y, leaf, upstream)
+            synchronize(args.device)
+            last = time.perf_counter() - begin
+        seconds.append(last)
+        found.append({"y": y.detach().float(), "dx": grad.float()})
+    difference = mean(apart(found[1], found[0]))
+    failed = "" if difference <= FAR else "   FAILED: they differ"
+    told = f"fused {seconds[0] * 1e3:9.2f} ms  composed {seconds[1] * 1e3:9.2f} ms  {seconds[1] / seconds[0]:.3f} x"
+    return f"{name:<34} {told}   apart by {difference:.1e}{failed}", not failed
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+FUSED = "fused and composed scan"
+ROWS: dict[str, Callable[[str, argparse.Namespace], Result]] = {
+    **dict.fromkeys(KERNELS, kernel_row),
+    **dict.fromkeys(MODELS, model_row),
+    FUSED: fused_row,
+}
+
+
+def absent(name: str) -> list[str]:
+    """The packages that a row wants and this machine lacks."""
+    of = {**{n: (kernel.package,) for n, kernel in KERNELS.items()}, **{n: model.packages for n, model in MODELS.items()}}
+    packages = of.get(name, ("mamba_ssm", "causal_conv1d"))
+    return [package for package in packages if importlib.util.find_spec(package) is None]
+
+
+def measured(name: str, args: argparse.Namespace) -> Result:
+    if args.device != "cpu" and (lacking := absent(name)):
+        return f"{name:<34} not run: without {' and '.join(lacking)}", False
+    return ROWS[name](name, args)
+
+
+def report(args: argparse.Namespace) -> Iterator[Result]:
+    yield f"{'row':<34}{'chunks':>10}{'one call':>12}{'ratio':>8}   (models: streamed, unpatched)", True
+    yield from each(((name, functools.partial(measured, name, args)) for name in ROWS), args.row, Deadline(args.minutes))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
+    add_arguments(parser)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("No CUDA device: nothing was proved. Try the script itself with --device cpu --tiny.", file=sys.stderr)
+        return 2
+    return int(not print_rows(itertools.chain(((text, True) for text in environment(args.device)), report(args))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

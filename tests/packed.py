@@ -1,0 +1,31 @@
+"""Packed rows as transformers' collators hand them to layers with states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.families import make_batch
+
+
+def packed_batch(cuts: list[list[int]], ids: bool = True, ends: bool = True, seed: int = 1) -> dict[str, Any]:
+    """Random tokens in documents that start and end at `cuts`, a list for each row, whose first tokens are not labelled.
+
+    Args:
+        ids: with seq_idx [B, T]. ends: with cu_seq_lens of the first row.
+    """
+    length = cuts[0][-1]
+    batch: dict[str, Any] = make_batch("plain", length=length, rows=len(cuts), seed=seed)
+    starts = torch.stack([torch.isin(torch.arange(length), torch.tensor(row)) for row in cuts])
+    numbers = starts.cumsum(-1) - 1  # [B, T]
+    first = torch.stack([torch.tensor(row)[of] for row, of in zip(cuts, numbers, strict=True)])
+    batch["position_ids"] = torch.arange(length) - first
+    batch["labels"][starts] = -100
+    if ids:
+        batch["seq_idx"] = numbers.to(torch.int32)
+    if ends:
+        found = torch.tensor(cuts[0], dtype=torch.int32)
+        longest = int(found.diff().max())
+        batch |= {"cu_seq_lens_q": found, "cu_seq_lens_k": found, "max_length_q": longest, "max_length_k": longest}
+    return batch
