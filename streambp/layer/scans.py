@@ -15,8 +15,11 @@ its reference. Both go through tokens:
 Tokens in front write the start state, one for each of its N components n: B is the n-th unit vector, dt a small step, u
 what is left of the state divided by that step and by the decay of the tokens that follow. Tokens behind read the end state:
 their step is 0, C the n-th unit vector. Step and decay stay in the graph, so that what the bias of dt and A receive for the
-written tokens cancels. The end state's value is the scan's own, in float32; its gradient goes to the readers. In half
-precision written and read values have two parts each, the second what rounding takes from the first.
+written tokens cancels. The end state's value is the scan's own, in float32; its gradient goes to the readers.
+
+A kernel takes half precision and computes in float32, so that written and read values have two parts each, the second what
+rounding takes from the first. transformers' own code rounds steps and gradients between its operations, in which nothing
+cancels; it gets float32, which costs little beside the states of all tokens that it makes in float32 anyway.
 """
 
 from __future__ import annotations
@@ -64,6 +67,14 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def _is_selective_scan(function: Any) -> bool:
     return parameters_of(function) >= SELECTIVE_SCAN
+
+
+def _in_torch(function: Any) -> bool:
+    """Whether it is transformers' own code, for want of a kernel; its wrapper alone knows."""
+    function = function.forward if isinstance(function, nn.Module) else function
+    function = getattr(function, "__func__", function)
+    known = inspect.isfunction(function)
+    return known and inspect.getclosurevars(function).nonlocals.get("is_new_implementation") is False
 
 
 def scans_selectively(layer: nn.Module) -> bool:
@@ -181,7 +192,16 @@ class SelectiveScan:
         self._start = cache.before.get(Key("recurrent", layer, 0))
         self._calls = 0
 
-    def __call__(
+    def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The scan's own arguments and results."""
+        if u.dtype.itemsize >= 4 or not _in_torch(self._scan):
+            return self._start_and_end(u, *args, **kwargs)
+        wide: list[Any] = [x.float() if isinstance(x, Tensor) else x for x in args]
+        named: dict[str, Any] = {name: x.float() if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        with torch.autocast(u.device.type, enabled=False):
+            return self._start_and_end(u.float(), *wide, **named)
+
+    def _start_and_end(
         self,
         u: Tensor,
         dt: Tensor,

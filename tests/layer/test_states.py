@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 import types
@@ -15,11 +16,21 @@ import streambp
 from streambp.layer import call, kept, scans
 from tests import zoo
 from tests.families import make_batch
+from tests.gpu import state_rows
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 
 # One of each mechanism: gated delta rule, convolution alone, Mamba 2, selective scan, linear attention, attention beside a
 # convolution and beside a state-space model, a unit that keeps its states on itself.
 KINDS = ("qwen3_next", "lfm2", "bamba", "jamba", "minimax", "zaya", "falcon_h1", "recurrent_gemma")
+OTHERS = tuple(
+    name
+    for name in (
+        "bailing_hybrid", "falcon_mamba", "granitemoehybrid", "kimi_linear", "lfm2_moe", "lfm3", "mamba", "mamba2",
+        "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2",
+    )
+    if name in zoo.NAMES
+)  # fmt: skip
+CHANGES = {"zamba": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2}}  # its weights are tied
 
 
 @pytest.fixture
@@ -34,7 +45,7 @@ def patched(stock, **settings):
 
 
 def check_exact(name, length, chunk_sizes, **settings):
-    fresh = zoo.build(name)
+    fresh = zoo.build(name, **CHANGES.get(name, {}))
     stock, batch = copy.deepcopy(fresh), make_batch("plain", length=length)
     expected_loss, expected = gradients(stock, **batch)
     for chunk_size in chunk_sizes:
@@ -69,9 +80,8 @@ def test_a_single_token(name, float64_states):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("length", [2, 3, 9, 11])
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_on_few_tokens(name, length, float64_states):
+@pytest.mark.parametrize(("name", "length"), [*itertools.product(KINDS, [2, 3, 9, 11]), *itertools.product(OTHERS, [9])])
+def test_every_family_on_few_tokens(name, length, float64_states):
     check_exact(name, length, [1, 2, 3, 4])
 
 
@@ -81,8 +91,8 @@ def test_over_several_blocks_of_the_kernels(name, float64_states):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_over_several_blocks_of_the_kernels(name, float64_states):
+@pytest.mark.parametrize("name", KINDS + OTHERS)
+def test_every_family_over_several_blocks_of_the_kernels(name, float64_states):
     check_exact(name, 201, [7, 50, 64])
 
 
@@ -193,24 +203,52 @@ def test_an_exception_inside_a_scan_leaves_no_forward_behind():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.full) for name in ("bamba", "lfm2", "qwen3_next", "zaya")]
+SLOW = ("bamba", "lfm2", "qwen3_next", "zaya")
 
 
-@pytest.mark.parametrize("name", ["jamba", *SLOW])
-def test_half_precision_is_no_worse_than_unpatched(name):
-    """The error against a float32 oracle, 9 chunks."""
+def errors_in_half_precision(name, autocast):
+    """Ours in 9 chunks and the unpatched model's, against a float32 oracle."""
+    for seed in itertools.count():
+        oracle = zoo.build(name, dtype=torch.float32, seed=seed)
+        batch = make_batch("plain", length=72, seed=seed)
+        truth = gradients(copy.deepcopy(oracle), **batch)[1]
+        stock = oracle if autocast else oracle.to(torch.bfloat16)
+        ours = patched(copy.deepcopy(stock), chunk_size=8)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = [gradients(model, **batch)[1] for model in (ours, stock)]
+        yield tuple(relative_l2(one, truth) for one in found)
+        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
-    def errors():
-        for seed in itertools.count():
-            oracle = zoo.build(name, dtype=torch.float32, seed=seed)
-            batch = make_batch("plain", length=72, seed=seed)
-            expected = gradients(oracle, **batch)[1]
-            stock = copy.deepcopy(oracle).to(torch.bfloat16)
-            ours = patched(stock, chunk_size=8)
-            yield tuple(relative_l2(gradients(model, **batch)[1], expected) for model in (ours, stock))
-            assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
-    assert_as_precise(errors())
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        ("jamba", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [*((n, False) for n in SLOW), *((n, True) for n in ("jamba", *SLOW))]
+        ),
+    ],
+)
+def test_half_precision_is_no_worse_than_unpatched(name, autocast):
+    assert_as_precise(errors_in_half_precision(name, autocast))
+
+
+def test_torchs_own_selective_scan_is_no_further_off_in_chunks_of_a_few_tokens():
+    """Each gradient: half precision between its operations would not let those of written states cancel."""
+    kernel, sizes = state_rows.KERNELS["selective scan"], state_rows.TINY
+    from_nothing = dataclasses.replace(kernel, make=lambda *args: (*kernel.make(*args)[:2], None))
+    ours = state_rows.errors(from_nothing, kernel.function, sizes, "cpu", chunk_size=5)
+    unpatched = state_rows.errors(from_nothing, kernel.truth, sizes, "cpu", chunk_size=sizes.length)
+    for (chunks, _), (_, one) in itertools.islice(zip(ours, unpatched, strict=False), 2):
+        assert not [name for name, error in chunks.items() if error > 1.05 * one[name]]
+
+
+@pytest.mark.full
+def test_kernels_selective_scan_is_as_precise_in_chunks():
+    kernel, sizes = state_rows.KERNELS["selective scan"], state_rows.Sizes(2, 200, 2, 8)
+    pairs = state_rows.errors(kernel, kernel.reference, sizes, "cpu", chunk_size=60)
+    assert_as_precise(tuple(map(state_rows.mean, pair)) for pair in pairs)
 
 
 def test_automatic_chunks_are_whole_blocks_of_the_kernels():
