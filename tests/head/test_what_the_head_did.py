@@ -15,6 +15,12 @@ from transformers import (
     Blip2VisionConfig,
     CsmConfig,
     CsmForConditionalGeneration,
+    DeepseekOcr2Config,
+    DeepseekOcr2ForConditionalGeneration,
+    InstructBlipConfig,
+    InstructBlipForConditionalGeneration,
+    InstructBlipQFormerConfig,
+    InstructBlipVisionConfig,
     VoxtralRealtimeConfig,
     VoxtralRealtimeEncoderConfig,
     VoxtralRealtimeForConditionalGeneration,
@@ -39,24 +45,56 @@ def float64_everywhere(float64_oracle):
     torch.set_default_dtype(torch.float32)
 
 
-def blip_2():
-    """Its language model is called without labels: the loss is computed around it."""
+def _blip(kind, config_class, vision_class, qformer_class, **inputs):
+    """The BLIPs' language model is called without labels: the loss is computed around it."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = zoo.tiny_config("opt")
-    config = Blip2Config(
-        vision_config=Blip2VisionConfig(**small, image_size=8, patch_size=4).to_dict(),
-        qformer_config=Blip2QFormerConfig(
-            **small, encoder_hidden_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        ).to_dict(),
-        text_config=text.to_dict(), num_query_tokens=3, image_token_index=IMAGE,
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = config_class(
+        vision_config=vision_class(**small, image_size=8, patch_size=4).to_dict(),
+        qformer_config=qformer_class(**small, **dropout, encoder_hidden_size=16).to_dict(),
+        text_config=zoo.tiny_config("opt").to_dict(), num_query_tokens=3, image_token_index=IMAGE,
     )  # fmt: skip
-    batch = make_batch("plain")
-    ids = batch["input_ids"].clamp(max=IMAGE - 1)
+    ids = make_batch("plain")["input_ids"].clamp(max=IMAGE - 1)
     ids[:, 2:5] = IMAGE
     labels = ids.masked_fill(ids == IMAGE, -100)
     pixels = torch.randn(2, 3, 8, 8, generator=seeded(0), dtype=torch.float64)
+    inputs |= {"input_ids": ids, "labels": labels, "pixel_values": pixels, "attention_mask": torch.ones_like(ids)}
+    return kind(config), inputs, f"{CALLERS} (1 of 1 training calls came without labels)"
+
+
+def blip_2():
+    return _blip(Blip2ForConditionalGeneration, Blip2Config, Blip2VisionConfig, Blip2QFormerConfig)
+
+
+def instructblip():
+    instruction = torch.randint(5, VOCABULARY, (2, 4), generator=seeded(1))
+    return _blip(
+        InstructBlipForConditionalGeneration, InstructBlipConfig, InstructBlipVisionConfig, InstructBlipQFormerConfig,
+        qformer_input_ids=instruction, qformer_attention_mask=torch.ones_like(instruction),
+    )  # fmt: skip
+
+
+def deepseek_ocr2():
+    """Its image encoder is a decoder stack as well, and comes first: its norm is not the head's."""
+    small = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    sam = {
+        **small, "output_channels": 16, "image_size": 16, "patch_size": 2, "mlp_ratio": 2.0, "window_size": 4,
+        "global_attn_indexes": [1], "downsample_channels": [16, 32], "initializer_range": 0.02,
+    }  # fmt: skip
+    encoder = {**small, "num_key_value_heads": 4, "intermediate_size": 40}
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    text = {**SIZES, **experts, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"]}
+    config = DeepseekOcr2Config(
+        vision_config={"sam_config": sam, "encoder_config": encoder}, text_config=text, image_token_id=IMAGE
+    )
+    ids = torch.randint(5, IMAGE, (1, 170), generator=seeded(0))
+    ids[:, 3:148] = IMAGE  # an image takes 144 tokens and a separator, however small
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    pixels = torch.randn(1, 3, 16, 16, generator=seeded(1), dtype=torch.float64)
     inputs = {"input_ids": ids, "labels": labels, "pixel_values": pixels, "attention_mask": torch.ones_like(ids)}
-    return Blip2ForConditionalGeneration(config), inputs, f"{CALLERS} (1 of 1 training calls came without labels)"
+    model = DeepseekOcr2ForConditionalGeneration(config)
+    model.set_experts_implementation("eager")  # grouped products know no float64
+    return model, inputs, BLOCKWISE
 
 
 def voxtral_realtime():
@@ -97,7 +135,7 @@ def plain():
 
 
 @pytest.mark.usefixtures("float64_everywhere")
-@pytest.mark.parametrize("make", [plain, blip_2, voxtral_realtime, csm, modernbert_decoder])
+@pytest.mark.parametrize("make", [plain, blip_2, instructblip, voxtral_realtime, deepseek_ocr2, csm, modernbert_decoder])
 def test_families(make):
     seed_torch(0)
     model, batch, expected = make()
