@@ -11,7 +11,6 @@ of a half-precision model is computed in float32.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import math
@@ -22,14 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
 from streambp.describe import describe
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.layer.function import StreamedLayer
 from streambp.patching import patch, unpatch
+from streambp.truth import float64_experts, in_float64, on_host
 from streambp.verdict import Distances, Losses, Verification, find_notes, find_problems, rate
 
 MIN_CHUNKS = 4
@@ -71,7 +69,7 @@ def verify(
     _check(model, seq_len, narrow, wide)
     batch = _make_batch(model, seq_len, seed, left_padding)
     scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
-    with _set_aside(model), _float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
+    with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
         streamed, notes = _run_streamed(model, config, batch, scale)
         unpatched = _run(model, batch, scale)
         _check_finite(unpatched, narrow)
@@ -241,7 +239,7 @@ def _run(model: nn.Module, batch: Batch, scale: float) -> Run:
 
 def _backward(model: nn.Module, batch: Batch, scale: float, lift: bool = False) -> tuple[float, int]:
     with torch.enable_grad():
-        with InFloat64() if lift else contextlib.nullcontext():
+        with in_float64() if lift else contextlib.nullcontext():
             loss = getattr(model(**batch, use_cache=False), "loss", None)
         if loss is None:
             raise UnsupportedModelError(
@@ -285,32 +283,6 @@ def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: f
     return run, [*notes, *described.notes]
 
 
-class InFloat64(TorchFunctionMode):
-    """Within, whatever asks for float32 gets float64. For unpatched models only: a mode is off inside backward."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _float64_experts(model: nn.Module) -> Iterator[None]:
-    """Within, experts are multiplied one after the other: torch's grouped products know no float64."""
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
-    before = [(config, config._experts_implementation_internal) for config in configs.values()]
-    try:
-        for config, _ in before:
-            config._experts_implementation_internal = "eager"
-        yield
-    finally:
-        for config, name in before:
-            config._experts_implementation_internal = name
-
-
 def _run_truth(
     model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[Run, Run]
 ) -> tuple[float, dict[str, Distances]]:
@@ -318,8 +290,8 @@ def _run_truth(
 
     A gradient of the truth is let go as soon as it has been compared, so the host never holds a whole set of wide ones.
     """
-    truth = _on_host(model, wide)
-    experts = _float64_experts(truth) if wide == torch.float64 else contextlib.nullcontext()
+    truth = on_host(model, wide)
+    experts = float64_experts(truth) if wide == torch.float64 else contextlib.nullcontext()
     found: dict[str, Distances] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
@@ -330,22 +302,10 @@ def _run_truth(
     for name, parameter in truth.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(functools.partial(compare, name))
-    on_host = {name: tensor.cpu() for name, tensor in batch.items()}
+    inputs = {name: tensor.cpu() for name, tensor in batch.items()}
     with experts:
-        loss, _ = _backward(truth, on_host, scale, lift=wide == torch.float64)
+        loss, _ = _backward(truth, inputs, scale, lift=wide == torch.float64)
     return loss, found
-
-
-def _on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A wider copy. deepcopy finds the tensors in its memo, so the device never holds a second model."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        host = parameter.detach().to("cpu", torch.promote_types(parameter.dtype, dtype), copy=True)
-        memo[id(parameter)] = nn.Parameter(host, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        wide = torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
-        memo[id(buffer)] = buffer.detach().to("cpu", wide, copy=True)
-    return copy.deepcopy(model, memo)
 
 
 def _distance(truth: Tensor | None, other: Tensor | None) -> float:

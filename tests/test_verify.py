@@ -57,6 +57,14 @@ def test_verify_experts(family, dtype, tmp_path, capsys):
     assert model.config._experts_implementation == before
 
 
+def test_a_model_that_names_no_dtype():
+    """XGLM's attention makes the lowest number of its scores' dtype a tensor of the default dtype."""
+    result = verify(zoo.build("xglm", torch.float32), seq_len=97)
+    assert result.exact, str(result)
+    assert result.truth_dtype == "float64"
+    assert torch.get_default_dtype() == torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounding_alone_is_never_flagged(family, dtype):
