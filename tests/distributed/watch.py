@@ -33,8 +33,10 @@ def engine_of(module):
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
     stage, parameters = module.zero_optimization_stage(), list(module.module.parameters())
-    over_ranks = isinstance(module.optimizer, ZeROOptimizer) and dist.get_world_size(module.data_parallel_group) > 1
-    cut = [hasattr(p, "ds_id") and p.ds_tensor.numel() < p.ds_numel for p in parameters]
+    ranks = dist.get_world_size(module.data_parallel_group)
+    over_ranks = isinstance(module.optimizer, ZeROOptimizer) and ranks > 1
+    # Rounded up: a value head's bias is one number, on every rank.
+    cut = [hasattr(p, "ds_id") and p.ds_tensor.numel() == -(-p.ds_numel // ranks) for p in parameters]
     if not over_ranks or any(cut) != (stage == 3) or all(cut) != (stage == 3):
         return None
     return f"zero-{stage}"
