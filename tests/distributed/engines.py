@@ -35,10 +35,11 @@ def model_for(case, seed=0):
         return model_class(config_class(**{**SIZES, **extra, "pad_token_id": None}, attn_implementation="sdpa")).train()
     if case.get("dtype"):
         changes = {**changes, **WIDER}
-    if name == "qwen3_moe":
+    if name not in FAMILIES:
         changes = {**changes, "output_router_logits": True} if case.get("router") else changes
         model = zoo.build(name, torch.float32, seed, **changes)
-        model.set_experts_implementation(case.get("experts", "eager"))
+        if name == "qwen3_moe":
+            model.set_experts_implementation(case.get("experts", "eager"))
     else:
         model = build(name, seed=seed, **{"num_hidden_layers": 2, **changes})
     if case.get("frozen"):
@@ -46,7 +47,7 @@ def model_for(case, seed=0):
     if case.get("lora"):
         import peft
 
-        targets = ["q_proj", "v_proj"] if name == "qwen3_moe" else ["q_proj", "v_proj", "down_proj"]
+        targets = ["q_proj", "v_proj", {"qwen3_moe": "o_proj", "qwen3_5_text": "out_proj"}.get(name, "down_proj")]
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     return model
 

@@ -10,6 +10,8 @@ BAR = 1e-6  # of all gradients of four steps taken together, of all weights, and
 EACH = 1e-5  # of any one gradient; a term that is lost or counted twice changes one by percents
 HALF = 1.05  # in half precision: times the unpatched engine's own error
 MODELS = ("llama", "qwen3", "qwen3_moe")
+# A gated delta rule; Mamba 2; Mamba 1, whose mixer runs under a substituted forward; a unit that keeps its states itself.
+HYBRIDS = ("qwen3_5_text", "bamba", "jamba", "recurrent_gemma")
 NOTHING_CACHED = {
     "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
 }  # fmt: skip
@@ -36,6 +38,7 @@ FAST = {
     "deepspeed": [
         {"stage": 2, "patched": ["after"]},
         {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_moe"},
+        {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_5_text", "patched": ["before"]},
     ],
 }  # fmt: skip
 MATRIX = {
@@ -55,6 +58,14 @@ ALONE = {
         *[{"stage": 3, "zero": NOTHING_CACHED, **more} for more in (*BETWEEN, *PARTS)],
         {"stage": 3, "zero": NOTHING_CACHED, "zero_init": True}, {"stage": 3},
         {"stage": 2, "zero": {"offload_optimizer": CPU}, "stream": STREAM},
+        {"stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM},
+    ],
+}  # fmt: skip
+WITH_STATES = {
+    "ddp": [{}, {"accumulation": 3, "eval": True}],
+    "fsdp": [{}, {"offload": True, "stream": STREAM}],
+    "deepspeed": [
+        {"stage": 2}, {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 3, "eval": True},
         {"stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM},
     ],
 }  # fmt: skip
@@ -83,12 +94,13 @@ def check(engine, cases):
         assert row["case"] == case
         for when in case.get("patched", ["before", "after"]):
             found = row[when]
-            print(case, "patched", when, {name: values for name, values in found.items() if name != "counts"})
+            print(case, "patched", when, {name: found[name] for name in found.keys() - {"counts", "paths"}})
             for reference in ("unpatched", "single process"):
                 distances = found.get(reference, {})
                 assert distances or case.get("zero_init")
                 assert distances.pop("worst gradient", 0.0) <= EACH, (case, when, found)
                 assert all(value <= BAR for value in distances.values()), (case, when, found)
+            assert found["paths"] == ["streams"]
             assert found["counts"].get("gathers per parameter", 0) <= 2 + bool(case.get("eval"))
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
@@ -122,6 +134,19 @@ def test_every_setting(engine, case):
 @pytest.mark.parametrize(("engine", "case"), listed(ALONE), ids=str)
 def test_parts_of_a_model_and_what_happens_between_steps(engine, case):
     check(engine, with_models(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("engine", "case"), listed(WITH_STATES), ids=str)
+def test_layers_with_states(engine, case):
+    check(engine, [{**case, "model": model} for model in HYBRIDS])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", FAST)
+def test_adapters_on_layers_with_states(engine):
+    setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
+    check(engine, [{**setting, "model": "qwen3_5_text", "lora": True}])
 
 
 @pytest.mark.full

@@ -40,13 +40,14 @@ def batches(rank, case):
 @dataclasses.dataclass
 class Trained:
     """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; the engines of its
-    forwards; what `describe` says about offloading, and the bytes of the engine's own."""
+    forwards; how its layers ran; what `describe` says about offloading, and the bytes of the engine's own."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
     losses: dict = dataclasses.field(default_factory=dict)
     counts: dict = dataclasses.field(default_factory=dict)
     engines: set = dataclasses.field(default_factory=set)
+    paths: list = dataclasses.field(default_factory=list)
     host: dict = dataclasses.field(default_factory=dict)
 
 
@@ -80,9 +81,11 @@ def train(engine_class, rank, case, patched):
             found.losses[f"{step}"] = engine.evaluate(micro_batches[0]).double()
     found.weights = engine.weights()
     found.counts = counts_of(traffic, gathers, found.weights, steps * accumulation)
-    if patched in ("before", "after") and "stream" in case:
-        described = streambp.describe(engine.wrapped).offload
-        found.host = {"describe": described, **dataclasses.asdict(engine_host_use(engine.module))}
+    described = streambp.describe(engine.wrapped) if patched in ("before", "after") else None
+    if described is not None:
+        found.paths = sorted({layer.path for layer in described.layers})
+    if described is not None and "stream" in case:
+        found.host = {"describe": described.offload, **dataclasses.asdict(engine_host_use(engine.module))}
         found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
     return found
 
@@ -166,7 +169,8 @@ def run(engine_class, rank, case):
         row["checkpointing"] = {"counts": found.counts, "engines": sorted(found.engines)}
     for when in case.get("patched", ["before", "after"]):
         found = train(engine_class, rank, case, when)
-        row[when] = {"counts": found.counts, "engines": sorted(found.engines), "unpatched": compare(found, stock)}
+        row[when] = {"counts": found.counts, "engines": sorted(found.engines), "paths": found.paths}
+        row[when]["unpatched"] = compare(found, stock)
         if alone is not None:
             row[when]["single process"] = compare(found, alone)
         if case.get("stream", {}).get("offload"):
