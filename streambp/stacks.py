@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import inspect
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, wrapped_functions
-from streambp.layer.arguments import CACHES
+from streambp.layer.arguments import CACHES, PICKED, STATE
 from streambp.layer.states import PROTOCOL
 
 
@@ -46,15 +47,14 @@ def find_stacks(model: nn.Module) -> Found:
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
     stacks: list[Stack] = []
     reasons: list[str] = []
-    for module in models:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], GradientCheckpointingLayer):
-                _refuse_unsloth(module, *child)
-                problem = _why_not(module, child, encoded)
-                if problem is None:
-                    stacks.append(Stack(module, tuple(child)))
-                else:
-                    reasons.append(f"{type(module).__name__}: {problem}")
+    lists = [(module, layers) for module in models for layers in module.children() if _is_stack(layers)]
+    for module, layers in lists or _deeper_stacks(models):
+        _refuse_unsloth(module, *layers)
+        problem = _why_not(module, layers, encoded)
+        if problem is None:
+            stacks.append(Stack(module, tuple(layers)))
+        else:
+            reasons.append(f"{type(module).__name__}: {problem}")
     if not stacks:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be streamed. "
@@ -62,6 +62,26 @@ def find_stacks(model: nn.Module) -> Found:
             + ". Use gradient checkpointing for it."
         )
     return Found(tuple(stacks), tuple(reasons))
+
+
+def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and isinstance(module[0], GradientCheckpointingLayer)
+
+
+def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel, nn.ModuleList]]:
+    """Where no model holds a stack itself: those inside its modules, and layers that transformers does not checkpoint,
+    known by what a module inside them does."""
+    found: list[tuple[PreTrainedModel, nn.ModuleList]] = []
+    inside: set[int] = set()
+    for model in reversed(models):  # the innermost first
+        for layers in model.modules():
+            if id(layers) in inside or not isinstance(layers, nn.ModuleList) or not len(layers):
+                continue
+            holds = attends(layers[0]) or cache_argument(layers[0])
+            if _is_stack(layers) or (holds and not _attends_itself(layers[0])):
+                found.insert(0, (model, layers))
+                inside |= {id(module) for module in layers.modules()}
+    return found
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:
@@ -77,8 +97,8 @@ def _refuse_unsloth(*modules: nn.Module) -> None:
 
 
 def attends(layer: nn.Module) -> bool:
-    """Whether the layer attends through transformers' attention interface."""
-    return bool(_attentions(layer))
+    """Whether the layer attends through transformers' attention interface, and hands it what it needs to know."""
+    return bool(_attentions(layer)) and not any(map(_looks_at_keys, _attentions(layer)))
 
 
 def cache_argument(layer: nn.Module) -> str | None:
@@ -89,10 +109,13 @@ def cache_argument(layer: nn.Module) -> str | None:
 
 
 def states_argument(layer: nn.Module) -> str | None:
-    """The argument that takes the cache of a layer that keeps states there; None if it keeps none. [Note: states]"""
-    if not any(set(PROTOCOL) & set(_names(module)) for module in layer.modules()):
-        return None
-    return next((name for name in _locals(layer) if name in CACHES), None)
+    """The argument that takes the cache of a layer that keeps states there, or the states themselves; None if it has none.
+
+    [Note: states]
+    """
+    if any(set(PROTOCOL) & set(_names(module)) for module in layer.modules()):
+        return next((name for name in _locals(layer) if name in CACHES), None)
+    return STATE if _takes_states(layer) and not _writes_states(layer) else None
 
 
 def counts_positions(layer: nn.Module) -> bool:
@@ -110,25 +133,67 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) ->
     if getattr(backbone.config, "is_encoder_decoder", False) or getattr(backbone.config, "is_causal", True) is False:
         return "its attention is bidirectional, a chunk would read what later chunks hold"
     for layer in layers:
-        if not isinstance(layer, GradientCheckpointingLayer):
+        if isinstance(layer, GradientCheckpointingLayer) != isinstance(layers[0], GradientCheckpointingLayer):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
         attentions = _attentions(layer)
         bidirectional = [a for a in attentions if getattr(a, "is_causal", True) is False]
         # Beside a causal one it reads nothing where there is no encoder (BartForCausalLM); the probe finds out if not.
         if bidirectional and (encoded or len(bidirectional) == len(attentions)):
-            return f"{type(bidirectional[0]).__name__} is bidirectional, a chunk would read what later chunks hold"
+            told = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
+            return f"{told}, a chunk would read what later chunks hold"
+        ranking = next((a for a in attentions if _ranks_values(a)), None)
+        if ranking is not None:
+            return (
+                f"{type(ranking).__name__} reads the keys whose values rank highest, in which equal tokens tie, and "
+                "which of them it reads depends on how many keys there are"
+            )
         indexer = next((m for m in layer.modules() if "Indexer" in type(m).__name__), None)
-        if indexer is not None:
-            return f"its attention is sparse, {type(indexer).__name__} picks keys by their content"
+        if indexer is not None and not any(map(_looks_at_keys, attentions)):
+            return f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools in a cache of its own"
     if not any(attends(layer) or cache_argument(layer) or states_argument(layer) for layer in layers):
+        writing = next((layer for layer in layers if _takes_states(layer)), None)
+        if writing is not None:
+            return f"{type(writing).__name__} writes its states in place, where no gradient follows them to the next chunk"
         return (
             "its layers neither attend, through transformers' interface or over what a cache returns, nor keep states there"
         )
     return None
 
 
+def _takes_states(layer: nn.Module) -> bool:
+    """Whether the layer's forward has an argument for its states."""
+    forward: Any = inspect.unwrap(type(layer).forward)
+    return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
+
+
+def _writes_states(layer: nn.Module) -> bool:
+    """Whether a module of the layer that knows the states by the same name assigns to parts of something."""
+    knowing = (inspect.unwrap(type(m).forward) for m in layer.modules() if STATE in _locals(m))
+    return any(step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
+
+
+def _attends_itself(module: nn.Module) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in _names(module) or "update" in _names(module)
+
+
 def _attentions(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if "ALL_ATTENTION_FUNCTIONS" in _names(module)]
+
+
+def _looks_at_keys(attention: nn.Module) -> bool:
+    """Whether the attention works out itself, from all keys that its cache returns, which of them are read or how much.
+
+    An indexer picks them, or an earlier layer has (sparse attention), or there is a bias for each pair of positions.
+    """
+    indexed = any("Indexer" in type(module).__name__ for module in attention.children())
+    biased = "get_query_offset" in _names(attention)
+    return "update" in _names(attention) and (indexed or biased or PICKED in _locals(attention))
+
+
+def _ranks_values(attention: nn.Module) -> bool:
+    """Whether the attention makes a mask of its own out of its values (Doge)."""
+    makes_mask = any("mask" in name and hasattr(type(attention), name) for name in _names(attention))
+    return makes_mask and not _looks_at_keys(attention)
 
 
 def _locals(module: nn.Module) -> tuple[str, ...]:

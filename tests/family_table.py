@@ -10,9 +10,9 @@ import transformers
 
 import streambp
 from tests import zoo
-from tests.families import LENGTH, MODES, make_batch
+from tests.families import LENGTH, MODES
 from tests.oracle import lift_float32_casts
-from tests.test_families import CHUNK_SIZES, NOT_BUILT, REFUSED_WHEN_RUN, STREAMED, UNDEFINED, errors
+from tests.test_families import CHUNK_SIZES, EXACT, REFUSED, UNDEFINED, errors
 
 TARGET = Path(__file__).parent.parent / "docs" / "families.md"
 HEADER = f"""# Model families
@@ -29,11 +29,12 @@ Left-padded batches leave out one label, that of the first token after the paddi
 reads nothing, and there eager attention gives what no causal computation can
 ([how-it-works.md](how-it-works.md), masks and padding).
 
-*streams*: so many layers run in chunks; *checkpoints*: these mix tokens elsewhere than in their attention and run whole
-under torch's checkpoint, which costs memory and is exact. *head*: whether the loss is computed without logits.
+*streams*: so many layers run in chunks; *checkpoints*: these cannot be cut and run whole under torch's checkpoint, which
+costs memory and is exact. *head*: whether the loss is computed without logits. The last column is what `describe` says:
+what keeps layers whole, or what streaming them costs.
 
-| family | layers | head | worst gradient error | loss |
-|---|---|---|---|---|
+| family | layers | head | worst gradient error | loss | note |
+|---|---|---|---|---|---|
 """
 
 
@@ -45,14 +46,14 @@ def row(name: str) -> tuple[str, bool]:
     layers = ", ".join(f"{paths.count(path)} {path}" for path in ("streams", "checkpoints") if path in paths)
     head = "blockwise" if description.head.startswith("blockwise") else "logits"
     note = "".join(f" ({mode}: {why})" for (family, mode), why in UNDEFINED.items() if family == name)
-    return f"| {name} | {layers}{note} | {head} | {gradient:.0e} | {loss:.0e} |", "streams" in paths
+    reasons = "; ".join(sorted({layer.reason for layer in description.layers} - {""}))
+    return f"| {name} | {layers}{note} | {head} | {gradient:.0e} | {loss:.0e} | {reasons} |", "streams" in paths
 
 
 def refusal(name: str) -> str:
     model = zoo.build(name)
     try:
-        streambp.patch(model, streambp.StreamConfig(chunk_size=5))
-        model(**make_batch("plain"), use_cache=False)
+        streambp.patch(model)
     except streambp.StreamBPError as error:
         reason = str(error).split(". ", 1)[1] if "cannot be streamed. " in str(error) else str(error)
         return f"| {name} | {reason.split('. Use gradient')[0]} |"
@@ -64,16 +65,13 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
-        rows = [row(name) for name in STREAMED]
-        refused = [refusal(name) for name in sorted(set(zoo.NAMES) - set(STREAMED) - set(NOT_BUILT))]
+        rows = [row(name) for name in EXACT]
+        refused = [refusal(name) for name in sorted(set(zoo.NAMES) & REFUSED.keys())]
     streaming = sum(streams for _, streams in rows)
     text = HEADER + "\n".join(line for line, _ in rows)
     text += f"\n\n{len(rows)} families are exact, {streaming} of them with streamed layers.\n\n## Refused\n\n"
     text += "Nothing is changed and the message names the reason; use gradient checkpointing for these.\n\n"
-    text += "| family | reason |\n|---|---|\n" + "\n".join(refused)
-    text += (
-        f"\n\nWhen patched, except {', '.join(REFUSED_WHEN_RUN)} (in the first step). Not tried: {', '.join(NOT_BUILT)}.\n"
-    )
+    text += "| family | reason |\n|---|---|\n" + "\n".join(refused) + "\n"
     TARGET.write_text(text)
     print(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -20,8 +21,10 @@ def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers computes norms, softmax and losses in float32 even for float64 models. A TorchFunctionMode would not do:
     it is off inside backward.
     """
+    # Up to transformers 5.17 it compiles its softmax when it is imported, which must be torch's own then.
+    importlib.import_module("transformers.models.gpt_bigcode.modeling_gpt_bigcode")
     real_float, real_to, real_type = Tensor.float, Tensor.to, Tensor.type
-    real_softmax, real_sum = nn.functional.softmax, torch.sum
+    real_softmax, real_sum, real_zeros = nn.functional.softmax, torch.sum, torch.zeros_like
 
     def widen(value: Any) -> Any:
         return torch.float64 if value is torch.float32 else value
@@ -45,7 +48,11 @@ def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     def total(x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
         return real_sum(x, *args, dtype=widen(dtype) if x.dtype == torch.float64 else dtype, **kwargs)
 
+    def zeros(x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+        return real_zeros(x, *args, dtype=widen(dtype) if x.dtype == torch.float64 else dtype, **kwargs)
+
     monkeypatch.setattr(Tensor, "float", to_float)
+    monkeypatch.setattr(torch, "zeros_like", zeros)
     monkeypatch.setattr(Tensor, "type", to_type)
     monkeypatch.setattr(torch, "sum", total)
     monkeypatch.setattr(Tensor, "to", to)

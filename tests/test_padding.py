@@ -15,7 +15,7 @@ from tests import zoo
 from tests.families import LENGTH, build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
-from tests.test_families import NOT_BUILT, REFUSED, REFUSED_WHEN_RUN
+from tests.test_families import EXACT
 
 PADS = 7  # of the first row of a left-padded batch; the second has 2
 CACHED = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm")
@@ -247,7 +247,7 @@ def test_verify_does_not_blame_streaming_for_padding(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sorted(set(zoo.NAMES) - {*REFUSED, *REFUSED_WHEN_RUN, *NOT_BUILT}))
+@pytest.mark.parametrize("name", EXACT)
 def test_every_family_streams_the_same_layers_whatever_came_first(name):
     stock = zoo.build(name)
     found = []

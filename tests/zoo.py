@@ -47,6 +47,10 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 4,
+    **dict.fromkeys(("index_topk", "keep_window_size", "index_block_size"), 4),
+    "index_head_dim": 8,
+    "index_n_heads": 32,  # with few of them more than one key has a score of exactly zero
+    "index_topk_blocks": 2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -67,6 +71,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
+        "head_dim": 128,  # up to transformers 5.17 its rotation has parts of a fixed size
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
         "layer_types": ["full_attention", "sliding_attention"],
     },
@@ -92,7 +97,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "num_hidden_layers": 3,
+        "hc_lowrank": 8, "hc_count": 2,
+        "ple_layer_ids": [1], "ple_embed_dim": 16, "ngram_vocab_size_base": 61, "split_ngram_parts": 1,
+        "make_ngram_vocab_size_divisible_by": 1, "heads_per_ngram": 2, "indexer_n_heads": 32, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 4, "indexer_compress_ratio": 2,
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3, "attention_hidden_size": 64,
+        "attention_head_dim": 16, "num_key_value_heads": 4,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

@@ -67,6 +67,7 @@ class Prefix:
         self.calls: int | None = None  # attention calls of a whole layer forward
         self.filled_until = 0
         self.overwritten = False  # the layer writes to what its attention gives
+        self.heads_first = False  # the layer attends by itself, and may take what it reads for a cache's [B, H_kv, e, D]
         self.backends: set[str] = set()
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
@@ -79,11 +80,17 @@ class Prefix:
         if index == len(self.sites):
             resident = self.resident_tiles(backward)[index]
             if resident is None:
-                sizes = [(t.shape[0], self.length, t.shape[1], t.shape[3]) for t in (k, v)]
-                self.sites.append(CallSite(k.new_empty(sizes[0]), v.new_empty(sizes[1])))
+                self.sites.append(CallSite(*(self._buffer(t) for t in (k, v))))
             else:
                 self.sites.append(self._tiled(index, resident, backward))
         self.sites[index].write(chunk, k, v)
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        """[B, T, H_kv, D] for the whole sequence's, like those of a chunk [B, H_kv, C, D]."""
+        rows, heads, _, size = like.shape
+        if self.heads_first:
+            return like.new_empty(rows, heads, self.length, size).transpose(1, 2)
+        return like.new_empty(rows, self.length, heads, size)
 
     def part(self, index: int, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
         """K [B, C, H_kv, D] and V of a chunk, as views of the buffers; None if they are in tiles."""
@@ -202,6 +209,7 @@ class ChunkMask(AttentionPoint):
         """This chunk's k and v [B, H_kv, C, D] -> those of everything up to its end, [B, H_kv, e, D], for layers that
         attend by themselves."""
         self.call += 1
+        self.prefix.heads_first = True
         site = self._site(self.call - 1, k, v)
         if self.stage is Stage.REFILL and self.call == self.prefix.calls:
             raise RefillDone

@@ -41,7 +41,10 @@ TOKEN_DIMS = {
     "prev_router_hidden_states": -2,
     "ple_input_ids": -1,
     "seq_idx": -1,
+    "block_states": -3,
 }
+STATE = "state"  # the argument of layers that take their states there, and return them behind their hidden states
+PICKED = "prev_topk_indices"  # [B, T, k], the keys that an earlier layer picked
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 PAGED_CACHE = "cache"  # what continuous batching calls its own
 
@@ -67,7 +70,7 @@ class Differentiable:
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is given a cache to read and write."""
-    return any(kwargs.get(name) is not None for name in (*CACHES, PAGED_CACHE))
+    return any(kwargs.get(name) is not None for name in (*CACHES, PAGED_CACHE, STATE))
 
 
 class ChunkCache:
@@ -86,6 +89,17 @@ class ChunkCache:
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return (key_states, value_states) if self._read is None else self._read(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """How many keys `update` returns, and the position of the first."""
+        return self.start + query_length, 0
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        return self.start
+
+    def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """key_states [B, C, D] of an indexer, which picks what the queries read -> [B, e, D]: one more prefix."""
+        return self.update(key_states[:, None], key_states[:, None, :, :0])[0][:, 0]
 
 
 class Arguments:
@@ -150,13 +164,15 @@ class Arguments:
         def part(name: str, tensor: Any) -> Any:
             if isinstance(tensor, Slot):
                 return leaves[tensor.number]
-            dim = TOKEN_DIMS.get(name)
+            dim = -2 if name == PICKED else TOKEN_DIMS.get(name)
             if dim is None and name.endswith("mask") and tensor.dim() == 2 and tensor.shape[-1] == self.length:
                 dim = -1  # of padding [B, T]
             if dim is None:
                 return tensor
             self._check_length(name, tensor)
-            return tensor.narrow(dim, chunk.start, chunk.stop - chunk.start)
+            cut = tensor.narrow(dim, chunk.start, chunk.stop - chunk.start)
+            # Later keys are picked where there were too few to pick from, and are masked: any key that is there will do.
+            return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
 
         shared = self._parts.get(chunk)
         if shared is None:

@@ -4,6 +4,10 @@ Models from before transformers' attention interface (GPT-J, GPT-Neo, CodeGen, B
 attend to what it returns. So a chunk's cache returns the keys and values up to the chunk's end, and the mask, which their
 model builds whole, is cut to the chunk. Exact, but the scores of one chunk against its prefix exist, as does the mask.
 
+Sparse attention is served the same way (DeepSeek V3.2, GLM 5): which keys a query reads is a mask over its prefix, that the
+layer makes of the model's mask and of what an indexer gives. The indexer's keys come from the same cache and are one more
+prefix; picking them has no gradient, so theirs is never asked for.
+
 A query that reads nothing would get the mean over the keys of its prefix here, which depends on the chunks. It is made to
 read itself alone, with a value of zero that no other query reads. [Note: empty queries]
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,14 +76,32 @@ class OwnMask:
         return OwnMask(plain.expand(*self.mask.shape[:2], -1, -1))
 
 
+class PlainMask(OwnMask):
+    """The mask of a call without one: sdpa takes a whole sequence for causal. Over a prefix it has to be told.
+
+    mask: of its device, without elements.
+    """
+
+    def cut(self, chunk: Chunk) -> Tensor:
+        size = chunk.stop - chunk.start
+        return torch.ones(1, 1, size, chunk.stop, dtype=torch.bool, device=self.mask.device).tril(chunk.start)
+
+    def causal(self, length: int) -> OwnMask:
+        return self
+
+
 def chunk_arguments(named: dict[str, Any], cache: str, point: ChunkMask) -> dict[str, Any]:
     """The arguments of a chunk for a layer that attends by itself; `cache` is the name of its cache's argument."""
     chunk: Chunk = point.chunk
     mask: OwnMask = named["attention_mask"]
-    changed: dict[str, Any] = {cache: ChunkCache(chunk.start, functools.partial(_read, point, mask))}
-    changed["attention_mask"] = mask.cut(chunk)
+    changed: dict[str, Any] = {cache: ChunkCache(chunk.start, reader(named, point)), "attention_mask": mask.cut(chunk)}
     changed.update({name: named[name][..., : chunk.stop] for name in PER_KEY if isinstance(named.get(name), Tensor)})
     return {**named, **changed}
+
+
+def reader(named: dict[str, Any], point: ChunkMask) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What a chunk's cache returns for its keys and values: those of all tokens up to the chunk's end."""
+    return functools.partial(_read, point, named["attention_mask"])
 
 
 def _read(point: ChunkMask, mask: OwnMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,8 +110,10 @@ def _read(point: ChunkMask, mask: OwnMask, k: Tensor, v: Tensor) -> tuple[Tensor
 
 def own_mask(mask: Any, length: int) -> OwnMask | str:
     """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is taken for causal."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or tuple(mask.shape[-2:]) != (length, length):
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
         return "it attends by itself, without a 4-D attention mask"
+    if tuple(mask.shape[-2:]) != (length, length):
+        return f"it attends by itself, with a mask of {mask.shape[-1]} keys for an input of {length} positions"
     if mask.is_meta or isinstance(mask, FakeTensor):
         return OwnMask(mask)
     if mask.dtype == torch.bool:

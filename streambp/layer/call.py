@@ -22,7 +22,7 @@ from streambp.attention.reading import move_ends
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.layer.arguments import Arguments
+from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.carried import Carried, layout_of
 from streambp.layer.documents import in_one, told_of
 from streambp.layer.engines import engine_hooks_silenced
@@ -32,7 +32,7 @@ from streambp.layer.products import UnreadProducts, left_out, trace_unread
 from streambp.layer.recompute import Autocast, checkpointing_off
 from streambp.layer.scans import StartingFrom, scans_of
 from streambp.layer.site import LayerSite, attention_configs
-from streambp.layer.states import LEAST_TOKENS, States, leaves_of, whole_blocks
+from streambp.layer.states import LEAST_TOKENS, States, leaves_of, take_returned, whole_blocks
 from streambp.layer.store import Offloader
 
 PROBE_TOKENS = 2
@@ -101,7 +101,7 @@ class LayerCall:
         """The hidden states out of what a layer returned, and the tensors [B, C, ...] behind them by their place."""
         self.returns_tuple = isinstance(result, tuple)
         hidden_states, *rest = result if self.returns_tuple else (result,)
-        if self.site.cache is not None:
+        if self.site.cache is not None and any(part is not None and part.is_floating_point() for part in rest):
             rest = [None] * len(rest)  # attention weights, which nobody asked for
         found = {index: part for index, part in enumerate(rest) if part is not None}
         whole = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
@@ -158,6 +158,8 @@ class LayerCall:
                 point.finish()
                 return None
         point.finish()
+        if self.site.states == STATE:
+            result = take_returned(result, cache)
         mappings = {name: (before[name], named[name]) for name in before}
         output = collect(*self.unwrap(result), recorded, mappings)
         output.states = {} if cache is None else cache.after

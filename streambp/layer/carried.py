@@ -5,7 +5,7 @@
 
 A chunk reaches both through arguments of the layer's own forward. Layers that attend through transformers' interface get
 an `AttentionPoint` in place of their attention mask, layers that attend by themselves a cache that returns the prefix, and
-layers with states a cache that hands them out and collects them.
+layers with states a cache that hands them out and collects them, or the states themselves where they return them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier, Chunk, ChunkPlan
-from streambp.layer.cached import OwnMask, chunk_arguments
+from streambp.layer.arguments import STATE
+from streambp.layer.cached import OwnMask, chunk_arguments, reader
 from streambp.layer.documents import Documents
 from streambp.layer.site import LayerSite
 from streambp.layer.states import StateCache, States
@@ -74,16 +75,19 @@ class Carried:
             states: those that the chunk starts from; None: it gets no cache.
             documents: of packed rows, of which a layer with states is told.
         """
+        read = None
         if self.site.attends:
             named = with_point(named, point)
         elif self.site.cache is not None:
             assert isinstance(point, ChunkMask)
+            read = reader(named, point)
             named = chunk_arguments(named, self.site.cache, point)
-        if self.site.states is None or states is None:
+        if self.site.states is None or (states is None and read is None):
             return named, None
-        cache = StateCache(chunk.start, states)
+        cache = StateCache(chunk.start, states or {}, read)
+        given = (tuple(cache.before.values()) or None) if self.site.states == STATE else cache
         own = {} if documents is None else documents.within(chunk)
-        return {**named, **own, self.site.states: cache}, cache
+        return {**named, **own, self.site.states: given}, cache
 
     def drop(self) -> None:
         """Let go of it: the pass over the chunks is over."""

@@ -15,7 +15,7 @@ from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
-from streambp.layer.cached import own_mask
+from streambp.layer.cached import PlainMask, own_mask
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
 from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
@@ -27,7 +27,7 @@ from streambp.layer.products import left_out, plain_linears, summed
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.scans import scans_selectively
 from streambp.layer.shadows import GradientSum, Parameters
-from streambp.layer.site import LayerSite
+from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.states import leaves_of
 from streambp.layer.whole import run_whole
 
@@ -277,7 +277,9 @@ def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
     if site.states is not None and (because := _why_documents_stay_whole(site, arguments)) is not None:
         return because
     if site.cache is not None:
-        found = own_mask(mask, arguments.length)
+        by_sdpa = {config._attn_implementation for config in attention_configs(site.layer)} == {"sdpa"}
+        causal = PlainMask(torch.empty(0, device=arguments.hidden_states.device)) if mask is None and by_sdpa else None
+        found = causal or own_mask(mask, arguments.length)
         if isinstance(found, str):
             return found
         arguments.named["attention_mask"] = found

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.utils import output_capturing
 
@@ -97,7 +98,11 @@ class Whole:
             shape = list(part.shape)
             shape[dim] = self.length
             self.tensors[place] = part.new_empty(shape)
-        self.tensors[place].narrow(dim, chunk.start, chunk.stop - chunk.start).copy_(part)
+        whole = self.tensors[place]
+        if part.shape[-1] > whole.shape[-1] and not part.is_floating_point():
+            # Keys that each query picked; the first chunks have fewer and pick all, so the first key once more is the same.
+            whole = self.tensors[place] = torch.nn.functional.pad(whole, (0, part.shape[-1] - whole.shape[-1]))
+        whole.narrow(dim, chunk.start, chunk.stop - chunk.start).copy_(part)
 
 
 def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:

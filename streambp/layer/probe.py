@@ -22,6 +22,7 @@ from streambp.attention.spans import Spans
 from streambp.chunks import ChunkPlan
 from streambp.device import failed_in_a_kernel, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
+from streambp.layer.arguments import PICKED
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_several
@@ -126,8 +127,12 @@ def _random_like(hidden_states: Tensor) -> Tensor:
 
 def _nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
     """The masks among the arguments, so that a layer that attends by itself reads what is before and nothing is padding;
-    the others get attention's mask from `_run`."""
-    return {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
+    the others get attention's mask from `_run`. Keys that an earlier layer picked become two that every query may read."""
+    found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
+    if isinstance(named.get(PICKED), Tensor):
+        queries = torch.arange(length, device=named[PICKED].device)
+        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(len(named[PICKED]), -1, -1)  # [B, T, 2]
+    return found
 
 
 def _unmasked(mask: Any, length: int) -> Any:

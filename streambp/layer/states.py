@@ -36,7 +36,7 @@ LEAST_TOKENS = 2  # of a chunk: for one token on top of a state mixers take deco
 
 
 class Key(NamedTuple):
-    """One state: "conv", "recurrent" or "linear", the layer's index in its model, the state's number in the layer."""
+    """One state: "conv", "recurrent", "linear" or "returned", the layer's index in its model, the state's number in it."""
 
     kind: str
     layer: int
@@ -108,6 +108,14 @@ class StateCache(ChunkCache):
     def layers(self) -> LayerStates:
         """Made anew for every call: kept here it would tie the cache, and with it the chunk's graph, into a cycle."""
         return LayerStates(self.before)
+
+
+def take_returned(result: tuple[Tensor, Any], cache: StateCache | None) -> tuple[Tensor, None]:
+    """What a layer with an argument `state` returns, without its states; those are what the cache's chunk ends with."""
+    hidden_states, states = result
+    if cache is not None:
+        cache.after.update({Key("returned", 0, number): _alone(state) for number, state in enumerate(states)})
+    return hidden_states, None
 
 
 class LayerStates:

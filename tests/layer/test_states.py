@@ -21,8 +21,8 @@ from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.packed import packed_batch
 
 # One of each mechanism: gated delta rule, convolution alone, Mamba 2, selective scan, linear attention, attention beside a
-# convolution and beside a state-space model, a unit that keeps its states on itself.
-KINDS = ("qwen3_next", "lfm2", "bamba", "jamba", "minimax", "zaya", "falcon_h1", "recurrent_gemma")
+# convolution and beside a state-space model, a unit that keeps its states on itself, states as an argument.
+KINDS = ("qwen3_next", "lfm2", "bamba", "jamba", "minimax", "zaya", "falcon_h1", "recurrent_gemma", "xlstm")
 OTHERS = tuple(
     name
     for name in (
@@ -31,7 +31,6 @@ OTHERS = tuple(
     )
     if name in zoo.NAMES
 )  # fmt: skip
-CHANGES = {"zamba": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2}}  # its weights are tied
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def patched(stock, **settings):
 
 
 def check_exact(name, length, chunk_sizes, **settings):
-    fresh = zoo.build(name, **CHANGES.get(name, {}))
+    fresh = zoo.build(name)
     stock, batch = copy.deepcopy(fresh), make_batch("plain", length=length)
     expected_loss, expected = gradients(stock, **batch)
     for chunk_size in chunk_sizes:

@@ -1,0 +1,128 @@
+"""Attention that works out from all keys itself which are read, or how much: indexers, passed picks, position biases."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import streambp
+from streambp.layer import call, function
+from streambp.layer.arguments import ChunkCache
+from streambp.layer.cached import PlainMask
+from tests import zoo
+from tests.families import make_batch
+from tests.layer.test_states import check_exact, patched
+from tests.oracle import gradients, worst_error
+
+KINDS = ("deepseek_v32", "glm_moe_dsa", "inkling_text")
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "inkling_text"])
+def test_chunks_of_a_few_tokens(name):
+    check_exact(name, 11, [1, 2, 5, 10])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("length", [2, 3, 16, 26])
+def test_every_kind_at_other_lengths(name, length):
+    check_exact(name, length, [1, 3, 5])
+
+
+def test_the_tiny_model_is_sparse():
+    """Else nothing here would say anything about picking."""
+    batch = make_batch("plain")
+    few, all_keys = (gradients(zoo.build("deepseek_v32", index_topk=k), **batch) for k in (4, 64))
+    assert abs(few[0] - all_keys[0]) > 1e-4
+    assert few[1].keys() == all_keys[1].keys()
+    assert not any("indexer" in name for name in few[1])
+
+
+def test_later_layers_read_what_an_earlier_one_picked():
+    stock = zoo.build("glm_moe_dsa", indexer_types=["full", "shared"], index_topk=8)
+    assert stock.model.layers[1].self_attn.indexer is None
+    for chunk_size, mode in ((5, "left-padded"), (3, "right-padded"), (16, "packed")):
+        batch = make_batch(mode)
+        _, expected = gradients(stock, **batch)
+        ours = patched(stock, chunk_size=chunk_size)
+        assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
+        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "inkling_text"])
+def test_saving_and_offloading_change_no_bit(name):
+    stock, batch = zoo.build(name), make_batch("plain")
+    _, expected = gradients(patched(stock, chunk_size=5), **batch)
+    for settings in ({"saves": ("kv",)}, {"saves": ("kv",), "offload": "cpu"}, {"offload": "cpu", "gpu_memory": 1}):
+        _, found = gradients(patched(stock, chunk_size=5, **settings), **batch)
+        assert all(torch.equal(found[name], expected[name]) for name in expected), settings
+
+
+WIDER = {"xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4}}  # its cache's states are of rounded sizes
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "xlstm"])
+def test_without_a_graph_and_generation(name):
+    stock = zoo.build(name, **WIDER.get(name, {})).eval()
+    ours = patched(stock, chunk_size=5)
+    batch = make_batch("plain")
+    with torch.no_grad():
+        losses = [model(**batch, use_cache=False).loss for model in (stock, ours)]
+    assert abs(losses[0] - losses[1]) <= 1e-12
+    expected, found = (
+        model.generate(batch["input_ids"], max_new_tokens=4, min_new_tokens=4, do_sample=False) for model in (stock, ours)
+    )
+    assert torch.equal(expected, found)
+
+
+def test_a_long_evaluation_of_a_model_that_cuts_it_itself():
+    """xLSTM hands its layers states, then: they run as unpatched."""
+    stock = zoo.build("xlstm", max_inference_chunksize=8, **WIDER["xlstm"]).eval()
+    ours = patched(copy.deepcopy(stock), chunk_size=5)
+    ids = make_batch("plain")["input_ids"]
+    with torch.no_grad():
+        expected, found = (model(ids, use_cache=False).logits for model in (stock, ours))
+    assert torch.equal(expected, found)
+
+
+def without_gradient(result, cache, real=call.take_returned):
+    found = real(result, cache)
+    if cache is not None:
+        cache.after = {key: state.detach().requires_grad_() for key, state in cache.after.items()}
+    return found
+
+
+def counted_from_zero(self, chunk):
+    return torch.ones(1, 1, chunk.stop - chunk.start, chunk.stop, dtype=torch.bool).tril()
+
+
+def of_the_chunk_alone(self, keys, *_, **__):
+    return torch.cat((torch.zeros_like(keys[:, :1]).expand(-1, self.start, -1), keys), 1)
+
+
+MUTANTS = {
+    "an indexer's keys of the chunk alone": (ChunkCache, "update_indexer", of_the_chunk_alone, "deepseek_v32"),
+    "biases as in the first chunk": (ChunkCache, "get_query_offset", lambda self, *_: 0, "inkling_text"),
+    "a mask as of the first chunk": (PlainMask, "cut", counted_from_zero, "inkling_text"),
+    "returned states without their gradient": (call, "take_returned", without_gradient, "xlstm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_turns_a_test_red(mutant, monkeypatch):
+    owner, attribute, wrong, name = MUTANTS[mutant]
+    stock, batch = zoo.build(name), make_batch("plain")
+    _, expected = gradients(stock, **batch)
+    assert worst_error(gradients(patched(stock, chunk_size=5), **batch)[1], expected) <= 1e-10
+    monkeypatch.setattr(function, "can_stream", lambda call: True)
+    monkeypatch.setattr(owner, attribute, wrong)
+    assert worst_error(gradients(patched(stock, chunk_size=5), **batch)[1], expected) > 1e-6
