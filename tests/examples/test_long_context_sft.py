@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import zoo
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +66,24 @@ def test_lora_on_a_given_model(small_run, tmp_path):
     )  # fmt: skip
     assert check_run(result, tmp_path / "lora") < 1
     assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.full
+def test_a_hybrid_as_the_given_model(small_run, tmp_path):
+    """Qwen3.5's layers with linear attention stream as those with softmax attention do."""
+    text, checkpoint, _ = small_run
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.save_pretrained(tmp_path / "hybrid")
+    zoo.build("qwen3_5_text", torch.float32, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "hybrid")
+    result = run_example(
+        "--model", tmp_path / "hybrid", "--data", text, "--seq-len", 512, "--steps", 12, "--chunk-size", 64,
+        "--learning-rate", 1e-2, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert check_run(result, tmp_path / "out") < 1
+    assert "streams: 2 x Qwen3_5DecoderLayer (model.layers.0 .. model.layers.1)" in result.stdout
+    assert "checkpoints:" not in result.stdout
+    plain, streamed = re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", result.stdout)
+    assert [float(value) for value in streamed] == pytest.approx([float(value) for value in plain], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import streambp
+from tests import zoo
 from tests.families import VOCABULARY, build, mix_neighbours
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
 from tests.seeds import seed_of, seed_torch, seeded
@@ -156,6 +157,17 @@ def test_sft(kind, tmp_path, attended_chunks):
     assert attended_chunks
     compare(expected, found)
     assert "blockwise" in str(streambp.describe(found[2].model))
+
+
+def test_sft_of_a_hybrid(tmp_path):
+    """Qwen3.5: a layer with linear attention and one with softmax attention."""
+    settings = {"gradient_accumulation_steps": 1, **SFT["plain"]}
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, model=zoo.build("qwen3_5_text"), **settings)
+    model = zoo.build("qwen3_5_text")
+    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **STREAMED, **settings)
+    compare(expected, found)
+    assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
+    assert {layer.kind for layer in streambp.describe(model).layers} == {"Qwen3_5DecoderLayer"}
 
 
 @pytest.mark.trls_kernel
