@@ -282,6 +282,8 @@ def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
         found = causal or own_mask(mask, arguments.length)
         if isinstance(found, str):
             return found
+        if by_sdpa and found.mask.dtype == torch.bool:  # which gives an empty query 0, in a chunk as in the whole
+            found = dataclasses.replace(found, empty=None)
         arguments.named["attention_mask"] = found
         return None
     known = mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)

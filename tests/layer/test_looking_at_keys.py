@@ -58,6 +58,17 @@ def test_later_layers_read_what_an_earlier_one_picked():
         assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
+def test_a_label_that_padding_predicts():
+    """What may read nothing gives 0 by sdpa, whatever an indexer picks for it."""
+    stock, batch = zoo.build("deepseek_v32"), make_batch("left-padded")
+    kept = batch["attention_mask"] == 1
+    batch["labels"] = batch["input_ids"].masked_fill(~kept, -100)  # the first token after padding, too
+    batch["input_ids"] = batch["input_ids"].masked_fill(~kept, 7)  # a pad token's embedding would be zero
+    _, expected = gradients(stock, **batch)
+    _, found = gradients(patched(stock, chunk_size=5), **batch)
+    assert worst_error(found, expected) <= 1e-10
+
+
 @pytest.mark.parametrize("name", ["deepseek_v32", "inkling_text"])
 def test_saving_and_offloading_change_no_bit(name):
     stock, batch = zoo.build(name), make_batch("plain")
