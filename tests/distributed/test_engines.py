@@ -65,8 +65,11 @@ WITH_STATES = {
     "ddp": [{}, {"accumulation": 3, "eval": True}],
     "fsdp": [{}, {"offload": True, "stream": STREAM}],
     "deepspeed": [
-        {"stage": 2}, {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 3, "eval": True},
-        {"stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM},
+        {"stage": 2}, {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 2, "steps": 2, "eval": True, "patched": ["after"]},
+        {
+            "stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM,
+            "steps": 2, "patched": ["before"],
+        },
     ],
 }  # fmt: skip
 IN_BF16 = {
@@ -146,7 +149,7 @@ def test_layers_with_states(engine, case):
 @pytest.mark.parametrize("engine", FAST)
 def test_adapters_on_layers_with_states(engine):
     setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
-    check(engine, [{**setting, "model": "qwen3_5_text", "lora": True}])
+    check(engine, [{**setting, "model": "qwen3_5_text", "lora": True, "steps": 2}])
 
 
 @pytest.mark.full
