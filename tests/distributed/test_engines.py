@@ -65,7 +65,8 @@ WITH_STATES = {
     "ddp": [{}, {"accumulation": 3, "eval": True}],
     "fsdp": [{}, {"offload": True, "stream": STREAM}],
     "deepspeed": [
-        {"stage": 2}, {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 2, "steps": 2, "eval": True, "patched": ["after"]},
+        {"stage": 2},
+        {"stage": 3, "zero": NOTHING_CACHED, "accumulation": 2, "steps": 2, "eval": True, "patched": ["after"]},
         {
             "stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM,
             "steps": 2, "patched": ["before"],
