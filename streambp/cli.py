@@ -22,6 +22,7 @@ from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.launch.command import add_launch, split
 from streambp.planner.measure import compare_step
+from streambp.planner.mixers import CHOICES
 from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
 from streambp.planner.profile import Profile, Setting
@@ -136,6 +137,13 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--accumulate", action="store_true", help="steps add to gradients that exist")
     command.add_argument("--dtype", choices=DTYPES[1:], default="bfloat16", help="of the weights (default %(default)s)")
     command.add_argument("--kernels", choices=("cudnn", "flash"), default="cudnn", help="attention kernels on the GPU")
+    command.add_argument(
+        "--mixers",
+        choices=CHOICES,
+        default="kernels",
+        help="what recurrent and convolutional layers run: the kernels of fla, mamba_ssm and causal_conv1d, transformers' "
+        "plain torch instead, or the kernels that are installed here (default %(default)s)",
+    )
     command.add_argument("--json", action="store_true", help="print JSON, with every line that peaks are computed from")
     command.add_argument(
         "--html",
@@ -167,6 +175,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
         dtype=getattr(torch, arguments.dtype),
         kernels=arguments.kernels,
+        mixers=arguments.mixers,
     )
     found = counted(lora=arguments.lora, bits=arguments.bits)
     if arguments.html is not None:

@@ -20,7 +20,7 @@ from streambp.layer import arguments, cached, call, function, kept, products, re
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
 from streambp.offload import arena, stores
-from streambp.planner import auto, count, profile, skeleton
+from streambp.planner import auto, count, delta_rules, profile, skeleton
 from tests import (
     test_contract,
     test_families,
@@ -37,7 +37,7 @@ from tests.head import test_expected_scale, test_log_probs, test_stand_ins
 from tests.layer import test_inner_leaves, test_narrow_queries, test_sharded
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
-from tests.planner import test_against_steps, test_estimates, test_plans
+from tests.planner import test_against_steps, test_estimates, test_mixers, test_plans
 from tests.planner.test_plans import planning
 
 
@@ -390,7 +390,7 @@ MUTANTS = {
         skeleton.Reduced, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0, predicted,
     ),
     "views taken for new tensors": (
-        count.Shapes, "_remember", lambda self, key, func, args, result: self._known.update({
+        count.Shapes, "_remember", lambda self, key, func, args, kwargs, result: self._known.update({
             key: (False, [(result.shape, result.stride(), result.dtype)])
         }) if isinstance(result, torch.Tensor) and key[0] is torch.ops.aten._unsafe_view.default else None, predicted,
     ),
@@ -405,6 +405,17 @@ MUTANTS = {
     ),
     "host memory without limit": (
         planning, "fits", lambda at, memory: at.total <= memory.usable, test_plans.check_longest,
+    ),
+    "states for nothing": (
+        profile.Phase, "at", lambda self, t, c: self.constant + self.per_token * t + self.per_chunk_token * c,
+        test_estimates.check_peak_by_hand,
+    ),
+    "a delta rule in smaller blocks": (delta_rules, "BLOCK", 32, test_mixers.check_kept),
+    "a backward without its states": (
+        delta_rules.Blocks, "states", delta_rules.Blocks.state, test_mixers.check_peaks,
+    ),
+    "the smallest chunks are the best": (
+        profile.Method, "counts_chunks", False, test_plans.check_longest_with_states,
     ),
     "chunks whatever is free": (auto.FittingChunk, "tokens", lambda *_: 8192, test_plans.check_chunks_fit),
     "cuDNN gets blocks of any size": (

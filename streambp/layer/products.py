@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,7 +75,7 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
 
 
 class DataFlow(TorchDispatchMode):

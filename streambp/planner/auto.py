@@ -48,8 +48,7 @@ class FittingChunk:
         """Tokens over all rows in a chunk of a step of `length` tokens; the smallest size if nothing fits."""
         for size in CHUNK_TOKENS:
             chunk = min(size, length)
-            lines = (p.constant + p.per_token * length + p.per_chunk_token * chunk for p in self.method.first)
-            if max(lines) <= free:
+            if max(phase.at(length, chunk) for phase in self.method.first) <= free:
                 return size
         return CHUNK_TOKENS[-1]
 
@@ -85,7 +84,7 @@ def _fitting(model: nn.Module, config: StreamConfig) -> FittingChunk | str:
     fixed = dataclasses.replace(config, saves=config.named_saves, offload=offload, host_memory=None)
     recipe = Recipe("streambp", fixed)
     try:
-        skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda")
+        skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
         return FittingChunk(survey(skeleton, [recipe], accumulating=False, tree=False).methods[0])
     except Exception as error:  # a count that fails must not keep a model from training
         return f"{AUTO_RULE} (a step could not be counted: {type(error).__name__}: {error})"

@@ -76,10 +76,10 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     for column in zip(*phases, strict=True):
         name, gradients = column[0].name, column[0].gradients
         line = solve(points, [phase.peak for phase in column])
-        fitted.append(Phase(name, *line, gradients=gradients))
+        fitted.append(Phase(name, *line[:3], gradients, line[3]))
         start = solve(points, [phase.start for phase in column])
         if start[1] > line[1]:  # where it begins is its peak in the end
-            fitted.append(Phase(name, *start, gradients=gradients))
+            fitted.append(Phase(name, *start[:3], gradients, start[3]))
     ends: dict[int, tuple[int, int]] = {}
     for index, kind in enumerate(reduced.kinds):
         ends[kind] = (ends.get(kind, (index, index))[0], index)
@@ -87,10 +87,11 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     return tuple(p for p in fitted if not p.name.split()[-1].isdigit() or int(p.name.split()[-1]) in shown)
 
 
-def solve(points: Sequence[Point], values: Sequence[float]) -> tuple[float, float, float]:
-    """constant, per T and per C of the plane through the values; without a slope in C where all points share C = 0."""
-    columns = 3 if any(c for _, c in points) else 2
-    rows = torch.tensor([(1, t, c)[:columns] for t, c in points], dtype=torch.float64)
+def solve(points: Sequence[Point], values: Sequence[float]) -> tuple[float, float, float, float]:
+    """constant, per T, per C and per chunk of the plane through the values; without a slope in C where all points share
+    C = 0, and without one in the number of chunks where there are but three points."""
+    columns = min(4, len(points)) if any(c for _, c in points) else 2
+    rows = torch.tensor([(1, t, c, -(-t // c) if c else 0)[:columns] for t, c in points], dtype=torch.float64)
     line = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)[:, None]).solution.flatten().tolist()
-    constant, per_token, per_chunk_token = (round(value, 6) + 0.0 for value in (*line, 0.0)[:3])
-    return constant, per_token, per_chunk_token
+    constant, per_token, per_chunk_token, per_chunk = (round(value, 6) + 0.0 for value in (*line, 0.0, 0.0)[:4])
+    return constant, per_token, per_chunk_token, per_chunk

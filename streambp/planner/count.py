@@ -11,6 +11,7 @@ dispatch mode cannot see these, so their sizes are added here from the operators
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 aten = torch.ops.aten
 
@@ -35,7 +36,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self.largest = 0
         self.tracked = 0  # storages so far
-        self._alive: dict[int, tuple[int, int]] = {}  # storage -> its number, its bytes
+        self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # storage -> its number, its bytes, what sees it go
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled during a count, and keeping dynamo out costs as much as an operation
 
     def reset_peak(self) -> None:
         self.peak = self.live
@@ -57,21 +62,18 @@ class LiveBytes(TorchDispatchMode):
 
     def alive(self, first: int, stop: int) -> int:
         """Bytes that are still alive of the storages numbered [first, stop)."""
-        return sum(size for number, size in self._alive.values() if first <= number < stop)
+        return sum(size for number, size, _ in self._alive.values() if first <= number < stop)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        self._alive[key] = (self.tracked, size)
+        self._alive[key] = (self.tracked, size, weakref.ref(storage, functools.partial(self._gone, key)))
         self.tracked += 1
         self.live += size
         self.peak = max(self.peak, self.live)
         self.largest = max(self.largest, size)
 
-        def gone() -> None:
-            del self._alive[key]
-            self.live -= size
-
-        weakref.finalize(storage, gone).atexit = False
+    def _gone(self, key: int, _: Any) -> None:
+        self.live -= self._alive.pop(key)[1]
 
 
 CHANGED_IN_PLACE = frozenset(getattr(aten, name).default for name in ("copy_", "zero_", "neg_")) | frozenset(
@@ -83,13 +85,13 @@ class Shapes:
     """Results of operations on meta tensors, remembered by the shapes of their inputs: a step repeats the same few hundred
     operations thousands of times, and most of a count's time is torch finding out their outputs' shapes.
 
-    Only operations are remembered whose outputs are fresh tensors, or their first argument changed in place.
+    Only operations are remembered whose outputs are fresh tensors, their first argument changed in place, or their `out`.
 
     Args:
         mode: of fake tensors; None: the tensors are on meta.
     """
 
-    IN_PLACE = "in place"
+    IN_PLACE, OUT = "in place", "out"
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode
@@ -103,12 +105,14 @@ class Shapes:
         known = None if key is None else self._known.get(key)
         if known is Shapes.IN_PLACE:
             return args[0]
+        if known is Shapes.OUT:
+            return kwargs["out"]
         if known is not None:
             made = [None if one is None else self._make(*one) for one in known[1]]
             return tuple(made) if known[0] else made[0]
         result = func(*args, **kwargs)
         if key is not None:
-            self._remember(key, func, args, result)
+            self._remember(key, func, args, kwargs, result)
         return result
 
     def _make(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -124,33 +128,39 @@ class Shapes:
         return isinstance(tensor, FakeTensor) and tensor.constant is None
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        parts: list[Any] = [func]
-        for value in (*args, *kwargs.items()):
-            if isinstance(value, Tensor):
-                if not self._known_kind(value):
-                    return None
-                parts.append((value.shape, value.stride(), value.dtype))
-            elif isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
-                return None
-            else:
-                parts.append(tuple(value) if isinstance(value, list) else (type(value), value))
         try:
-            key = tuple(parts)
+            key = (func, *map(self._part, args), *kwargs, *map(self._part, kwargs.values()))
             hash(key)
         except TypeError:
             return None
         return key
 
-    def _remember(self, key: Any, func: Any, args: Any, result: Any) -> None:
+    def _part(self, value: Any) -> Any:
+        """What an argument says about the output's shape.
+
+        Raises:
+            TypeError: a tensor of another kind.
+        """
+        if isinstance(value, Tensor):
+            if not self._known_kind(value):
+                raise TypeError(f"{type(value).__name__} on {value.device}")
+            return value.shape, value.stride(), value.dtype
+        if isinstance(value, list | tuple):
+            return tuple(map(self._part, value)) if any(isinstance(one, Tensor) for one in value) else tuple(value)
+        return type(value), "nan" if value != value else value  # nan would never be found again
+
+    def _remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         schema = func._schema
         written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if written:
             if func in CHANGED_IN_PLACE and result is args[0]:
                 self._known[key] = Shapes.IN_PLACE
+            elif "out" in kwargs and result is kwargs["out"]:
+                self._known[key] = Shapes.OUT
             return
         several = isinstance(result, tuple)
         outputs = result if several else (result,)
-        given = {x.untyped_storage()._cdata for x in tensors(args)}
+        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         views = any(
             x.untyped_storage()._cdata in given for x in tensors(outputs)
         )  # _unsafe_view's schema says it makes none
@@ -178,8 +188,10 @@ class StepCount(LiveBytes):
         self.attention_flops = 0
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is aten._local_scalar_dense.default and not _has_data(args[0]):
+        if func is aten._local_scalar_dense.default and not has_data(args[0]):
             return _scalar(args[0])
+        if func is aten._to_copy.default and args[0].dim() == 0 and _brings_data(args[0], kwargs.get("device")):
+            return torch.tensor(_scalar(args[0]), dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         if func in LINEAR_FLOPS:
             self.linear_flops += LINEAR_FLOPS[func](*args, **kwargs)
         elif func in ATTENTION:
@@ -187,6 +199,13 @@ class StepCount(LiveBytes):
             if self.kernels is not None and func in BACKWARDS:
                 self.peak = max(self.peak, self.live + _workspace(func, args, self.kernels))
         return self.shapes.call(func, args, kwargs)
+
+
+def add_flops(number: int) -> None:
+    """Add FLOPs that no operation stands for to the counts that are running."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, StepCount):
+            mode.linear_flops += number
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -205,8 +224,13 @@ def tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _has_data(tensor: Tensor) -> bool:
+def has_data(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+
+
+def _brings_data(tensor: Tensor, device: Any) -> bool:
+    """Whether a copy to this device asks for a value that does not exist."""
+    return tensor.device.type == "meta" and device is not None and torch.device(device).type != "meta"
 
 
 def _scalar(tensor: Tensor) -> bool | int | float:

@@ -10,6 +10,7 @@ import torch
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
+from streambp.planner.mixers import Mixers
 from streambp.planner.profile import Peak, Profile, Setting, flops, peak
 from streambp.planner.skeleton import Device, Skeleton, Source
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, PLAIN, streamed, survey
@@ -58,6 +59,7 @@ def estimate(
     dtype: torch.dtype = torch.bfloat16,
     device: Device = "cuda",
     kernels: Literal["cudnn", "flash"] = "cudnn",
+    mixers: Mixers | None = None,
 ) -> Estimate:
     """Bytes and FLOPs of one training step, counted without weights and without a GPU (DESIGN.md section 6).
 
@@ -69,6 +71,8 @@ def estimate(
         lora: rank of adapters on every Linear of the layers; the rest is frozen. A PeftModel brings its own.
         bits: 4 or 8 for a quantised frozen base. dtype: of the weights, where no model is given.
         device: "cpu" counts the kernels that a CPU would run. kernels: whose workspaces count on a GPU.
+        mixers: what recurrent and convolutional layers run: the "kernels" of fla, mamba_ssm and causal_conv1d, plain
+            "torch" as transformers has it, or the kernels that are "installed" here; None: kernels, and torch on a CPU.
 
     Returns:
         Peaks of no checkpointing, checkpointing, checkpointing with a fused head, and streambp.
@@ -80,7 +84,7 @@ def estimate(
     check_length("batch_size", batch_size)
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
     setting = setting or Setting()
-    skeleton = Skeleton(model_or_config, dtype, lora, bits, device)
+    skeleton = Skeleton(model_or_config, dtype, lora, bits, device, mixers)
     chunk = plan_chunks(seq_len, batch_size, chunk_size).size
     recipes = (*UNPATCHED, streamed(saves, offload))
     profile = survey(skeleton, recipes, batch_size, (seq_len, chunk), kernels)

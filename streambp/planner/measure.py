@@ -48,7 +48,7 @@ def compare_step(
         raise StreamBPError("A memory snapshot needs a CUDA device; torch records only what CUDA allocates.")
     recipe = Recipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
     target: Device = "cuda" if device.type == "cuda" else "cpu"
-    skeleton = Skeleton(model, torch.float32, None, 16, target)
+    skeleton = Skeleton(model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch")
     counter = Counter(skeleton, reduce_layers(skeleton.model), ids.shape[0], "cudnn" if target == "cuda" else None)
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
     predicted, _ = unroll(steps, counter.reduced)

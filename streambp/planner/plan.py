@@ -11,6 +11,7 @@ import torch
 from streambp.config import StreamConfig, parse_bytes
 from streambp.errors import ConfigError
 from streambp.planner.estimate import UNPATCHED, check_length
+from streambp.planner.mixers import Mixers
 from streambp.planner.profile import Method, Peak, Profile, Setting, flops, peak
 from streambp.planner.skeleton import Device, Skeleton, Source
 from streambp.planner.survey import CHUNKS, STREAMED, survey
@@ -99,6 +100,7 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     device: Device = "cuda",
     kernels: Literal["cudnn", "flash"] = "cudnn",
+    mixers: Mixers | None = None,
 ) -> Plan:
     """How to train a model on sequences of `seq_len` positions a row, or on the longest that fit ("max").
 
@@ -118,7 +120,7 @@ def plan(
     setting = setting or Setting()
     host = None if host_memory is None else parse_bytes("host_memory", host_memory) // setting.gpus
     memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
-    skeleton = Skeleton(model_or_config, dtype, lora, bits, device)
+    skeleton = Skeleton(model_or_config, dtype, lora, bits, device, mixers)
     profile = survey(skeleton, (*UNPATCHED, *STREAMED), batch_size, None, kernels)
     return plan_profile(profile, seq_len, memory, setting)
 
@@ -148,8 +150,14 @@ def choose(profile: Profile, methods: Sequence[Method], seq_len: int, memory: Me
 
 
 def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:
-    """The longest sequence that fits with the smallest chunks; every phase grows with it, so bisection finds it."""
-    size = chunk_sizes(profile.batch_size)[-1]
+    """The longest sequence that fits with the smallest chunks, or with any where something is kept for each."""
+    sizes = chunk_sizes(profile.batch_size)
+    found = [_longest(profile, method, memory, setting, size) for size in (sizes if method.counts_chunks else sizes[-1:])]
+    return max(found, key=lambda row: row.seq_len)
+
+
+def _longest(profile: Profile, method: Method, memory: Memory, setting: Setting, size: int) -> Longest:
+    """With chunks of that size; every phase grows with the length, so bisection finds it."""
 
     def fitting(length: int) -> bool:
         return fits(peak(profile, method, length, size, setting), memory)

@@ -3,16 +3,18 @@
 A `Profile` holds numbers and names only, so `json.dumps(dataclasses.asdict(profile))` is all that is needed to compute
 every peak elsewhere (a web page, say). `peak` is that computation: for each phase of a step
 
-    static + constant + per_token * T + per_chunk_token * C + gradients * (share - 1)
+    static + constant + per_token * T + per_chunk_token * C + per_chunk * N + gradients * (share - 1)
 
-and the largest wins. T and C are positions per row of the batch on one rank, `gradients` what is in `.grad` when the phase
-begins, `share` the part of them that this rank keeps (DESIGN.md section 6). Lines are counted at lengths of tens of
-thousands of tokens; below that they are an upper bound: attention kernels' outputs stop growing at their block size.
+and the largest wins. T and C are positions per row of the batch on one rank, N the number of chunks, `gradients` what is in
+`.grad` when the phase begins, `share` the part of them that this rank keeps (DESIGN.md section 6). Lines are counted at
+lengths of tens of thousands of tokens; below that they are an upper bound: attention kernels' outputs stop growing at their
+block size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,9 +25,10 @@ FIRST, ACCUMULATING = "first", "accumulating"
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Bytes on the device beyond weights and optimizer: constant + per_token * T + per_chunk_token * C.
+    """Bytes on the device beyond weights and optimizer: constant + per_token * T + per_chunk_token * C + per_chunk * N.
 
-    gradients: bytes in `.grad` at its beginning that the step has put there; they are part of `constant`.
+    gradients: bytes in `.grad` at its beginning that the step has put there; they are part of `constant`. per_chunk: what
+    layers with states keep for each chunk; 0 without such layers.
     """
 
     name: str
@@ -33,6 +36,12 @@ class Phase:
     per_token: float
     per_chunk_token: float = 0.0
     gradients: float = 0.0
+    per_chunk: float = 0.0
+
+    def at(self, tokens: float, chunk: float) -> float:
+        """Bytes with T = tokens and C = chunk (0: the sequence is not cut)."""
+        chunks = math.ceil(tokens / chunk) if chunk else 0
+        return self.constant + self.per_token * tokens + self.per_chunk_token * chunk + self.per_chunk * chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Method:
     keys and values of the layer at work are streamed from the host (`StreamConfig.gpu_memory`).
 
     first: phases of a step whose gradients are None at its start; accumulating: of one that adds to gradients.
-    host_*: bytes of host memory. FLOPs: linear_flops * T + attention_flops * T^2.
+    host_*: bytes of host memory, per_chunk as in `Phase`. FLOPs: linear_flops * T + attention_flops * T^2.
     """
 
     name: str
@@ -55,6 +64,12 @@ class Method:
     host_per_token: float
     linear_flops: float
     attention_flops: float
+    host_per_chunk: float = 0.0
+
+    @property
+    def counts_chunks(self) -> bool:
+        """Whether fewer and larger chunks can take less memory."""
+        return self.host_per_chunk > 0 or any(phase.per_chunk > 0 for phase in (*self.first, *self.accumulating))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +98,7 @@ class Node:
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time. left_out: unpatched
-    methods whose steps could not be counted, and why."""
+    methods whose steps could not be counted, and why. mixers: what recurrent and convolutional layers are taken to run."""
 
     model: str
     dtype: str
@@ -94,6 +109,7 @@ class Profile:
     methods: tuple[Method, ...]
     tree: Node
     left_out: tuple[str, ...] = ()
+    mixers: str = ""
 
     def method(self, name: str) -> Method:
         return next(method for method in self.methods if method.name == name)
@@ -182,13 +198,14 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     present = kept.gradients if setting.accumulate else 0.0
     parts: dict[str, tuple[float, float]] = {}  # gradients, activations
     for phase in method.accumulating if setting.accumulate else method.first:
-        value = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk
+        value = phase.at(tokens, chunk)
         found = (present + share * phase.gradients, value - phase.gradients)
         parts[phase.name] = max(parts.get(phase.name, found), found, key=sum)
     worst = max(parts, key=lambda name: sum(parts[name]))
     gradients, activations = parts[worst]
     base = kept.weights + kept.optimizer
-    host = kept.host + method.host_constant + method.host_per_token * tokens
+    chunks = math.ceil(tokens / chunk) if chunk else 0
+    host = kept.host + method.host_constant + method.host_per_token * tokens + method.host_per_chunk * chunks
     totals = {name: base + sum(found) for name, found in parts.items()}
     return Peak(totals[worst], worst, kept.weights, kept.optimizer, gradients, activations, host, totals)
 

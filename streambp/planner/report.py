@@ -14,7 +14,9 @@ BAR = 40
 
 def plan_table(plan: Plan) -> str:
     """The whole plan: what was asked, what to do, what binds, phases, methods, modules."""
-    lines = [headline(plan.profile, plan.setting), _budget(plan), ""]
+    lines = [headline(plan.profile, plan.setting), _budget(plan)]
+    lines += [f"Recurrent and convolutional layers: assuming {plan.profile.mixers}"] if plan.profile.mixers else []
+    lines.append("")
     lines += [*_choice(plan), ""]
     lines += _methods(plan)
     if plan.choice is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from unittest import mock
@@ -23,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.patching import unpatch
+from streambp.planner.mixers import CHOICES, Mixers, standing_in
 from streambp.stacks import find_stacks
 
 Device = Literal["cuda", "cpu"]
@@ -39,15 +41,22 @@ class Skeleton:
         lora: rank of adapters on every Linear of the layers (peft's "all-linear"); everything else is frozen then.
         bits: 4 or 8 for a quantised, frozen base; 16 for none.
         device: what it stands for.
+        mixers: what recurrent and convolutional layers are taken to run: "kernels" of their packages, transformers' plain
+            "torch", or kernels where they are "installed" here; None: kernels on a GPU, torch on a CPU.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not go with it.
     """
 
-    def __init__(self, source: Source, dtype: torch.dtype, lora: int | None, bits: int, device: Device) -> None:
+    def __init__(
+        self, source: Source, dtype: torch.dtype, lora: int | None, bits: int, device: Device, mixers: Mixers | None = None
+    ) -> None:
         if lora is not None and lora < 1:
             raise ConfigError(f"lora is {lora!r}; it must be the rank of the adapters, or None to train every parameter.")
+        if mixers is not None and mixers not in CHOICES:
+            raise ConfigError(f"mixers is {mixers!r}; it must be one of {', '.join(CHOICES)}, or None.")
         self.device = device
+        self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
         self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
         with self.active():
             self.model = self._copy(source) if isinstance(source, nn.Module) else self._build(read_config(source), dtype)
@@ -69,6 +78,12 @@ class Skeleton:
         else:
             with self.mode, mock.patch.object(masking_utils, "is_tracing", _not_tracing):
                 yield
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """As `active`; within, the model's mixers allocate what they are taken to run."""
+        with self.active(), standing_in(self.model, self.mixers):
+            yield
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -222,9 +237,9 @@ def reduce_layers(model: nn.Module) -> Reduced:
     """
     stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
     config, depth = stack.backbone.config, len(stack.layers)
-    fields = {
-        name: value for name, value in vars(config).items() if isinstance(value, list | tuple) and len(value) == depth
-    }
+    fields, own, computed = (
+        _per_layer(values, depth) for values in (vars(config), vars(stack.backbone), _properties(config))
+    )
     signatures = [_signature(layer, index, fields) for index, layer in enumerate(stack.layers)]
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
     inner = [index for index in range(1, depth - 1) if kinds[1:index].count(kinds[index]) < INNER]
@@ -234,10 +249,34 @@ def reduce_layers(model: nn.Module) -> Reduced:
     name = next(name for name, child in stack.backbone.named_children() if isinstance(child, nn.ModuleList)
                 and next(iter(child), None) is stack.layers[0])  # fmt: skip
     setattr(stack.backbone, name, nn.ModuleList([stack.layers[index] for index in kept]))
-    for field, values in fields.items():
-        setattr(config, field, type(values)(values[index] for index in kept))
+    for holder, found in ((config, fields), (stack.backbone, own)):
+        for field, values in found.items():
+            setattr(holder, field, type(values)(values[index] for index in kept))
+    _answer(config, {field: type(values)(values[index] for index in kept) for field, values in computed.items()})
     config.num_hidden_layers = len(kept)
     return Reduced(kept, kinds)
+
+
+def _per_layer(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """Those that say something of each layer."""
+    return {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
+
+
+def _properties(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a configuration computes: some derive the layers' kinds from their number."""
+    names = [name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)]
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _answer(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
+    """From now on this configuration answers so where it would compute."""
+    if values:
+        answers = {name: property(functools.partial(_constant, value)) for name, value in values.items()}
+        config.__class__ = type(type(config).__name__, (type(config),), answers)
+
+
+def _constant(value: Any, _: PreTrainedConfig) -> Any:
+    return value
 
 
 def _signature(layer: nn.Module, index: int, fields: dict[str, Any]) -> str:

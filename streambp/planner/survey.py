@@ -22,11 +22,12 @@ from streambp.offload.transfers import Entry, Holding
 from streambp.patching import Patch, patch, unpatch
 from streambp.planner.compose import Point, Totals, fit, solve, unroll
 from streambp.planner.count import Shapes, StepCount
+from streambp.planner.mixers import assumed
 from streambp.planner.profile import Group, Method, Node, Phase, Profile
 from streambp.planner.skeleton import Reduced, Skeleton, reduce_layers
 from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
 from streambp.planner.tree import module_tree
-from streambp.stacks import find_stacks
+from streambp.stacks import find_stacks, states_argument
 from streambp.wrappers import LayerForward
 
 CHUNKS = (2048, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
@@ -137,7 +138,8 @@ def survey(
     name = type(skeleton.causal_lm).__name__
     modules = module_tree(skeleton, reduced, batch_size) if tree and not left_out else Node("", name, 1, 0, 0.0)
     shape = (name, dtype, len(reduced.kinds), batch_size)
-    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out))
+    mixers = assumed(skeleton.model, skeleton.mixers)
+    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out), mixers)
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
@@ -172,12 +174,18 @@ class Counter:
     def __post_init__(self) -> None:
         self.shapes = Shapes(self.skeleton.mode)
 
+    @property
+    def carries_states(self) -> bool:
+        """Whether a layer hands states from chunk to chunk."""
+        stacks = find_stacks(self.skeleton.model).stacks
+        return any(states_argument(layer) is not None for stack in stacks for layer in stack.layers)
+
     def fused(self, recipe: Recipe) -> bool:
         """Whether a fused kernel attends, as on a GPU in half precision without softcap."""
         if recipe.config is None:
             return True
         count = StepCount(None)
-        with self._prepared(recipe, 8), self.skeleton.active(), count:
+        with self._prepared(recipe, 8), self.skeleton.running(), count:
             ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
             self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
         return count.attention_flops > 0
@@ -196,7 +204,7 @@ class Counter:
             return result
 
         model.zero_grad(set_to_none=True)
-        with self._prepared(recipe, point[1]) as manager, skeleton.active():
+        with self._prepared(recipe, point[1]) as manager, skeleton.running():
             steps = []
             for _ in range(1 + accumulate):
                 manager.begin()
@@ -236,7 +244,8 @@ class Counter:
 
 
 def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bool) -> Method:
-    points = _points(at, recipe.config is not None, counter.fused(recipe))
+    chunked = recipe.config is not None
+    points = _points(at, chunked, counter.fused(recipe), counter.carries_states)
     counted = [counter.count(recipe, point, accumulating) for point in points]
     regimes: list[tuple[Phase, ...]] = []
     totals: tuple[Totals, ...] = ()
@@ -252,12 +261,13 @@ def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bo
         config.named_saves,
         config.offload,
         config.gpu_memory is not None,
-        recipe.config is not None,
+        chunked,
         regimes[0],
         tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1]),
         host[0],
         host[1],
         *_flops(points, totals),
+        host[3],
     )
 
 
@@ -267,8 +277,11 @@ def _flops(points: Sequence[Point], totals: Sequence[Totals]) -> tuple[float, fl
     return total.linear_flops / length, total.attention_flops / length**2
 
 
-def _points(at: Point | None, chunked: bool, fused: bool) -> tuple[Point, ...]:
-    """Where to count: lengths beyond the attention kernels' block, or up to `at` if that is shorter."""
+def _points(at: Point | None, chunked: bool, fused: bool, states: bool) -> tuple[Point, ...]:
+    """Where to count: lengths beyond the attention kernels' block, or up to `at` if that is shorter.
+
+    States are kept for each chunk: a third chunk size tells that number from the chunk size.
+    """
     small, large = CHUNKS if fused else TILED_CHUNKS
     k_block = K_BLOCK if fused else MATH.tiling.k_block or 0
     if at is not None and (fused or at[1] < large):
@@ -277,4 +290,5 @@ def _points(at: Point | None, chunked: bool, fused: bool) -> tuple[Point, ...]:
     length = length if at is None else min(at[0], length)
     if not chunked:
         return (length, 0), (length + large, 0)
-    return (length, large), (length, small), (length + large, large)
+    points = (length, large), (length, small), (length + large, large)
+    return (*points, (length, 2 * small if 2 * small < large else max(1, small // 2))) if states else points

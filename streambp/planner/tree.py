@@ -41,7 +41,7 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
         handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
     attention = fused_attention(skeleton.model) if skeleton.device == "cuda" else contextlib.nullcontext()
     try:
-        with attention, skeleton.active():
+        with attention, skeleton.running():
             ids = torch.empty(batch_size, LENGTH, dtype=torch.long)  # [B, T]
             with count:
                 output = skeleton.model(input_ids=ids, labels=ids, use_cache=False)

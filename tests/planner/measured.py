@@ -28,14 +28,15 @@ FAMILIES = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "phi3": {}, "olmo2": {}, "gemma3_text": WINDOWED,
     "glm4": {}, "granite": {}, "gpt_oss": WINDOWED, "qwen3_moe": {}, "deepseek_v3": {},
 }  # fmt: skip
-EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
+HYBRIDS = {"qwen3_next": {}, "bamba": {"attn_layer_indices": [1, 3, 5, 7]}, "jamba": {}, "lfm2": {}, "zaya": {}}
+EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "jamba", "zaya")
 LAYERS = 9
 
 
 def build(family, lora):
     """LAYERS layers whose kinds repeat, so that most of them are not counted but follow from others."""
-    pattern = getattr(zoo.tiny_config(family), "layer_types", None)
-    changes = {**FAMILIES[family], "num_hidden_layers": LAYERS}
+    pattern = zoo.tiny_config(family).to_dict().get("layer_types")
+    changes = {**(FAMILIES | HYBRIDS)[family], "num_hidden_layers": LAYERS}
     if pattern:
         changes["layer_types"] = (list(pattern) * LAYERS)[:LAYERS]
     # torch knows the shapes of grouped products in bf16 alone.

@@ -39,7 +39,7 @@ MEASURED = {
     ("checkpointing, fused head", 65536): 51.25,
 }  # fmt: skip
 WEIGHTS = 15.3
-COUNTED_BY_DATA = ("dbrx", "diffllama", "jetmoe", "longcat_flash", "zamba2")  # their forwards look at values
+COUNTED_BY_DATA = ("dbrx", "jetmoe", "longcat_flash")  # their forwards look at values
 # Static GiB of Qwen3-30B-A3B on 32 GPUs, as a Megatron estimator prints them (seed 001).
 MEGATRON = [
     ("none", Parallelism(32), 181.2),
@@ -101,6 +101,11 @@ def check_peak_by_hand():
     assert (found.gradients, found.activations, found.host) == (400, 1450, 207)
     accumulating = peak(profile, method, 100, 10, Setting(accumulate=True))
     assert (accumulating.total, accumulating.phase) == (1000 + 6000 + 1000 + 1010, "forward 0")
+    phases = (Phase("backward 0", 1000, 8, 5, gradients=400, per_chunk=30),)
+    states = dataclasses.replace(method, first=phases, host_per_chunk=20)
+    found = peak(profile, states, 105, 10, Setting())  # 11 chunks
+    assert (found.total, found.host) == (1000 + 6000 + 1000 + 840 + 50 + 330, 7 + 210 + 220)
+    assert peak(profile, states, 5, 10, Setting()).total == 1000 + 6000 + 1000 + 40 + 25 + 30  # one chunk, of all tokens
 
 
 def check_static_by_hand():
@@ -261,8 +266,13 @@ def test_workspaces_of_kernels_are_counted():
 
 def test_a_plane_through_three_points():
     points = [(100, 10), (100, 20), (150, 10)]
-    assert solve(points, [3 + 2 * t + 5 * c for t, c in points]) == pytest.approx((3, 2, 5))
-    assert solve([(100, 0), (150, 0)], [203, 303]) == pytest.approx((3, 2, 0))
+    assert solve(points, [3 + 2 * t + 5 * c for t, c in points]) == pytest.approx((3, 2, 5, 0))
+    assert solve([(100, 0), (150, 0)], [203, 303]) == pytest.approx((3, 2, 0, 0))
+
+
+def test_a_fourth_point_tells_chunks_from_their_size():
+    points = [(100, 20), (100, 5), (120, 20), (100, 10)]
+    assert solve(points, [3 + 2 * t + 5 * c + 7 * t // c for t, c in points]) == pytest.approx((3, 2, 5, 7))
 
 
 def test_a_method_that_cannot_be_counted_is_named(monkeypatch):

@@ -65,7 +65,7 @@ def browse(path, folder, fragment=""):
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
-def random_profile(seed, batch_size=1, experts=True):
+def random_profile(seed, batch_size=1, experts=True, states=False):
     """Lines that no model has: every branch of the arithmetic matters, equal names and equal peaks among them."""
     draw = random.Random(seed)
 
@@ -79,6 +79,7 @@ def random_profile(seed, batch_size=1, experts=True):
                 draw.uniform(2e3, 4e5),
                 draw.uniform(1e3, 3e5) if chunked else 0.0,
                 0.0 if accumulating else gradients,
+                draw.uniform(0, 5e7) if chunked and states else 0.0,
             )
             for name, gradients in zip(names, born, strict=True)
         )
@@ -91,7 +92,8 @@ def random_profile(seed, batch_size=1, experts=True):
         least = 1e10 if on_host and not experts else 3e10  # one of two profiles prefers keys on the host
         work = (draw.uniform(least, 1.2 * least), draw.uniform(5e5, 2e6) * least / 3e10)
         regimes = (phases(chunked, False), phases(chunked, True))
-        return Method(recipe.name, saves, offload, on_host, chunked, *regimes, *host, *work)
+        on_host_too = draw.uniform(0, 5e7) if states and offload == "cpu" else 0.0
+        return Method(recipe.name, saves, offload, on_host, chunked, *regimes, *host, *work, on_host_too)
 
     recipes = [
         CHECKPOINTING,
@@ -194,7 +196,7 @@ def compare(folder):
     """Peaks and whole plans over a grid of settings, to the bit."""
     seed = seed_of(0)
     print(f"seed {seed}")
-    profiles = [random_profile(seed), random_profile(seed + 1, batch_size=3, experts=False)]
+    profiles = [random_profile(seed), random_profile(seed + 1, batch_size=3, experts=False, states=True)]
     plans = (40_000, "max")
     text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", {"other": profiles[1]})
     settings = {"settings": SETTINGS, "memories": MEMORIES}
@@ -228,6 +230,8 @@ MUTANTS = {
     "the smallest chunk": ("const size of chunk_sizes(profile.batch_size)", "const size of chunk_sizes(1).reverse()"),
     "host memory for both": ("Math.floor(memory.host / 2)", "memory.host"),
     "nothing left for keys": ("usable(memory) - at.total", "at.total - usable(memory)"),
+    "chunks for nothing": (" + phase.per_chunk * chunks", ""),
+    "the smallest chunk for the longest": ("counts_chunks(method) ? sizes", "false ? sizes"),
     "no reserve": ("memory.gpu * (1 - memory.reserve)", "memory.gpu"),
 }  # fmt: skip
 

@@ -46,8 +46,25 @@ def check_longest():
     assert (host_bound.seq_len, host_bound.binds) == (700, "host memory")
 
 
+def check_longest_with_states():
+    """100 bytes a chunk and 1 a token of it: with 8,192 in a chunk almost twice as many fit as with 1,024."""
+    states = Phase("backward 0", 0, 0.1, 1, per_chunk=1000)
+    profile = made_up(methods=(Method("streambp", (), "none", False, True, (states,), (), 0, 0, 3, 0.5),))
+    setting, memory = Setting(optimizer=0), Memory(1000 + 100_000, None, reserve=0)
+    method = profile.methods[0]
+    found = longest(profile, method, memory, setting)
+    assert fits(peak(profile, method, found.seq_len, 8192, setting), memory)
+    assert not fits(peak(profile, method, found.seq_len + 1, 8192, setting), memory)
+    assert not fits(peak(profile, method, found.seq_len, 1024, setting), memory)
+    assert choose(profile, profile.methods, found.seq_len, memory, setting).chunk_size == 8192
+
+
 def test_the_longest_sequence_is_the_longest():
     check_longest()
+
+
+def test_with_states_larger_chunks_may_reach_further():
+    check_longest_with_states()
 
 
 def test_a_plan_prefers_what_moves_least_and_the_largest_chunk():

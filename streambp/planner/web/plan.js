@@ -24,10 +24,11 @@ function peak(profile, method, seq_len, chunk_size, setting) {
   const share = born ? kept.gradients / born : 0;
   const tokens = seq_len / setting.sequence_parallel;
   const chunk = method.chunked ? Math.min(chunk_size, tokens) : 0;
+  const chunks = chunk ? Math.ceil(tokens / chunk) : 0;
   const present = setting.accumulate ? kept.gradients : 0;
   const parts = new Map();
   for (const phase of setting.accumulate ? method.accumulating : method.first) {
-    const value = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk;
+    const value = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk + phase.per_chunk * chunks;
     const gradients = present + share * phase.gradients, activations = value - phase.gradients;
     const known = parts.get(phase.name);
     if (!known || gradients + activations > known.sum) {
@@ -42,7 +43,7 @@ function peak(profile, method, seq_len, chunk_size, setting) {
   return {
     total: phases[worst], phase: worst, weights: kept.weights, optimizer: kept.optimizer,
     gradients: parts.get(worst).gradients, activations: parts.get(worst).activations,
-    host: kept.host + method.host_constant + method.host_per_token * tokens, phases, parts,
+    host: kept.host + method.host_constant + method.host_per_token * tokens + method.host_per_chunk * chunks, phases, parts,
   };
 }
 
@@ -62,8 +63,17 @@ function chunk_sizes(batch_size) {
   return [...new Set(data.chunk_tokens.map((tokens) => Math.max(1, Math.floor(tokens / batch_size))))];
 }
 
+function counts_chunks(method) {
+  return method.host_per_chunk > 0 || [...method.first, ...method.accumulating].some((phase) => phase.per_chunk > 0);
+}
+
 function longest(profile, method, memory, setting) {
-  const size = chunk_sizes(profile.batch_size).at(-1);
+  const sizes = chunk_sizes(profile.batch_size);
+  const found = (counts_chunks(method) ? sizes : sizes.slice(-1)).map((size) => longest_with(profile, method, memory, setting, size));
+  return found.reduce((one, other) => (other.seq_len > one.seq_len ? other : one));
+}
+
+function longest_with(profile, method, memory, setting, size) {
   let low = 0, high = data.longest;
   while (low < high) {
     const middle = Math.floor((low + high + 1) / 2);

@@ -96,8 +96,10 @@ function show_methods() {
 }
 
 function show_left_out() {
-  const { left_out } = shown.profile;
-  by_id("left-out").textContent = left_out.length ? `Not counted: ${left_out.join("; ")}` : "";
+  const { left_out, mixers } = shown.profile;
+  const notes = left_out.length ? [`Not counted: ${left_out.join("; ")}`] : [];
+  if (mixers) notes.unshift(`Recurrent and convolutional layers: assuming ${mixers}`);
+  by_id("left-out").textContent = notes.join(". ");
 }
 
 function light(name) {

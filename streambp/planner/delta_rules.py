@@ -1,0 +1,194 @@
+"""What the kernels of delta rules and of short convolutions allocate, for counting on tensors without data.
+
+Each function here allocates what its kernel's source does, in the same order and for as long, and computes nothing. Read:
+fla-core 0.6.0 (`ops/gated_delta_rule`, `ops/kda`, `ops/common`) and causal-conv1d 1.6.1 (`causal_conv1d_interface.py`,
+`cpp_functions.py`). fla works in blocks of BLOCK tokens; NB is their number. It copies inputs that are not contiguous.
+
+Shapes: q, k [B, T, H, K], v [B, T, H_v, V], beta [B, T, H_v], states [B, H_v, K, V] in float32. The decay g says which
+rule it is: [B, T, H_v], one for a head, is the gated delta rule; [B, T, H_v, K], one for a channel, is Kimi's (KDA).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.planner.count import add_flops
+
+BLOCK = 64
+SOLVED_BLOCK = 16  # KDA solves its triangular systems in blocks of as many, in float32
+INTRA_CHANNELS = 32  # at most as many at a time in KDA's backward within a block
+WIDE = torch.float32
+
+
+class CausalConv(torch.autograd.Function):
+    """x [B, D, T], weight [D, k], bias [D] or None -> [B, D, T] in x's layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = x if 1 in x.stride()[1:] else x.contiguous()
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias = ctx.saved_tensors
+        grad = grad if 1 in grad.stride()[1:] else grad.contiguous()
+        d_bias = None if bias is None else torch.empty_like(bias, dtype=WIDE)
+        return torch.empty_like(x), torch.empty_like(weight, dtype=WIDE), d_bias
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, returns_end: bool, normalises: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Output [B, T, H_v, V] and end state, or None where it is not asked for."""
+    rule = KimiDeltaRule if g.dim() == 4 else GatedDeltaRule
+    out, end = rule.apply(q, k, v, g, beta, start, normalises)
+    return out, end if returns_end else None
+
+
+class Blocks:
+    """Sizes of one call, and empty tensors of the kernels' usual shapes."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.rows, self.tokens, self.heads, self.keys = k.shape
+        self.value_heads, self.values = v.shape[2:]
+        self.count = -(-self.tokens // BLOCK)
+        self._k = k
+
+    def per_token(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[B, T, H_v, width]"""
+        return self._k.new_empty(self.rows, self.tokens, self.value_heads, width, dtype=dtype)
+
+    def states(self) -> Tensor:
+        """[B, NB, H_v, K, V]: the state that each block starts from."""
+        return self._k.new_empty(self.rows, self.count, self.value_heads, self.keys, self.values)
+
+    def state(self) -> Tensor:
+        """[B, H_v, K, V] in float32"""
+        return self._k.new_empty(self.rows, self.value_heads, self.keys, self.values, dtype=WIDE)
+
+    def over_heads(self, x: Tensor) -> Tensor:
+        """[B, T, H_v, K] summed to [B, T, H, K], where value heads share keys."""
+        if self.value_heads == self.heads:
+            return x
+        return x.new_empty(self.rows, self.tokens, self.heads, self.keys)
+
+    def flops(self, between: int, within: int) -> None:
+        """Add products of a token with a state, and of a token with its block (of K or V columns)."""
+        pairs = 2 * between * self.keys * self.values + within * BLOCK * (self.keys + self.values)
+        add_flops(self.rows * self.tokens * self.value_heads * pairs)
+
+
+def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x at unit length, and one number a row for backward."""
+    return torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE)
+
+
+class GatedDeltaRule(torch.autograd.Function):
+    """fla's chunk_gated_delta_rule."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
+    ) -> tuple[Tensor, Tensor]:
+        q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))  # copies of q and k last until the end
+        q, k, q_length, k_length = q_in, k_in, None, None
+        if normalises:
+            (q, q_length), (k, k_length) = _normalised(q_in), _normalised(k_in)
+        sizes = Blocks(k, v)
+        decay = torch.empty_like(g, dtype=WIDE)
+        solved = sizes.per_token(BLOCK)
+        work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.states(), sizes.per_token(sizes.values)]
+        end = sizes.state()
+        out = torch.empty_like(v)
+        del work
+        ctx.normalises = normalises
+        ctx.save_for_backward(q, q_length, k, k_length, v, decay, beta, solved, start)
+        sizes.flops(between=4, within=5)
+        return out, end
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, _, k, _, v, decay, beta, _, start = ctx.saved_tensors
+        sizes = Blocks(k, v)
+        d_out = d_out.contiguous()
+        again = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.states(), sizes.per_token(sizes.values)]
+        dv_within = torch.empty_like(d_out)
+        d_states = sizes.states()
+        d_start = None if start is None else sizes.state()
+        dv_new = torch.empty_like(d_out)
+        del dv_within
+        dq, dk = sizes.per_token(sizes.keys), sizes.per_token(sizes.keys)
+        d_decay, dw = torch.empty_like(decay), sizes.per_token(sizes.keys)
+        dq = sizes.over_heads(dq)
+        dk = sizes.over_heads(dk)
+        dk_within = sizes.per_token(sizes.keys)
+        dv, d_decay_within, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta)
+        dk_within = sizes.over_heads(dk_within)
+        d_decay = torch.empty_like(decay)
+        del again, d_states, dv_new, dw, dk_within, d_decay_within
+        if ctx.normalises:
+            dq = torch.empty_like(q)
+            dk = torch.empty_like(k)
+        sizes.flops(between=10, within=12)
+        return dq, dk, dv, d_decay, d_beta, d_start, None
+
+
+class KimiDeltaRule(torch.autograd.Function):
+    """fla's chunk_kda."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
+    ) -> tuple[Tensor, Tensor]:
+        q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+        q, k, q_length, k_length = q_in, k_in, None, None
+        if normalises:
+            (q, q_length), (k, k_length) = _normalised(q_in), _normalised(k_in)
+        sizes = Blocks(k, v)
+        decay = torch.empty_like(g, dtype=WIDE)
+        scores, solved = sizes.per_token(BLOCK), sizes.per_token(BLOCK)
+        diagonal = sizes.per_token(SOLVED_BLOCK, WIDE)
+        work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.per_token(sizes.keys)]
+        del diagonal
+        work += [sizes.states(), sizes.per_token(sizes.values)]
+        end = sizes.state()
+        out = torch.empty_like(v)
+        del work
+        ctx.normalises = normalises
+        ctx.save_for_backward(q, q_length, k, k_length, v, decay, g, beta, scores, solved, start)
+        sizes.flops(between=4, within=5)
+        return out, end
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, _, k, _, v, decay, g, beta, _, _, start = ctx.saved_tensors
+        sizes = Blocks(k, v)
+        d_out = d_out.contiguous()
+        again = [sizes.per_token(width) for width in (sizes.keys, sizes.values, sizes.keys, sizes.keys)]
+        again += [sizes.states(), sizes.per_token(sizes.values)]
+        d_scores, dv_within = sizes.per_token(BLOCK, WIDE), torch.empty_like(d_out)
+        d_states = sizes.states()
+        d_start = None if start is None else sizes.state()
+        dv_new = torch.empty_like(d_out)
+        del dv_within
+        dq, dk = sizes.per_token(sizes.keys, WIDE), sizes.per_token(sizes.keys, WIDE)
+        dv, d_decay, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta, dtype=WIDE)
+        d_solved = sizes.per_token(BLOCK, WIDE)
+        del dv_new
+        dq_sum, dk_sum = torch.empty_like(dq), torch.empty_like(dk)
+        parts = [torch.empty_like(d_beta) for _ in range(-(-sizes.keys // INTRA_CHANNELS))]
+        d_decay_sum = torch.empty_like(d_decay)
+        d_beta = torch.empty_like(d_beta)
+        dq, dk, d_decay = sizes.over_heads(dq_sum), sizes.over_heads(dk_sum), d_decay_sum
+        del parts, dq_sum, dk_sum, d_decay_sum
+        d_decay = torch.empty_like(decay)
+        del again, d_states, d_scores, d_solved
+        if ctx.normalises:
+            dq = torch.empty_like(q)
+            dk = torch.empty_like(k)
+        sizes.flops(between=10, within=12)
+        return dq.to(q), dk.to(k), dv, d_decay.to(g), d_beta.to(beta), d_start, None

@@ -1,0 +1,173 @@
+"""Kernels of token mixers, by the memory they take, in place of what a model would run on tensors without data.
+
+transformers' recurrent and convolutional layers call functions that are globals of their modeling module: a package's
+kernel where that is installed, transformers' own plain torch otherwise. The latter takes other memory, and loops over
+blocks of tokens in Python. For the time of a count the globals are functions that allocate what the
+kernels do (`delta_rules`, `state_spaces`). They are known by their parameters, not by a model's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from streambp.planner.count import has_data
+from streambp.planner.delta_rules import CausalConv, delta_rule
+from streambp.planner.state_spaces import FusedMamba, FusedMamba2, Mamba2Scan, SelectiveScan
+
+Mixers = Literal["kernels", "torch", "installed"]
+CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
+Arguments = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A function for which a package has a kernel.
+
+    Args:
+        parameters: by which the function is known; absent: that it must not have.
+        package: the kernel's. run: from the function's arguments by name to what the kernel returns.
+    """
+
+    parameters: frozenset[str]
+    package: str
+    run: Callable[[Arguments], Any]
+    absent: frozenset[str] = frozenset()
+
+    def is_for(self, parameters: set[str]) -> bool:
+        return self.parameters <= parameters and not self.absent & parameters
+
+
+def _conv(given: Arguments) -> Tensor:
+    out: Tensor = CausalConv.apply(given["hidden_states"], given["weight"], given["bias"])
+    return out
+
+
+def _delta_rule(given: Arguments) -> tuple[Tensor, Tensor | None]:
+    names = ("query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+    return delta_rule(*(given[name] for name in names))
+
+
+def _selective_scan(given: Arguments) -> Any:
+    names = ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias")
+    out, end = SelectiveScan.apply(*(given[name] for name in names))
+    return (out, end) if given["return_last_state"] else out
+
+
+def _fused_mamba(given: Arguments) -> Tensor:
+    names = ("xz", "conv1d_weight", "conv1d_bias", "x_proj_weight", "delta_proj_weight", "out_proj_weight", "out_proj_bias")
+    inputs = (given[name] for name in (*names, "A", "D", "delta_bias"))
+    out: Tensor = FusedMamba.apply(*inputs, given["dt_rms_weight"] is not None)
+    return out
+
+
+def _mamba2_scan(given: Arguments) -> Any:
+    names = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "chunk_size")
+    out, end = Mamba2Scan.apply(*(given[name] for name in names))
+    return (out, end) if given["return_final_states"] else out
+
+
+def _fused_mamba2(given: Arguments) -> Tensor:
+    weights = ("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "rmsnorm_weight")
+    names = (*weights, "outproj_weight", "outproj_bias", "headdim", "ngroups", "chunk_size")
+    out: Tensor = FusedMamba2.apply(*(given[name] for name in names))
+    return out
+
+
+KERNELS = (
+    Kernel(frozenset({"hidden_states", "weight", "bias", "activation"}), "causal_conv1d", _conv, frozenset({"conv_state"})),
+    Kernel(frozenset({"query", "key", "value", "g", "beta", "chunk_size", "initial_state"}), "fla", _delta_rule),
+    Kernel(frozenset({"delta_bias", "delta_softplus", "return_last_state"}), "mamba_ssm", _selective_scan),
+    Kernel(frozenset({"xz", "x_proj_weight", "delta_proj_weight", "out_proj_weight"}), "mamba_ssm", _fused_mamba),
+    Kernel(frozenset({"dt_softplus", "dt_limit", "return_final_states", "chunk_size"}), "mamba_ssm", _mamba2_scan),
+    Kernel(frozenset({"zxbcdt", "outproj_weight", "headdim", "ngroups"}), "mamba_ssm", _fused_mamba2),
+)
+
+
+class StandIn:
+    """In place of a function: what its kernel allocates, where the first argument has no data; the function itself
+    elsewhere, so that a model that trains meanwhile is not disturbed."""
+
+    def __init__(self, function: Callable[..., Any], kernel: Kernel) -> None:
+        functools.update_wrapper(self, _plain(function))
+        self.function, self.kernel = function, kernel
+        self._signature = inspect.signature(_plain(function))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        first = next(iter(given.arguments.values()))
+        return self.function(*args, **kwargs) if has_data(first) else self.kernel.run(given.arguments)
+
+
+def _plain(function: Any) -> Callable[..., Any]:
+    """The function; with the `kernels` package it is a module, whose forward has the signature."""
+    found: Callable[..., Any] = function.forward if isinstance(function, nn.Module) else function
+    return found
+
+
+def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, Kernel]]:
+    """The globals of the model's code that have kernels: the namespace, the name there, the kernel."""
+    spaces: dict[int, dict[str, Any]] = {}
+    for module_type in {type(module) for module in model.modules()}:
+        space = getattr(inspect.unwrap(module_type.forward), "__globals__", {})
+        if space.get("__name__", "").partition(".")[0] != "torch":
+            spaces[id(space)] = space
+    found = []
+    for space in spaces.values():
+        for name, value in space.items():
+            kernel = _kernel_of(value)
+            if kernel is not None:
+                found.append((space, name, kernel))
+    return found
+
+
+def _kernel_of(value: Any) -> Kernel | None:
+    if isinstance(value, type) or not callable(value):
+        return None
+    try:
+        parameters = set(inspect.signature(_plain(value)).parameters)
+    except (TypeError, ValueError):
+        return None
+    return next((kernel for kernel in KERNELS if kernel.is_for(parameters)), None)
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module, mixers: Mixers) -> Iterator[None]:
+    """Within, the model's mixers allocate what kernels do on tensors without data; afterwards nothing has changed."""
+    before = []
+    try:
+        for space, name, kernel in mixers_of(model):
+            if mixers == "kernels" or (mixers == "installed" and is_installed(kernel.package)):
+                before.append((space, name, space[name]))
+                space[name] = StandIn(space[name], kernel)
+        yield
+    finally:
+        for space, name, function in before:
+            space[name] = function
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported, which is what transformers goes by."""
+    try:
+        importlib.import_module(package)
+    except Exception:  # a kernel that was built for another torch fails in many ways
+        return False
+    return True
+
+
+def assumed(model: nn.Module, mixers: Mixers) -> str:
+    """What a count of this model takes for granted about its mixers, in words; "" where it has none."""
+    packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
+    stand = [package for package in packages if mixers == "kernels" or (mixers == "installed" and is_installed(package))]
+    plain = [package for package in packages if package not in stand]
+    parts = [f"kernels of {', '.join(stand)}"] if stand else []
+    parts += [f"transformers' plain torch where {', '.join(plain)} would have kernels"] if plain else []
+    return " and ".join(parts)

@@ -1,0 +1,299 @@
+"""What the kernels of state-space models allocate, for counting on tensors without data.
+
+Each function here allocates what its kernel's source does, in the same order and for as long; only the products with
+weights are run, which the fused forms hold too. Read: mamba_ssm 2.3.2.post1 (`ops/selective_scan_interface.py` and
+`csrc/selective_scan` for Mamba 1; `ops/triton/ssd_*.py` and `layernorm_gated.py` for Mamba 2), without its deterministic
+mode.
+
+Mamba 1: u, dt, z [B, D, T], A [D, N], B, C [B, N, T], state [B, D, N]. Mamba 2: x [B, T, H, P], dt [B, T, H], B, C
+[B, T, G, N], state [B, H, P, N], in blocks of Q tokens, NB of them. Running states are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from streambp.planner.count import add_flops
+
+SCAN_BLOCK = 2048  # tokens for which Mamba 1's scan keeps one state
+PROCESSORS = 132  # of the GPU: over how many Mamba 2's backward spreads the heads of a group (an H100's and H200's)
+ROWS = 32  # of a block, for which Mamba 2's backward holds sums of their own
+STATE_TILE = 64  # numbers of a state, likewise
+WIDE = torch.float32
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class SelectiveScan(torch.autograd.Function):
+    """mamba_ssm's selective_scan_fn: y [B, D, T] and the end state [B, D, N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        u, dt, b, c = (_rows(x) for x in (u, dt, b, c))
+        z = None if z is None else _rows(z)
+        gated = None if z is None else torch.empty_like(z)
+        out = torch.empty_like(dt)
+        states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)
+        ctx.save_for_backward(u, dt, a, b, c, d, z, bias, states, None if z is None else out)
+        return out if gated is None else gated, states[:, :, -1, 1::2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
+        grad = _rows(grad)
+        dz = None if z is None else torch.empty_like(z)
+        du, d_dt, da = torch.empty_like(u), torch.empty_like(dt), torch.empty_like(a)
+        db, dc = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
+        return du, d_dt, da, db, dc, _like(d), dz, _like(bias)
+
+
+def _like(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.empty_like(x)
+
+
+class FusedMamba(torch.autograd.Function):
+    """mamba_ssm's mamba_inner_fn: xz [B, 2 D, T] -> [B, T, h]; B and C depend on the input. Their norms' copies are left
+    out: they have N columns where the rest has D.
+
+    Args:
+        has_norm: whether dt is normalised.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
+        out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, has_norm: bool,
+    ) -> Tensor:  # fmt: skip
+        xz = _rows(xz)
+        x = xz[:, : xz.shape[1] // 2]
+        convolved = torch.empty_like(x)
+        small = convolved.mT.flatten(0, 1) @ x_proj.mT  # [B T, R + 2 N]
+        dt = FusedMamba._step(small, dt_proj, has_norm)  # [D, B T]
+        size = a.shape[-1]
+        b, c = (small.new_empty(xz.shape[0], 1, size, xz.shape[2]) for _ in range(2))
+        gated, out = torch.empty_like(x), torch.empty_like(x)
+        states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)
+        del dt, convolved
+        ctx.has_norm = has_norm
+        weights = (conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias)
+        ctx.save_for_backward(*weights, xz, small, a, b, c, states, out)
+        return F.linear(gated.mT, out_proj, out_bias)
+
+    @staticmethod
+    def _step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
+        """dt [D, B T] out of [B T, R + 2 N]; its norm takes a copy before, one itself and one behind."""
+        dt = dt_proj @ small[:, : dt_proj.shape[1]].mT
+        for _ in range(3 * has_norm):
+            dt = torch.empty_like(dt)
+        return dt
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = ctx.saved_tensors
+        grad = _rows(grad)
+        x = xz[:, : xz.shape[1] // 2]
+        convolved = torch.empty_like(x)
+        dt = FusedMamba._step(small, dt_proj, ctx.has_norm)
+        d_xz = torch.empty_like(xz)
+        flat = grad.flatten(0, 1).mT  # [h, B T]
+        d_y = out_proj.mT @ flat
+        gated, d_convolved, d_dt, d_a = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dt), torch.empty_like(a)
+        d_b, d_c = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
+        d_out = flat @ gated.mT.flatten(0, 1)
+        d_small = torch.empty_like(small)
+        d_dt_proj = d_dt @ small[:, : dt_proj.shape[1]]
+        d_dt.mT @ dt_proj
+        d_x_proj = d_small.mT @ convolved.mT.flatten(0, 1)
+        x_proj.mT @ d_small.mT
+        del d_y, d_b, d_c, d_convolved, gated
+        d_conv = torch.empty_like(conv, dtype=WIDE)
+        biases = (_like(conv_bias), _like(out_bias), _like(dt_bias))
+        return d_xz, d_conv, biases[0], d_x_proj, d_dt_proj, d_out, biases[1], d_a, _like(d), biases[2], None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of one call of Mamba 2's scan, and empty tensors of its usual shapes, like `like`."""
+
+    like: Tensor
+    rows: int
+    tokens: int
+    heads: int
+    width: int
+    groups: int
+    size: int
+    block: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.tokens // self.block)
+
+    @property
+    def splits(self) -> int:
+        """Over how many programs backward spreads the heads of a group."""
+        ratio = self.heads // self.groups
+        per_program = max(min(-(-self.rows * self.blocks * self.heads // PROCESSORS), ratio), 1)
+        return -(-ratio // per_program)
+
+    def states(self, dtype: torch.dtype) -> Tensor:
+        """[B, NB, H, P, N]"""
+        return self.like.new_empty(self.rows, self.blocks, self.heads, self.width, self.size, dtype=dtype)
+
+    def steps(self, parts: int = 1) -> Tensor:
+        """[B, H, NB, parts, Q] in float32"""
+        return self.like.new_empty(self.rows, self.heads, self.blocks, parts, self.block, dtype=WIDE)
+
+    def scores(self, splits: int = 1) -> Tensor:
+        """[B, NB, splits, G, Q, Q] in float32"""
+        return self.like.new_empty(self.rows, self.blocks, splits, self.groups, self.block, self.block, dtype=WIDE)
+
+    def inputs(self, splits: int = 1) -> Tensor:
+        """Of the size of B or C: [B, T, splits, G, N] in float32"""
+        return self.like.new_empty(self.rows, self.tokens, splits, self.groups, self.size, dtype=WIDE)
+
+    def flops(self, times: int) -> None:
+        """Add the products of forward, so many times: scores, states of blocks, and output from both."""
+        scores = 2 * self.groups * self.block * self.size
+        mixed = 2 * self.heads * self.width * (self.block + 2 * self.size)
+        add_flops(times * self.rows * self.tokens * (scores + mixed))
+
+
+def _sizes(x: Tensor, b: Tensor, block: int) -> Sizes:
+    rows, tokens, heads, width = x.shape
+    return Sizes(x, rows, tokens, heads, width, b.shape[2], b.shape[3], block)
+
+
+def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, T, H, P], end state [B, H, P, N] and the decay that is kept for backward [B, H, NB, 1, Q]."""
+    decay, steps = sizes.steps(), sizes.steps()
+    own = sizes.states(WIDE)
+    starts = sizes.states(x.dtype)
+    end = x.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size, dtype=WIDE)
+    del own
+    scores = sizes.scores()
+    out = x.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)
+    del steps, starts, scores
+    sizes.flops(1)
+    return out, end, decay
+
+
+def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tuple[Tensor | None, ...]:
+    """Gradients of x, dt, B, C and the start state; given: the caller has memory for the first four."""
+    like = sizes.like
+    db, dc = (None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.groups, sizes.size) for _ in range(2))
+    d_dt = None if given else torch.empty_like(dt)
+    alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]  # dt once more, decay, steps, scores
+    own = sizes.states(WIDE)
+    starts = sizes.states(WIDE)
+    del own
+    d_starts = sizes.states(WIDE)
+    halves = [sizes.states(like.dtype), sizes.states(like.dtype)]
+    d_start = like.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size) if has_start else None
+    tiles = -(-sizes.width * sizes.size // STATE_TILE)
+    decays = like.new_empty(sizes.rows, sizes.heads, sizes.blocks, tiles, dtype=WIDE)
+    del starts, d_starts, decays
+    d_skip = like.new_empty(-(-sizes.block // ROWS), sizes.rows, sizes.blocks, sizes.heads, dtype=WIDE)
+    dx = None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)
+    alive.append(sizes.steps())  # the gradient of the steps
+    del d_skip
+    for _ in range(2):  # B's and C's, with the decay's
+        alive.append(sizes.steps())
+        parts = sizes.inputs(sizes.splits)
+        alive.append(sizes.inputs())
+        del parts
+    parts = sizes.scores(sizes.splits)
+    d_scores = sizes.scores()
+    del parts
+    alive.append(sizes.steps())  # the decay's sum from behind
+    parts = sizes.steps(-(-sizes.block // ROWS))
+    alive.append(sizes.steps())
+    del parts, d_scores, halves, alive
+    sizes.flops(4)  # states and scores again, and two products for each of forward's
+    return dx, d_dt, db, dc, d_start
+
+
+class Mamba2Scan(torch.autograd.Function):
+    """mamba_ssm's mamba_chunk_scan_combined without a gate: out [B, T, H, P], end state [B, H, P, N].
+
+    Args:
+        block: Q, tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
+        start: Tensor | None, block: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x, b, c = _rows(x), _rows(b), _rows(c)
+        sizes = _sizes(x, b, block)
+        out, end, decay = _scan_forward(sizes, x)
+        ctx.block = block
+        ctx.save_for_backward(out, x, dt, decay, a, b, c, d, dt_bias, start)
+        return out, end
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
+        grad = _rows(grad)
+        sizes = _sizes(x, b, ctx.block)
+        dx, d_dt, db, dc, d_start = _scan_backward(sizes, dt, start is not None, given=False)
+        return dx, d_dt, torch.empty_like(a), db, dc, _like(d), _like(dt_bias), d_start, None
+
+
+class FusedMamba2(torch.autograd.Function):
+    """mamba_ssm's mamba_split_conv1d_scan_combined: zxbcdt [B, T, 2 H P + 2 G N + H] -> [B, T, h], with norm and
+    projection.
+
+    Args:
+        norm, proj, proj_bias: their weights. width, groups, block: P, G, Q.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
+        norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
+    ) -> Tensor:  # fmt: skip
+        ctx.sizes = width, groups, block
+        sizes = FusedMamba2._sizes(zxbcdt, conv, d, *ctx.sizes)
+        convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
+        out, end, decay = _scan_forward(sizes, zxbcdt)
+        lengths = normed = None
+        if norm is not None:
+            normed = torch.empty_like(out)
+            lengths = out.new_empty(groups * sizes.rows * sizes.tokens, dtype=WIDE)
+        projected = F.linear((out if normed is None else normed).flatten(2), proj, proj_bias)
+        del convolved, end, decay
+        ctx.save_for_backward(zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, lengths, proj, proj_bias)
+        return projected
+
+    @staticmethod
+    def _sizes(zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int) -> Sizes:
+        heads = d.shape[0]
+        rows, tokens = zxbcdt.shape[:2]
+        size = (conv.shape[0] - heads * width) // groups // 2
+        return Sizes(zxbcdt, rows, tokens, heads, width, groups, size, block)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
+        sizes = FusedMamba2._sizes(zxbcdt, conv, d, *ctx.sizes)
+        again, convolved = torch.empty_like(out), zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
+        d_zxbcdt, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(convolved)
+        d_normed = grad @ proj
+        d_out = None if norm is None else torch.empty_like(out)
+        _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, given=True)
+        d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)
+        d_proj_bias = None if proj_bias is None else grad.sum((0, 1))
+        del d_normed, d_out, again, convolved, d_convolved
+        gradients = [d_zxbcdt, torch.empty_like(conv, dtype=WIDE), _like(conv_bias), _like(dt_bias), _like(a), _like(d)]
+        return *gradients, _like(norm), d_proj, d_proj_bias, None, None, None
