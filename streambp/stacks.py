@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import inspect
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, wrapped_functions
 from streambp.layer.arguments import CACHES, PICKED, STATE
 from streambp.layer.states import PROTOCOL
+from streambp.layer.written import written_forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +163,13 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) ->
 
 def _takes_states(layer: nn.Module) -> bool:
     """Whether the layer's forward has an argument for its states."""
-    forward: Any = inspect.unwrap(type(layer).forward)
+    forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
 
 
 def _writes_states(layer: nn.Module) -> bool:
     """Whether a module of the layer that knows the states by the same name assigns to parts of something."""
-    knowing = (inspect.unwrap(type(m).forward) for m in layer.modules() if STATE in _locals(m))
+    knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
     return any(step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
 
 
@@ -198,11 +199,11 @@ def _ranks_values(attention: nn.Module) -> bool:
 
 def _locals(module: nn.Module) -> tuple[str, ...]:
     """The arguments and variables of a module's forward."""
-    forward: Any = inspect.unwrap(type(module).forward)
+    forward = written_forward(module)
     return forward.__code__.co_varnames if hasattr(forward, "__code__") else ()
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
     """The global names and attributes in the source of a module's forward."""
-    forward: Any = inspect.unwrap(type(module).forward)
+    forward = written_forward(module)
     return forward.__code__.co_names if hasattr(forward, "__code__") else ()

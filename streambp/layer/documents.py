@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.chunks import Chunk
+from streambp.layer.written import written_forward
 
 IDS, ENDS = "seq_idx", "cu_seq_lens_q"
 TRIED = (3, 5, 6)  # where the probe's documents end: within a chunk, with it, after one token, and over several chunks
@@ -109,7 +110,7 @@ def told_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """The modules of a layer whose forward calls functions that can be told of documents, each with the global's name."""
     found = []
     for module in layer.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
+        forward = written_forward(module)
         for name in forward.__code__.co_names if hasattr(forward, "__code__") else ():
             if _telling(forward.__globals__.get(name)) is not None:
                 found.append((module, name))

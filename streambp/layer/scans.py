@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from streambp.chunks import Chunk
 from streambp.layer.documents import Documents, parameters_of, telling
 from streambp.layer.states import Key, StateCache
+from streambp.layer.written import written_forward
 
 SELECTIVE_SCAN = {"delta_bias", "delta_softplus", "return_last_state"}  # parameters by which the function is known
 LINEAR_CACHE = "get_linear_cache"
@@ -51,7 +52,7 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """The mixers of a layer whose recurrence takes no start state, with the global name that gives it one."""
     found = []
     for module in layer.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
+        forward = written_forward(module)
         names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
         scan = next((name for name in names if _is_selective_scan(forward.__globals__.get(name))), None)
         if scan is not None:
@@ -136,13 +137,12 @@ def _replacements(
 
 
 def _global(module: nn.Module, name: str) -> Any:
-    forward: Any = inspect.unwrap(type(module).forward)
-    return forward.__globals__[name]
+    return written_forward(module).__globals__[name]
 
 
 def _own_code(module: nn.Module, stand_ins: dict[str, Any]) -> Callable[..., Any]:
     """The mixer's own forward with functions of ours under these global names."""
-    forward: Any = inspect.unwrap(type(module).forward)
+    forward = written_forward(module)
     names = {**forward.__globals__, **stand_ins}
     own = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
