@@ -6,15 +6,16 @@ import copy
 
 import pytest
 import torch
-import transformers
 from packaging import version
 
 import streambp
 from streambp.chunks import Barrier
+from streambp.errors import UnsupportedModelError
 from streambp.layer import cached
 from tests import zoo
 from tests.families import MODES, make_batch
 from tests.oracle import gradients, worst_error
+from tests.versions import NOW, STATES_IN_CHUNKS
 
 CHUNK_SIZES = (5, 16)
 # One of each mechanism: dense, biases and windows, experts, latent attention, sinks, softcap, several attention calls,
@@ -70,10 +71,17 @@ def errors(name, modes=MODES, chunk_sizes=CHUNK_SIZES, **changes):
 
 
 def check(name, **changes):
-    worst_gradient, worst_loss, ours = errors(name, **changes)
+    try:
+        worst_gradient, worst_loss, ours = errors(name, **changes)
+    except UnsupportedModelError:
+        if STATES_IN_CHUNKS:
+            raise
+        pytest.skip("before transformers 5.15 layers that do nothing but hand on states cannot be streamed")
     assert worst_loss <= 1e-12
     assert worst_gradient <= 1e-10
     whole = {layer.reason for layer in streambp.describe(ours).layers if layer.path != "streams"}
+    if not STATES_IN_CHUNKS:  # layers with states are exact there, but whole
+        whole = {reason for reason in whole if "it mixes tokens outside of its attention" not in reason}
     assert len(whole) == (name in WHOLE)
     assert all(WHOLE[name] in reason for reason in whole)
     return ours
@@ -91,8 +99,8 @@ def test_family_is_exact(name):
 
 
 def test_a_hundred_families_in_the_newest_transformers():
-    assert set(SAMPLE) <= set(STREAMED)
-    if version.parse(transformers.__version__) >= version.parse("5.23"):
+    if version.parse("5.23") <= NOW:
+        assert set(SAMPLE) <= set(STREAMED)
         assert len(STREAMED) >= 100
 
 

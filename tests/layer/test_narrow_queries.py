@@ -14,6 +14,7 @@ from tests.attention.meta_runs import ElementwiseBytes
 from tests.families import build, make_batch
 from tests.layer.test_bytes import empty, qwen3_8b_layer
 from tests.oracle import gradients, worst_error
+from tests.versions import needs_diffllamas_calls
 
 
 def record(monkeypatch):
@@ -91,6 +92,7 @@ def test_a_refill_moves_half_of_the_bytes(monkeypatch):
     print("36 layers' refills at 65,536 tokens, of a step of 15 s at 4 TB/s:", [f"{100 * share:.2f} %" for share in shares])
 
 
+@needs_diffllamas_calls
 def test_layers_that_attend_several_times_keep_their_heads(float64_oracle):
     """All but the last of their attention calls are computed in a refill: with fewer heads of queries than of keys a fused
     kernel divides by zero."""

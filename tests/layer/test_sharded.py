@@ -25,6 +25,7 @@ from tests.layer.test_bytes import KB, qwen3_8b_layer, run_layer
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.seeds import seed_torch
 from tests.test_oracle import reference
+from tests.versions import needs_diffllamas_calls, needs_states
 
 
 @pytest.fixture
@@ -216,9 +217,9 @@ def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
     [
         ("qwen3", {"attention_dropout": 0.1}, "attention dropout"),
         ("gpt_oss", {}, "attention sink"),
-        ("diffllama", {}, "attended 2 times"),
+        pytest.param("diffllama", {}, "attended 2 times", marks=needs_diffllamas_calls),
         ("gptj", {}, "attends by itself"),
-        ("lfm2", {}, "goes on from a state"),
+        pytest.param("lfm2", {}, "goes on from a state", marks=needs_states),
         ("llama4_text", {"attention_chunk_size": 8}, "sliding window"),
     ],
 )

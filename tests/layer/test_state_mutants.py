@@ -16,6 +16,9 @@ from tests.families import make_batch
 from tests.layer.test_documents import build, check_packed, packed
 from tests.layer.test_states import check_exact, check_memory, check_padded, patched
 from tests.oracle import gradients
+from tests.versions import needs_states
+
+pytestmark = needs_states
 
 
 def oracle(name="qwen3_next"):

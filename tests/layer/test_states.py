@@ -19,6 +19,9 @@ from tests.families import make_batch
 from tests.gpu import state_rows
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.packed import packed_batch
+from tests.versions import needs_states
+
+pytestmark = needs_states
 
 # One of each mechanism: gated delta rule, convolution alone, Mamba 2, selective scan, linear attention, attention beside a
 # convolution and beside a state-space model, a unit that keeps its states on itself, states as an argument.
