@@ -37,7 +37,8 @@ ORDER = (
     "integrations.trl.dpo",
     "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "truth", "verify",
     "launch.settings", "launch.report", "launch.process", "launch.hook", "launch.site.sitecustomize", "launch.place",
-    "launch.command", "launch.__main__", "integrations.axolotl", "integrations.ms_swift", "cli", "__main__",
+    "launch.command", "launch.__main__", "integrations.axolotl", "integrations.ms_swift",
+    "integrations.verl", "cli", "__main__",
 )  # fmt: skip
 PACKAGES = ("", "attention", "layer", "head", "losses", "offload", "distributed", "integrations", "integrations.trl")
 PACKAGES += ("planner", "launch")

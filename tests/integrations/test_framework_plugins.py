@@ -1,12 +1,14 @@
-"""The plugins for axolotl and ms-swift, against stand-ins of the interfaces that they are written for."""
+"""The plugins for axolotl, ms-swift and verl, against stand-ins of the interfaces that they are written for."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from transformers import Trainer, TrainerCallback
 
 from streambp import StreamConfig
@@ -30,8 +32,8 @@ def modules(monkeypatch):
         vars(sys.modules[name]).update(members)
 
     yield place
-    for name in ("streambp.integrations.axolotl", "streambp.integrations.ms_swift"):
-        sys.modules.pop(name, None)
+    for name in ("axolotl", "ms_swift", "verl"):
+        sys.modules.pop(f"streambp.integrations.{name}", None)
 
 
 @pytest.fixture
@@ -108,3 +110,80 @@ def test_ms_swifts_callback(modules, tmp_path, monkeypatch):
         Trainers(model_of(), arguments(tmp_path / "out"))
     monkeypatch.delenv("STREAMBP_LAUNCH")
     assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig()
+
+
+class Engine:
+    """verl 0.9's FSDP engine: settings, a model with its own changes and adapters, FSDP around it, then training mode."""
+
+    def __init__(self, model, strategy="fsdp2", ranks=1, offload=False):
+        self.engine_config = SimpleNamespace(strategy=strategy, ulysses_sequence_parallel_size=ranks)
+        self.model_config = SimpleNamespace(enable_activation_offload=offload)
+        self.given = model
+
+    def _build_fsdp_module(self, module):
+        module.wrapped = True
+        return module
+
+    def initialize(self):
+        self.module = self._build_fsdp_module(self.given)
+
+    def gradients(self, ids):
+        """A policy's loss from logits, with which verl computes its log-probabilities; without padding, two documents."""
+        self.module.train()
+        positions = torch.cat([torch.arange(8), torch.arange(ids.shape[1] - 8)])[None]
+        logits = self.module(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False).logits
+        logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None]).sum().backward()
+        return {name: parameter.grad for name, parameter in self.module.named_parameters()}
+
+
+@pytest.fixture
+def engines(modules, monkeypatch):
+    """A class of the engine, and of one that wraps models in its own way, of a verl that has imported ours."""
+    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5}')
+    engine = type("FSDPEngine", (Engine,), {})
+    turbo = type("FSDPTurboEngine", (engine,), {"_build_fsdp_module": lambda self, module: module})
+    modules("verl.workers.engine.fsdp.transformer_impl", FSDPEngine=engine)
+    importlib.import_module("streambp.integrations.verl")
+    return engine, turbo
+
+
+def test_verls_engine_streams_what_it_trains(engines, attended_chunks, capsys):
+    stock = Engine(model_of())
+    ours = engines[0](copy.deepcopy(stock.given))
+    ids = rows(1)[0]["input_ids"][None]
+    for engine in (stock, ours):
+        engine.initialize()
+    expected = stock.gradients(ids)
+    assert not attended_chunks
+    found = ours.gradients(ids)
+    assert settings(ours.module) == StreamConfig(chunk_size=5)
+    assert ours.module.wrapped
+    assert 5 in attended_chunks
+    assert ids.shape[1] not in attended_chunks
+    assert capsys.readouterr().err.count("streams: 2 x Qwen3DecoderLayer") == 1  # after the first forward
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "said"),
+    [
+        (0, {"strategy": "fsdp"}, "strategy=fsdp2"),
+        (1, {"strategy": "fsdp_turbo"}, "strategy=fsdp2"),
+        (0, {"ranks": 2}, "ulysses_sequence_parallel_size=1"),
+        (0, {"offload": True}, "enable_activation_offload"),
+    ],
+)
+def test_verls_engines_that_would_not_be_exact_are_refused(engines, engine, changes, said):
+    with pytest.raises(UnsupportedModelError, match=said):
+        engines[engine](model_of(), **changes)
+
+
+def test_a_model_that_cannot_be_streamed_stops_verl(engines, monkeypatch):
+    with pytest.raises(UnsupportedModelError):
+        engines[0](bert()).initialize()
+    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": -5}')
+    sys.modules["streambp.integrations.verl"].launched.cache_clear()
+    with pytest.raises(ConfigError):
+        engines[0](model_of()).initialize()

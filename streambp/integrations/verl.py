@@ -1,0 +1,73 @@
+"""streambp in verl: a module for its workers to import, which patches what its FSDP engine trains, and its references.
+
+    STREAMBP_LAUNCH='{"chunk_size": 8192}' python -m verl.trainer.main_ppo \
+        actor_rollout_ref.model.external_lib=streambp.integrations.verl actor_rollout_ref.actor.strategy=fsdp2 ...
+
+Without settings, the defaults. The model is patched when verl has changed it in its own ways and has put adapters in, right
+before FSDP wraps it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+from streambp.errors import UnsupportedModelError
+from streambp.launch.hook import read
+from streambp.launch.process import Launched
+from streambp.launch.settings import from_fields
+from streambp.stacks import find_stacks
+
+STRATEGY = "fsdp2"
+
+
+@functools.cache
+def launched() -> Launched:
+    """What patches the models of this process; raises ConfigError for settings that cannot be."""
+    return Launched(from_fields(read()).config)
+
+
+def check(engine: Any) -> None:
+    """Raises UnsupportedModelError for an engine of verl's with which streamed layers would not be exact."""
+    config = engine.engine_config
+    if config.strategy != STRATEGY:
+        raise UnsupportedModelError(
+            f"verl's engine has strategy={config.strategy!r}, with which streamed layers have not been tried or do not "
+            f"find their parameters. Set strategy={STRATEGY}."
+        )
+    if config.ulysses_sequence_parallel_size > 1:
+        raise UnsupportedModelError(
+            f"verl splits each sequence over {config.ulysses_sequence_parallel_size} ranks inside of FlashAttention, which "
+            "streamed layers do not call: they would attend within a rank's shard only. Set "
+            "ulysses_sequence_parallel_size=1."
+        )
+    if getattr(engine.model_config, "enable_activation_offload", False):
+        raise UnsupportedModelError(
+            "verl's enable_activation_offload wraps layers that stream. Set it to False, and offload to cpu in streambp's "
+            'settings: STREAMBP_LAUNCH=\'{"offload": "cpu"}\'.'
+        )
+
+
+def patch_engines(engine_class: Any) -> None:
+    """Patch the models of an engine class from now on; an engine with which that is not exact is not made."""
+    make, wrap = engine_class.__init__, engine_class._build_fsdp_module
+
+    @functools.wraps(make)
+    def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        make(engine, *args, **kwargs)
+        check(engine)
+
+    @functools.wraps(wrap)
+    def _build_fsdp_module(engine: Any, module: nn.Module) -> Any:
+        find_stacks(module)
+        launched().training(module)
+        return wrap(engine, module)
+
+    engine_class.__init__ = __init__
+    engine_class._build_fsdp_module = _build_fsdp_module
+
+
+patch_engines(FSDPEngine)

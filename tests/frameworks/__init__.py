@@ -1,0 +1,1 @@
+"""Real training frameworks, each in an environment of its own; run by hand: `python -m tests.frameworks.run --help`."""

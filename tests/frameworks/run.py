@@ -1,0 +1,171 @@
+"""Train with a real framework, with and without streambp, and compare. By hand, at a release; needs a package index.
+
+    python -m tests.frameworks.run llama-factory --folder /somewhere/with/10GB
+    python -m tests.frameworks.run ms-swift --kinds dpo --python python3.11
+
+Makes an environment with the framework's own pins and a CPU build of torch, writes a tiny Qwen3 and data, then runs the
+framework's own command: plain, with `streambp launch` before it, and with the framework's plugin where there is one.
+Prints a table; exit code 1 if a run failed or is out of bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.frameworks.environments import default_python, make, name_of, versions
+from tests.frameworks.programs import CHUNK, FRAMEWORKS, STEPS, Framework
+
+LOSSES, WEIGHTS = 1e-5, 1e-4  # absolute; of the distance moved
+# DPO's loss is beta = 0.1 times four sums of log-probabilities near -2,000, where float32 numbers are 1.2e-4 apart.
+DPO_LOSSES = 0.1 * 4 * 2.0**-13
+HEADING = "| run | by | losses | gradient norms, relative | weights / distance moved | report |\n|---|---|---|---|---|---|"
+LAYERS = "streams: 3 x Qwen3DecoderLayer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run left: losses [STEPS], gradient norms [STEPS], the weights it saved, and what it printed."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    said: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """How far a run with streambp is from the one without."""
+
+    kind: str
+    way: str
+    loss: float
+    norm: float
+    weights: float
+    streams: bool
+    head: str
+
+    @property
+    def right(self) -> bool:
+        return self.loss <= (DPO_LOSSES if self.kind == "dpo" else LOSSES) and self.weights <= WEIGHTS and self.streams
+
+    def __str__(self) -> str:
+        layers = "all stream" if self.streams else "NOT ALL STREAM"
+        return (
+            f"| {self.kind} | {self.way} | {self.loss:.1e} | {self.norm:.1e} | {self.weights:.1e} | {layers}; {self.head} |"
+            + ("" if self.right else " OUT OF BOUNDS")
+        )
+
+
+def train(command: list[str], output: Path, folder: Path, variables: dict[str, str]) -> Trained:
+    """Run a program to its end; everything it prints goes into a file beside its output."""
+    shutil.rmtree(output, ignore_errors=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log = output.with_suffix(".log")
+    plain = {n: v for n, v in os.environ.items() if not n.startswith(("STREAMBP", "PYTHON"))}
+    caches = {"HF_HOME": str(folder / "cache"), "MODELSCOPE_CACHE": str(folder / "cache")}
+    quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "AXOLOTL_DO_NOT_TRACK": "1"}
+    with log.open("w") as file:
+        code = subprocess.run(
+            command, cwd=output.parent, env={**plain, **caches, **quiet, **variables}, stdout=file, stderr=file, check=False
+        ).returncode
+    if code != 0:
+        raise RuntimeError(f"exit code {code}: {' '.join(command)}\n{log.read_text()[-3000:]}\n(all of it: {log})")
+    state = json.loads(max(output.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime).read_text())
+    steps = [entry for entry in state["log_history"] if "loss" in entry]
+    if len(steps) != STEPS:
+        raise RuntimeError(f"{len(steps)} steps in the log of {output}, not {STEPS}")
+    saved = max(output.rglob("*model.safetensors"), key=lambda path: (f"checkpoint-{STEPS}" in str(path), len(str(path))))
+    return Trained(
+        [step["loss"] for step in steps],
+        [step.get("grad_norm", math.nan) for step in steps],
+        load_file(saved),
+        log.read_text(),
+    )
+
+
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float((first[name].double() - second[name].double()).pow(2).sum()) for name in second))
+
+
+def moved(weights: dict[str, torch.Tensor], inputs: Path) -> float:
+    """How far training went. LoRA's B starts at zero; how far its A went is left out, which makes the bound narrower."""
+    b = {name: weight for name, weight in weights.items() if "lora_B" in name}
+    if b:
+        return distance({name: torch.zeros_like(weight) for name, weight in b.items()}, b)
+    return distance(load_file(inputs / "model" / "model.safetensors"), weights)
+
+
+def compare(kind: str, way: str, ours: Trained, stock: Trained, inputs: Path) -> Row:
+    if set(ours.weights) != set(stock.weights):
+        raise RuntimeError(f"{kind}: the weights saved are not the same: {set(ours.weights) ^ set(stock.weights)}")
+    report = ours.said.rpartition("streambp: process")[2]  # the last: of the end, or of the first step without launch
+    head = [line.split("head ", 1)[1].strip() for line in report.splitlines() if line.startswith("streambp:   head ")]
+    return Row(
+        kind,
+        way,
+        max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)),
+        max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours.norms, stock.norms, strict=True)),
+        distance(ours.weights, stock.weights) / moved(stock.weights, inputs),
+        LAYERS in report and "checkpoints:" not in report,
+        ", ".join(dict.fromkeys(head)),
+    )
+
+
+def run(framework: Framework, kinds: list[str], folder: Path, binaries: Path) -> list[Row]:
+    inputs = folder / "inputs"
+    subprocess.run([str(binaries / "python"), str(Path(__file__).with_name("inputs.py")), str(inputs)], check=True)
+    launch = [str(binaries / "streambp"), "launch", "--chunk-size", str(CHUNK), "--"]
+
+    def here(words: list[str]) -> list[str]:
+        return [str(binaries / words[0]), *words[1:]]
+
+    rows = []
+    for kind in kinds:
+        output = {way: folder / "runs" / f"{kind}-{way}" for way in ("plain", "launch", "plugin")}
+        stock = train(here(framework.command(kind, inputs, output["plain"])), output["plain"], folder, {})
+        words = here(framework.command(kind, inputs, output["launch"]))
+        ours = train([*launch, *words], output["launch"], folder, {})
+        rows.append(compare(kind, "launch", ours, stock, inputs))
+        print(rows[-1], flush=True)
+        if framework.plugin is not None:
+            words, variables = framework.plugin(kind, inputs, output["plugin"])
+            ours = train(here(words), output["plugin"], folder, variables)
+            rows.append(compare(kind, "plugin", ours, stock, inputs))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.frameworks.run", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("framework", choices=sorted(FRAMEWORKS))
+    parser.add_argument("--folder", type=Path, help="for environments and runs, kept (default: a temporary one)")
+    parser.add_argument("--python", default=default_python(), help="the interpreter to make the environment with")
+    parser.add_argument("--kinds", default="sft,lora,dpo", help="of these")
+    given = parser.parse_args()
+    framework = FRAMEWORKS[given.framework]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(given.folder or temporary).absolute() / given.framework
+        binaries = make(framework, folder / "environment", given.python)
+        names = [name_of(framework.framework), "torch", "transformers", "trl", "peft", "accelerate", "streambp"]
+        print(", ".join(f"{name} {version}" for name, version in versions(binaries, *names).items()))
+        stands = f"; empty stand-ins for {', '.join(framework.stand_ins)}" if framework.stand_ins else ""
+        print(f"float32, CPU, SGD, {STEPS} steps, chunks of {CHUNK} tokens{stands}")
+        print(HEADING)
+        rows = run(framework, given.kinds.split(","), folder, binaries)
+    return 0 if all(row.right for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
