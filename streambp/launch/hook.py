@@ -1,22 +1,23 @@
 """What `streambp launch` puts into every Python process of the program that it starts.
 
 [Note: launch hook] This file runs when an interpreter starts, loaded by its path: importing streambp would import torch
-into processes that have no use for it. So nothing but the standard library is imported before a program makes a Trainer
-or trains a model. Until then a finder on sys.meta_path waits for the modules in which that happens, and changes them
-when they have been loaded. The settings are read from the environment when they are needed.
+into processes that have no use for it. So nothing is imported before a program makes a Trainer or trains a model, of the
+standard library neither: `typing` and `json` would be most of what the hook costs at every start. Until then a finder on
+sys.meta_path waits for the modules in which that happens, and changes them when they have been loaded. The settings are
+read from the environment when they are needed.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
+
     from streambp.launch.process import Launched
 
 VARIABLE = "STREAMBP_LAUNCH"
@@ -76,9 +77,11 @@ class Hook:
 
     def change_trainer(self, module: ModuleType) -> None:
         """HF Trainer patches its model at the end of its own `__init__`, before what a subclass does afterwards."""
+        from functools import wraps
+
         original = module.Trainer.__init__
 
-        @functools.wraps(original)  # other libraries read its signature
+        @wraps(original)  # other libraries read its signature
         def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(trainer, *args, **kwargs)
             self.launched.trainer_made(trainer)
@@ -87,11 +90,13 @@ class Hook:
 
     def change_trls_head(self, module: ModuleType) -> None:
         """TRL's trainers give their models, the reference too, a fused head through a function of theirs."""
+        from functools import wraps
+
         original = getattr(module, "add_fused_lm_head", None)
         if original is None:  # before TRL 1.16
             return
 
-        @functools.wraps(original)
+        @wraps(original)
         def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
             self.launched.head_wanted(original, model, *args, **kwargs)
 
@@ -99,11 +104,13 @@ class Hook:
 
     def change_models(self, module: ModuleType) -> None:
         """With at="train", a transformers model is patched when `train()` is called on it or on what holds it."""
+        from functools import wraps
+
         if read().get("at") != "train":
             return
         original = module.PreTrainedModel.train
 
-        @functools.wraps(original)
+        @wraps(original)
         def train(model: Any, mode: bool = True) -> Any:
             if mode:
                 self.launched.training(model)
@@ -118,6 +125,8 @@ def read() -> dict[str, Any]:
     Raises:
         ValueError: they are no JSON object.
     """
+    import json
+
     text = os.environ.get(VARIABLE, "{}")
     try:
         found = json.loads(text)

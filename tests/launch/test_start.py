@@ -1,0 +1,54 @@
+"""What the hook costs each Python process that starts, in modules; the time is printed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import venv
+
+import pytest
+
+from streambp.launch.command import environment
+from streambp.launch.hook import VARIABLE
+from streambp.launch.place import place
+from streambp.launch.settings import Settings
+
+OF_THE_LOADER = {"sitecustomize", "__future__", "importlib", "importlib.machinery"}
+OF_IMPORTLIB = {"importlib._bootstrap", "importlib._bootstrap_external", "_imp", "_warnings", "warnings"}
+
+
+def started(python, variables):
+    """Microseconds that each module took a Python that does nothing: its own, and with what it imports."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("STREAMBP", "PYTHON"))}
+    command = [python, "-X", "importtime", "-c", ""]
+    said = subprocess.run(command, env={**plain, **variables}, capture_output=True, text=True, check=True).stderr
+    rows = [line.removeprefix("import time:").split("|") for line in said.splitlines() if "|" in line]
+    return {name.strip(): (int(own), int(all_)) for own, all_, name in rows if own.strip().isdigit()}
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Of an environment without packages, whose start imports as little as can be."""
+    folder = tmp_path_factory.mktemp("start") / "v"
+    venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+@pytest.mark.parametrize("way", ["launch", "placed file"])
+def test_a_process_imports_next_to_nothing(way, python, tmp_path, capsys):
+    """Neither torch nor streambp, and of the standard library only what loads the hook."""
+    before = started(python, {})
+    variables = environment(Settings(), str(tmp_path))
+    if way == "launch":
+        variables = {name: variables[name] for name in ("PYTHONPATH", VARIABLE)}
+    else:
+        place(next(python.parents[1].rglob("site-packages")))
+        variables = {VARIABLE: "{}"}
+    after = started(python, variables)
+    new = set(after) - set(before)
+    with capsys.disabled():
+        cost = sum(after[name][0] for name in new | {"sitecustomize"} if name in after)
+        print(f" [{way}: {cost} us in {', '.join(sorted(new)) or 'no new module'}; a start imports {len(after)}]", end="")
+    assert "os" in before
+    assert "importlib.machinery" in new  # the hook was loaded
+    assert new <= OF_THE_LOADER | OF_IMPORTLIB
