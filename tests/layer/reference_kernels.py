@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
 
 def causal_conv1d_fn(
@@ -261,6 +260,8 @@ KERNELS = {  # transformers' name for it: its package and what stands for it
 def install(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, **changes: Any) -> None:
     """Put these kernels, or `changes` by transformers' names, into the modeling module of a model."""
     modeling = sys.modules[type(model).__module__]
+    from transformers.integrations import use_kernel_func_from_hub_with_fallback  # transformers 5.5 has none
+
     kernels = {name: (package, changes.get(name, kernel)) for name, (package, kernel) in KERNELS.items()}
     for package in {package for package, _ in kernels.values()}:
         own = {kernel.__name__: kernel for of, kernel in kernels.values() if of == package}

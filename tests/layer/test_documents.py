@@ -16,6 +16,9 @@ from tests.layer import reference_kernels
 from tests.layer.test_states import patched
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
+from tests.versions import needs_states
+
+pytestmark = needs_states
 
 # Mixers alone where transformers' sdpa attends across documents.
 BUILT = {"granitemoehybrid": {"layer_types": ["mamba", "mamba"]}}
