@@ -18,6 +18,7 @@ from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head
 from streambp.head.blocks import Wanted
 from streambp.head.deferred import Deferred
+from streambp.head.lazy import LazyLogits
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRecord, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
@@ -41,6 +42,15 @@ def _how(record: HeadRecord) -> str:
     return BLOCKWISE
 
 
+def _how_lazily(record: HeadRecord) -> str:
+    """What became of the logits of a call without labels, so far."""
+    if record.built_for is not None:
+        return f"builds the logits: the program uses {record.built_for} on them, costs memory"
+    if record.computed:
+        return f"no logits: computed blockwise for {', '.join(record.computed)}"
+    return "no logits: none were used"
+
+
 @dataclasses.dataclass
 class Scored:
     """A model's output, and what its labels scored: tokens [B, T - 1] of labels[:, 1:] (with shift_labels [B, T]).
@@ -58,15 +68,20 @@ class Scored:
 class HeadUse:
     """What became of a model's head in its calls so far, for `describe`.
 
-    last: how the last call computed its loss, the last one in training if there was one.
-    trained: so many calls in training. unlabelled: so many of these came without labels.
+    last: how the last call computed its loss, the last one in training if there was one; a call without labels whose logits
+        are computed where they are used leaves the record of that.
+    trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
     """
 
-    last: str | None = None
+    last: str | HeadRecord | None = None
     trained: int = 0
     unlabelled: int = 0
 
-    def note(self, how: str, training: bool, labelled: bool = True) -> None:
+    @property
+    def told(self) -> str | None:
+        return _how_lazily(self.last) if isinstance(self.last, HeadRecord) else self.last
+
+    def note(self, how: str | HeadRecord, training: bool, labelled: bool = True) -> None:
         self.trained += training
         self.unlabelled += training and not labelled
         if training or not self.trained:
@@ -111,6 +126,8 @@ class CausalLMForward(InstanceForward):
                 self.refuse_foreign()
                 raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
             self._refuse_unshifted(kwargs)
+            if labels is None and self._is_lazy(kwargs):
+                return self._lazily(kwargs)
             output = self.original(**kwargs)
             if labels is not None:
                 self._note(WITH_LOGITS)
@@ -176,7 +193,34 @@ class CausalLMForward(InstanceForward):
         self._note(_how(record))
         return self._finish(output)
 
-    def _note(self, how: str, labelled: bool = True) -> None:
+    def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the logits of this call without labels are computed where they are used. Not where a cache is returned,
+        as by the model's config in eval mode; nor in an FSDP unit, which looks at outputs when its weights are gone."""
+        config = self.state.config
+        if not config.lazy_logits or not config.head or self.foreign is not None or has_cache(kwargs):
+            return False
+        if config.eval_logits and not self.module.training:
+            return False
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(self.module.config.get_text_config(), "use_cache", False)  # type: ignore[operator, union-attr]
+        if use_cache and not self._trains:
+            return False
+        return not any(base.__name__ == "FSDPModule" for part in self.module.modules() for base in type(part).__mro__)
+
+    def _lazily(self, kwargs: dict[str, Any]) -> Any:
+        # One with modules inside (PEFT's) may be another one when the logits are used: adapters are switched for a while.
+        norms = tuple(norm for norm in self.norms if not any(norm.children()))
+        record = HeadRecord(self.state.pending, norms=norms)
+        kwargs["use_cache"] = False
+        output = self._run(kwargs, record)
+        record.norms = ()
+        self._note(record)
+        if isinstance(output, tuple):
+            return tuple(_handed_out(part) for part in output)
+        return type(output)(**{name: _handed_out(value) for name, value in output.items()})
+
+    def _note(self, how: str | HeadRecord, labelled: bool = True) -> None:
         self.use.note(how, self._trains, labelled)
 
     @property
@@ -226,6 +270,15 @@ class CausalLMForward(InstanceForward):
         }
         result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
         return result
+
+
+def _handed_out(value: Any) -> Any:
+    """A part of the output of a call without labels; a single position's logits are real."""
+    if not isinstance(value, Deferred):
+        return value
+    if value.written is not None or value.recipe.weight is None or value.dim() < 2 or value.shape[-2] == 1:
+        return value.build()
+    return LazyLogits.of(value)
 
 
 class DeferredHead(InstanceForward):

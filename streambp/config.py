@@ -29,6 +29,8 @@ class StreamConfig:
             CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
         eval_logits: in eval mode, build the logits as well when labels are given (for `compute_metrics`).
+        lazy_logits: without labels, return logits that are computed where they are used: log-probabilities, logsumexp,
+            losses and metrics of each token block by block, anything else from real logits.
         offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
             ahead of its use. "auto" does too, chooses `saves` if they are not given, and `gpu_memory` likewise.
         host_memory: bytes of host memory for that on each rank, as a number or as "96GiB"; None: nine tenths of what is
@@ -50,6 +52,7 @@ class StreamConfig:
     attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
     head: bool = True
     eval_logits: bool = False
+    lazy_logits: bool = False
     offload: Literal["none", "cpu", "auto"] = "none"
     host_memory: int | str | None = None
     gpu_memory: int | str | None = None
@@ -92,7 +95,7 @@ class StreamConfig:
                 object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
                 if self.offload == "none":
                     raise ConfigError(f"{field} is set, but offload='none' moves nothing; set offload='cpu' or 'auto' too.")
-        for field in ("head", "eval_logits"):
+        for field in ("head", "eval_logits", "lazy_logits"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")
 

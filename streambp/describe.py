@@ -185,10 +185,10 @@ def _what_became_of(head: CausalLMForward) -> str:
     if not head.state.config.head:
         return "builds the logits (head=False)"
     use = head.use
-    if use.last is None:
+    if use.told is None:
         return f"{BLOCKWISE} when labels are given; no call yet"
     missing = f" ({use.unlabelled} of {use.trained} training calls came without labels)" if use.unlabelled else ""
-    return use.last + missing
+    return use.told + missing
 
 
 def _outermost(head: CausalLMForward) -> str:

@@ -231,6 +231,7 @@ class Upstream:
     log_probs: Tensor | None
     entropy: Tensor | None = None
     mean_log_probs: Tensor | None = None
+    lse: Tensor | None = None
 
     def at(self, rows: Tensor | slice) -> Upstream:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
@@ -254,7 +255,7 @@ def product_gradient(product: Tensor, projection: Projection, softmax: Softmax, 
         return gradient_in_torch(product, projection, softmax, block, upstream)
     write_gradient(
         product, softmax.labels, block.start, softmax.lse,
-        (upstream.log_probs, upstream.entropy, upstream.mean_log_probs), softmax.entropy, softmax.vocabulary,
+        (upstream.log_probs, upstream.entropy, upstream.mean_log_probs, upstream.lse), softmax.entropy, softmax.vocabulary,
         projection.logit_scale, projection.softcap, projection.temperature,
     )  # fmt: skip
     return product
@@ -272,7 +273,7 @@ def logits_gradient(logits: Tensor, softmax: Softmax, block: slice, upstream: Up
     """d loss / d logits [n, v] of one vocabulary block.
 
     log p_y = z_y - lse gives (onehot - p) g; H = -sum p log p gives -p (log p + H) g_H; mean log p = mean z - lse gives
-    (1 / V - p) g_mean.
+    (1 / V - p) g_mean; lse gives p g_lse.
     """
     lse, entropy = softmax.lse[:, None], softmax.entropy
     grad = (logits - lse).exp_()  # p, in the one buffer of [n, v] that this needs
@@ -281,6 +282,8 @@ def logits_gradient(logits: Tensor, softmax: Softmax, block: slice, upstream: Up
         scale = scale - upstream.log_probs[:, None]
     if upstream.mean_log_probs is not None:
         scale = scale - upstream.mean_log_probs[:, None]
+    if upstream.lse is not None:
+        scale = scale + upstream.lse[:, None]
     if entropy is not None and upstream.entropy is not None:
         scale = scale - (logits - lse + entropy[:, None]) * upstream.entropy[:, None]
         scale.masked_fill_(grad == 0.0, 0.0)  # 0 * log 0 is 0 here

@@ -58,6 +58,8 @@ class Link(torch.autograd.Function):
 class Memory:
     """What a stand-in, its slices and its views would share. [Note: stand-ins and memory]"""
 
+    instead = "StreamConfig(head=False) for this model"
+
     def __init__(self) -> None:
         self.watched: list[tuple[Tensor, int]] = []
 
@@ -72,7 +74,7 @@ class Memory:
             if counter._version != version:
                 raise StreamBPError(
                     "The logits were changed in place through another tensor that shares their memory, and then used again "
-                    f"({operation}), while the loss is computed without them. Use StreamConfig(head=False) for this model."
+                    f"({operation}), while the loss is computed without them. Use {self.instead}."
                 )
 
 
@@ -154,7 +156,7 @@ class Deferred(Tensor):
         for deferred in stand_ins:
             if deferred.written is None:
                 deferred.memory.check(name)
-        if args and isinstance(args[0], Deferred) and _writes(name):
+        if args and isinstance(args[0], Deferred) and writes(name):
             args[0].write_for(name)
         elif rule is not None and all(deferred.follows_rules() for deferred in stand_ins):
             result = rule(*args, **kwargs)
@@ -164,7 +166,7 @@ class Deferred(Tensor):
         args, kwargs = tree_map_only(Deferred, lambda deferred: built[id(deferred)][1], (args, kwargs))
         result = func(*args, **kwargs)
         for deferred, real in built.values():
-            _remember(deferred, real, result)
+            remember(deferred, real, result)
         return result
 
     @classmethod
@@ -178,7 +180,7 @@ class Deferred(Tensor):
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _remember(deferred: Deferred, real: Tensor, result: Any) -> None:
+def remember(deferred: Any, real: Tensor, result: Any) -> None:
     """What an operation on `real` has left behind. [Note: stand-ins and memory]"""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     if not tensors:
@@ -188,7 +190,7 @@ def _remember(deferred: Deferred, real: Tensor, result: Any) -> None:
         deferred.memory.watch(tensor)
 
 
-def _writes(operation: str) -> bool:
+def writes(operation: str) -> bool:
     """Whether a method of this name writes to its tensor: add_, __setitem__, __iadd__."""
     in_place = operation.endswith("_") and not operation.endswith("__") and operation != "requires_grad_"
     return in_place or operation in IN_PLACE

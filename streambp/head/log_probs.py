@@ -88,7 +88,7 @@ class HeadInputs:
     def rows(self) -> Tensor | None:
         """Positions with a label, in order; None if all have one. Labels without data (a count of bytes) get what most
         batches get: the last position of a row has no next token, so that not all have one."""
-        if _no_data(self.labels):
+        if no_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
         valid = self.labels != self.ignore_index
         return None if bool(valid.all()) else valid.nonzero().squeeze(-1)
@@ -186,19 +186,22 @@ def _check(hidden_states: Tensor, weight: Tensor, labels: Tensor, ignore_index: 
     check_labels(labels, weight.shape[0], ignore_index)
 
 
-def check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
     """Raise for a label outside the vocabulary; it would select nothing and look like a log-probability."""
-    if _no_data(labels) or labels.numel() == 0:
+    if no_data(labels) or labels.numel() == 0:
         return
-    wrong = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)
+    wrong = (labels < 0) | (labels >= vocabulary)
+    ignored = ""
+    if ignore_index is not None:
+        wrong, ignored = wrong & (labels != ignore_index), f" or be {ignore_index} (ignored)"
     if bool(wrong.any()):
         raise StreamBPError(
-            f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}) or be {ignore_index} (ignored). "
+            f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}){ignored}. "
             "Check that the tokenizer belongs to this model."
         )
 
 
-def _no_data(tensor: Tensor) -> bool:
+def no_data(tensor: Tensor) -> bool:
     return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
 
 

@@ -39,6 +39,7 @@ class HeadRecord:
     hidden_built_for: str | None = None  # the same for what comes before the output projection
     used: bool = False  # a loss was computed block by block
     projecting: bool = False  # the output projection is running
+    computed: dict[str, None] = dataclasses.field(default_factory=dict)  # what lazy logits gave without being built
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
     if recipe.head is None:
         found = compute(source, recipe.weight, recipe.bias)
     else:
-        found = _within(recipe.head, source, compute)
+        found = within(recipe.head, source, compute)
     record.used = True
     if one_pass:
         total: Any = found[0]
@@ -144,7 +145,7 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
 Compute = Callable[[Tensor, Any, Any], tuple[Tensor | None, ...]]
 
 
-def _within(head: nn.Module, source: Tensor, compute: Compute) -> tuple[Tensor | None, ...]:
+def within(head: nn.Module, source: Tensor, compute: Compute) -> tuple[Tensor | None, ...]:
     """`compute` with the weight and bias of `head`, as its forward: between the hooks that gather and release them."""
     before = head.__dict__.get("forward")
     head.forward = lambda source: compute(source, head.weight, head.bias)  # type: ignore[method-assign, assignment]

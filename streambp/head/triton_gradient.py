@@ -19,10 +19,10 @@ if AVAILABLE:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
-        product, labels, lse, entropy, d_log_probs, d_entropy, d_mean,
+        product, labels, lse, entropy, d_log_probs, d_entropy, d_mean, d_lse,
         stride, columns, first, scale, softcap, temperature, share,
         capped: tl.constexpr, has_log_probs: tl.constexpr, has_entropy: tl.constexpr, has_mean: tl.constexpr,
-        width: tl.constexpr,
+        has_lse: tl.constexpr, width: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * width + tl.arange(0, width)
@@ -45,6 +45,8 @@ if AVAILABLE:
         if has_mean:
             mean = tl.load(d_mean + row)
             factor -= mean
+        if has_lse:
+            factor += tl.load(d_lse + row)
         if has_entropy:
             factor = factor - (log_p + tl.load(entropy + row)) * tl.load(d_entropy + row)
             grad = tl.where(p == 0.0, 0.0, p * factor)
@@ -63,7 +65,7 @@ def write_gradient(
     labels: Tensor,
     first: int,
     lse: Tensor,
-    upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+    upstream: tuple[Tensor | None, ...],
     entropy: Tensor | None,
     vocabulary: int,
     scale: float,
@@ -76,23 +78,23 @@ def write_gradient(
         product: [n, v] in float32 or half precision, its last dimension contiguous; read and written once.
         labels: [n]; first: the vocabulary entry of the first column; vocabulary: entries in all.
         lse: [n] over the whole vocabulary; entropy: [n], where its gradient is given. float32.
-        upstream: d loss / d log_probs, entropy and mean_log_probs, [n] in float32 each; None for what has none.
+        upstream: d loss / d log_probs, entropy, mean_log_probs and lse, [n] in float32 each; None for what has none.
     """
     rows, columns = product.shape
     if product.stride(1) != 1:
         raise ValueError(f"product has strides {product.stride()}; it is written in place and must be contiguous in rows.")
     if not rows or product.device.type == "meta":
         return
-    d_log_probs, d_entropy, d_mean = (None if given is None else given.float().contiguous() for given in upstream)
+    d_log_probs, d_entropy, d_mean, d_lse = (None if given is None else given.float().contiguous() for given in upstream)
     width = width_of(columns, BLOCK)
     lse = lse.float().contiguous()
     with on_device(product.device):
         _kernel[(rows, triton.cdiv(columns, width))](
             product, labels.contiguous(), lse, lse if entropy is None else entropy.float().contiguous(),
             lse if d_log_probs is None else d_log_probs, lse if d_entropy is None else d_entropy,
-            lse if d_mean is None else d_mean,  # lse stands where nothing is read
+            lse if d_mean is None else d_mean, lse if d_lse is None else d_lse,  # lse stands where nothing is read
             product.stride(0), columns, first, scale, softcap or 1.0, temperature, 1.0 / vocabulary,
             capped=softcap is not None, has_log_probs=d_log_probs is not None,
             has_entropy=d_entropy is not None and entropy is not None, has_mean=d_mean is not None,
-            width=width, num_warps=WARPS,
+            has_lse=d_lse is not None, width=width, num_warps=WARPS,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero", "options", "reshard", "offload".
 The model's: "model", "tied", "frozen", "lora", "router", "experts", "zero_init", "dtype". "stream" is the StreamConfig;
-"eval" and "resume" are what happens between steps.
+"eval" and "resume" are what happens between steps; with "logits" the loss is computed from lazy logits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,19 @@ def model_for(case, seed=0):
 def config_for(case, rank):
     """Chunks differ in size, and so in number, between ranks."""
     stream = {name: tuple(value) if isinstance(value, list) else value for name, value in case.get("stream", {}).items()}
-    return streambp.StreamConfig(chunk_size=5 + 2 * rank, **stream)
+    return streambp.StreamConfig(chunk_size=5 + 2 * rank, lazy_logits=case.get("logits", False), **stream)
+
+
+def loss_on_logits(model, batch):
+    """Log-probabilities and entropies as GRPO trainers take them: several results of the same logits."""
+    labels = batch["labels"][:, 1:]
+    logits = model(**{name: x for name, x in batch.items() if name != "labels"}, use_cache=False).logits
+    logits = logits[:, :-1].float() / 0.9
+    picked = torch.gather(logits, -1, labels.clamp(min=0)[..., None])[..., 0]
+    log_probs = picked - torch.stack([row.logsumexp(-1) for row in logits])
+    p = logits.log_softmax(-1)
+    kept = labels != -100
+    return -(log_probs[kept].mean() + 0.1 * (p.exp() * p).sum(-1)[kept].mean())
 
 
 def decoder_layers(model):
@@ -93,6 +105,8 @@ class SingleProcess:
         return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9)
 
     def loss(self, batch):
+        if self.case.get("logits"):
+            return loss_on_logits(self.wrapped, batch)
         return self.wrapped(**batch, use_cache=False).loss
 
     def micro_step(self, batch, last, share=1.0):

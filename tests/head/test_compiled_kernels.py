@@ -13,12 +13,12 @@ from tests.head.interpreter import needs_triton
 
 FOLD = {"product": "*{}", "labels": "*i64", "out": "*fp32", "best_out": "*i64"}
 GRADIENT = {"product": "*{}", "labels": "*i64"} | dict.fromkeys(
-    ("lse", "entropy", "d_log_probs", "d_entropy", "d_mean"), "*fp32"
+    ("lse", "entropy", "d_log_probs", "d_entropy", "d_mean", "d_lse"), "*fp32"
 )
 INTEGERS = dict.fromkeys(("stride", "columns", "first"), "i32")
 FLOATS = dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
-USED = dict.fromkeys(("has_log_probs", "has_entropy", "has_mean"), True)
-ALONE = {**USED, "has_entropy": False, "has_mean": False}
+USED = dict.fromkeys(("has_log_probs", "has_entropy", "has_mean", "has_lse"), True)
+ALONE = {**USED, "has_entropy": False, "has_mean": False, "has_lse": False}
 KERNELS = {
     "fold": (triton_fold, {**FOLD, **INTEGERS, **FLOATS}, {"fields": triton_fold.FIELDS}),
     "gradient": (triton_gradient, {**GRADIENT, **INTEGERS, **FLOATS, "share": "fp32"}, USED),

@@ -132,7 +132,7 @@ def test_kernels_launch_where_their_tensors_are(monkeypatch):
     )  # fmt: skip
     labels, row = torch.zeros(2, dtype=torch.long), torch.zeros(2)
     triton_fold.fold_rows(there, labels, 0, 1.0, None, 1.0)
-    triton_gradient.write_gradient(there, labels, 0, row, (row, None, None), None, 8, 1.0, None, 1.0)
+    triton_gradient.write_gradient(there, labels, 0, row, (row, None, None, None), None, 8, 1.0, None, 1.0)
     assert seen == ["cuda:1", "cuda:1"]
     assert current == ["cuda:0"]
 

@@ -17,7 +17,10 @@ from tests.head.interpreter import hard_rows, interpreted, needs_triton
 from tests.head.test_triton_fold import PROJECTIONS
 from tests.seeds import seeded
 
-USED = ((True, False, False), (True, True, False), (True, False, True), (False, True, True), (True, True, True))
+USED = tuple(
+    tuple(map(bool, used))
+    for used in ((1, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 1, 1), (1, 1, 1), (1, 0, 0, 1), (1, 0, 1, 1))
+)
 
 
 def written(product, projection, softmax, block, upstream):
@@ -27,7 +30,7 @@ def written(product, projection, softmax, block, upstream):
     place.copy_(product)
     triton_gradient.write_gradient(
         place, softmax.labels, block.start, softmax.lse,
-        (upstream.log_probs, upstream.entropy, upstream.mean_log_probs), softmax.entropy, softmax.vocabulary,
+        (upstream.log_probs, upstream.entropy, upstream.mean_log_probs, upstream.lse), softmax.entropy, softmax.vocabulary,
         projection.logit_scale, projection.softcap, projection.temperature,
     )  # fmt: skip
     assert (surrounded[:, :2] == 77).all()
@@ -51,7 +54,7 @@ def task(product, projection, used, generator, vocabulary):
 def widened(softmax, upstream):
     """The same numbers in float64."""
     double = lambda x: None if x is None else x.double()  # noqa: E731
-    upstream = Upstream(double(upstream.log_probs), double(upstream.entropy), double(upstream.mean_log_probs))
+    upstream = Upstream(*(double(getattr(upstream, name)) for name in upstream.__dataclass_fields__))
     return Softmax(softmax.labels, softmax.lse.double(), double(softmax.entropy), softmax.vocabulary), upstream
 
 
@@ -101,7 +104,7 @@ def compare_mutants(device="cpu"):
     generator = seeded(3)
     product = torch.randn(6, 1000, generator=generator).to(device)
     projection, block = Projection(1.3, 3.0, 0.8), slice(100, 1100)
-    softmax, upstream = task(product, projection, (True, True, True), generator, 2000)
+    softmax, upstream = task(product, projection, (True, True, True, True), generator, 2000)
     wide = widened(softmax, upstream)
     exact = gradient_in_torch(product.double(), projection, wide[0], block, wide[1])
     change = dataclasses.replace
