@@ -13,6 +13,7 @@ from streambp.errors import ConfigError
 
 AT = ("trainer", "train")
 FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
+DEFAULTS = StreamConfig(lazy_logits=True)  # programs that know nothing of streambp ask for logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Settings:
         ConfigError: there is no such place.
     """
 
-    config: StreamConfig = dataclasses.field(default_factory=StreamConfig)
+    config: StreamConfig = DEFAULTS
     at: str = "trainer"
 
     def __post_init__(self) -> None:
@@ -35,19 +36,18 @@ class Settings:
 
     def to_json(self) -> str:
         """What differs from the defaults, for the environment of a program."""
-        plain = StreamConfig()
         given = {name: getattr(self.config, name) for name in FIELDS}
-        changed: dict[str, Any] = {name: value for name, value in given.items() if value != getattr(plain, name)}
+        changed: dict[str, Any] = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
         return json.dumps(changed if self.at == "trainer" else {**changed, "at": self.at})
 
 
 def from_fields(found: dict[str, Any]) -> Settings:
-    """Of `StreamConfig`'s fields and "at", as JSON gives them.
+    """Of `StreamConfig`'s fields and "at", as JSON gives them; logits are lazy if nothing is said of them.
 
     Raises:
         ConfigError: a name is unknown, or a value cannot be.
     """
-    config = {name: value for name, value in found.items() if name != "at"}
+    config = {"lazy_logits": DEFAULTS.lazy_logits, **{name: value for name, value in found.items() if name != "at"}}
     return Settings(config_from(config, "streambp launch"), found.get("at", "trainer"))
 
 
@@ -70,10 +70,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """One for each of `StreamConfig`'s fields, and --at; only those that are given become attributes."""
     types = typing.get_type_hints(StreamConfig)
     for field in dataclasses.fields(StreamConfig):
-        flag, told = "--" + field.name.replace("_", "-"), f"StreamConfig's {field.name} (default: {field.default!r})"
+        default = getattr(DEFAULTS, field.name)
+        flag, told = "--" + field.name.replace("_", "-"), f"StreamConfig's {field.name} (default: {default!r})"
         if types[field.name] is bool:
             action = argparse.BooleanOptionalAction
-            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=f"StreamConfig's {field.name}")
+            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=told)
         else:
             kind = _names if field.name == "saves" else _number_or_text
             parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=told)

@@ -33,12 +33,15 @@ def zero_settings():
 
 
 FAST = {
-    "ddp": [{"accumulation": 3, "eval": True}],
+    "ddp": [
+        {"accumulation": 3, "eval": True}, {"logits": True, "options": {"static_graph": True}, "patched": ["after"]},
+    ],
     "fsdp": [{"offload": True, "stream": STREAM, "resume": "patched", "patched": ["before"]}],
     "deepspeed": [
         {"stage": 2, "patched": ["after"]},
         {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_moe"},
         {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_5_text", "patched": ["before"]},
+        {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "patched": ["before"]},
     ],
 }  # fmt: skip
 MATRIX = {
@@ -51,12 +54,18 @@ MATRIX = {
 BETWEEN = [{"resume": "patched"}, {"resume": "from unpatched", "eval": True}]
 PARTS = [{"frozen": True, "tied": True}, {"lora": True}]
 ALONE = {
-    "ddp": [*BETWEEN, *PARTS, {"lora": True, "options": {"find_unused_parameters": True}}],
-    "fsdp": [*BETWEEN, *PARTS, {"offload": True, "resume": "patched"}, {"offload": True, "stream": STREAM}],
+    "ddp": [
+        *BETWEEN, *PARTS, {"lora": True, "options": {"find_unused_parameters": True}},
+        {"logits": True, "options": {"find_unused_parameters": True}, "eval": True},
+    ],
+    "fsdp": [
+        {"logits": True}, *BETWEEN, *PARTS, {"offload": True, "resume": "patched"}, {"offload": True, "stream": STREAM}],
     "deepspeed": [
         *[{"stage": 1, **more} for more in (*BETWEEN, *PARTS)], *[{"stage": 2, **more} for more in (*BETWEEN, *PARTS)],
         *[{"stage": 3, "zero": NOTHING_CACHED, **more} for more in (*BETWEEN, *PARTS)],
         {"stage": 3, "zero": NOTHING_CACHED, "zero_init": True}, {"stage": 3},
+        {"stage": 2, "logits": True}, {"stage": 3, "logits": True, "zero_init": True, "eval": True},
+        {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "lora": True},
         {"stage": 2, "zero": {"offload_optimizer": CPU}, "stream": STREAM},
         {"stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM},
     ],
@@ -108,6 +117,9 @@ def check(engine, cases):
             # The head's, for each of what is taken of lazy logits: a logit, its logsumexp (known by then), an entropy.
             more = bool(case.get("eval")) + 3 * bool(case.get("logits"))
             assert found["counts"].get("gathers per parameter", 0) <= 2 + more
+            if case.get("logits"):
+                expected = "as its caller computes it" if engine == "fsdp" else "no logits: computed blockwise for gather"
+                assert found["head"].startswith(expected)
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
                 check_host(case, found["host"])

@@ -40,7 +40,8 @@ def batches(rank, case):
 @dataclasses.dataclass
 class Trained:
     """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; the engines of its
-    forwards; how its layers ran; what `describe` says about offloading, and the bytes of the engine's own."""
+    forwards; how its layers ran; what `describe` says about offloading, and the bytes of the engine's own; what it says
+    about the head."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
@@ -49,6 +50,7 @@ class Trained:
     engines: set = dataclasses.field(default_factory=set)
     paths: list = dataclasses.field(default_factory=list)
     host: dict = dataclasses.field(default_factory=dict)
+    head: str = ""
 
 
 def train(engine_class, rank, case, patched):
@@ -83,7 +85,7 @@ def train(engine_class, rank, case, patched):
     found.counts = counts_of(traffic, gathers, found.weights, steps * accumulation)
     described = streambp.describe(engine.wrapped) if patched in ("before", "after") else None
     if described is not None:
-        found.paths = sorted({layer.path for layer in described.layers})
+        found.paths, found.head = sorted({layer.path for layer in described.layers}), described.head
     if described is not None and "stream" in case:
         found.host = {"describe": described.offload, **dataclasses.asdict(engine_host_use(engine.module))}
         found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
@@ -169,7 +171,7 @@ def run(engine_class, rank, case):
         row["checkpointing"] = {"counts": found.counts, "engines": sorted(found.engines)}
     for when in case.get("patched", ["before", "after"]):
         found = train(engine_class, rank, case, when)
-        row[when] = {"counts": found.counts, "engines": sorted(found.engines), "paths": found.paths}
+        row[when] = {"counts": found.counts, "engines": sorted(found.engines), "paths": found.paths, "head": found.head}
         row[when]["unpatched"] = compare(found, stock)
         if alone is not None:
             row[when]["single process"] = compare(found, alone)

@@ -97,9 +97,9 @@ def label_smoothing(logits, ids):
     return 0.9 * own.sum() / active + 0.1 * smoothed.sum() / (active * log_probs.shape[-1])
 
 
-def grpo(logits, ids):
-    logits = logits[:, :-1, :][:, -9:, :] / 0.7
-    log_probs, entropy = selected(logits, ids[:, -9:]), entropy_of(logits)
+def grpo(logits, ids, kept=9, chunk=7):
+    logits = logits[:, :-1, :][:, -kept:, :] / 0.7
+    log_probs, entropy = selected(logits, ids[:, -kept:]), entropy_of(logits, chunk)
     advantages = torch.randn(ids.shape[0], 1, generator=seeded(3)).to(log_probs)
     return -(torch.exp(log_probs - log_probs.detach()) * advantages).mean() - 0.1 * entropy.mean()
 

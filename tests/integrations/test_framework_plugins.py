@@ -104,12 +104,14 @@ def test_ms_swifts_callback(modules, tmp_path, monkeypatch):
 
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5}')
     made = Trainers(model_of(), arguments(tmp_path / "out"))
-    assert settings(made.model) == StreamConfig(chunk_size=5)
+    assert settings(made.model) == StreamConfig(chunk_size=5, lazy_logits=True)
+    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "lazy_logits": false}')
+    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(chunk_size=5)
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": -5}')
     with pytest.raises(ConfigError):
         Trainers(model_of(), arguments(tmp_path / "out"))
     monkeypatch.delenv("STREAMBP_LAUNCH")
-    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig()
+    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(lazy_logits=True)
 
 
 class Engine:
@@ -156,7 +158,7 @@ def test_verls_engine_streams_what_it_trains(engines, attended_chunks, capsys):
     expected = stock.gradients(ids)
     assert not attended_chunks
     found = ours.gradients(ids)
-    assert settings(ours.module) == StreamConfig(chunk_size=5)
+    assert settings(ours.module) == StreamConfig(chunk_size=5, lazy_logits=True)
     assert ours.module.wrapped
     assert 5 in attended_chunks
     assert ids.shape[1] not in attended_chunks

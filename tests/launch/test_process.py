@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import BertConfig, BertForMaskedLM, Trainer
 
 import streambp
@@ -66,10 +67,46 @@ def test_a_reference_made_after_init_is_patched_and_calls_without_labels_are_tol
     assert not is_patched(made.ref_model)
     made.train()
     assert is_patched(made.ref_model)
-    assert "1 of 1 training calls came without labels" in capsys.readouterr().err
+    assert "no logits: computed blockwise for log_softmax + " in capsys.readouterr().err
     policy, reference = hook.launched.account().models
-    assert "3 of 3 training calls came without labels" in policy.description
+    assert "no logits: computed blockwise for log_softmax + " in policy.description
     assert "streams: 2 x" in reference.description
+
+
+def scaled(outputs, labels, num_items_in_batch=None):
+    """A loss function of the user's: each token's loss times its probability."""
+    logits = outputs["logits"].float()[:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return (losses * torch.exp(-losses.detach())).sum() / 10
+
+
+@pytest.mark.parametrize("more", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": scaled}])
+def test_losses_that_trainers_compute_from_logits(trainer_class, tmp_path, more):
+    """Trained, evaluated and predicted with, logits and all."""
+    functions = {name: value for name, value in more.items() if callable(value)}
+    settings = {name: value for name, value in more.items() if not callable(value)}
+    runs = []
+    for kind in (Trainer, trainer_class):
+        made = kind(
+            model_of(), arguments(tmp_path / "out", **settings), train_dataset=rows(), eval_dataset=rows(2), **functions
+        )
+        made.train()
+        loss, predicted = made.evaluate()["eval_loss"], made.predict(rows(2)).predictions
+        predicted = predicted[0] if isinstance(predicted, tuple) else predicted
+        runs.append((loss, torch.as_tensor(predicted), torch.cat([p.flatten() for p in made.model.parameters()]).detach()))
+    before = torch.cat([p.flatten() for p in model_of().parameters()]).detach()
+    (expected_loss, expected, weights), (found_loss, found, ours) = runs
+    assert (ours - weights).norm() <= 1e-4 * (weights - before).norm()
+    assert abs(found_loss - expected_loss) <= 1e-5
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    assert streambp.describe(made.model).head.startswith("no logits: computed blockwise for ")
+
+
+def test_accelerates_conversion_to_float32_builds_nothing(trainer_class, tmp_path):
+    smoothed = arguments(tmp_path / "out", bf16=True, label_smoothing_factor=0.1)
+    made = trainer_class(model_of(), smoothed, train_dataset=rows())
+    made.train()
+    assert streambp.describe(made.model).head.startswith("no logits: computed blockwise for ")
 
 
 def test_what_a_trainer_holds_can_be_sent_to_another_process(hook):
@@ -105,7 +142,9 @@ def test_logits_are_there_for_metrics_and_only_then(trainer_class, tmp_path):
     trainer_class(measured, arguments(tmp_path / "out"), compute_metrics=right)
     assert (settings(plain).eval_logits, settings(measured).eval_logits) == (False, True)
     trainer_class(plain, arguments(tmp_path / "out"), preprocess_logits_for_metrics=lambda logits, labels: logits)
-    assert settings(plain) == StreamConfig(chunk_size=5, eval_logits=True)  # what launch patched, it may patch anew
+    assert settings(plain) == StreamConfig(
+        chunk_size=5, eval_logits=True, lazy_logits=True
+    )  # what launch patched, it may patch anew
 
 
 def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(trainer_class, hook, tmp_path, capsys):

@@ -7,8 +7,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streambp.head import token_log_probs
+from streambp.head.deferred import Deferred
+from streambp.head.lazy import LazyLogits
+from streambp.head.one_pass import Pending
+from streambp.head.recipe import HeadRecord, Recipe
 from streambp.losses import dpo_loss, grpo_loss, ppo_loss, sft_loss
 from streambp.planner.count import LiveBytes
+from tests.head import losses_on_logits
 from tests.layer.test_bytes import KB, empty, slope
 
 WIDTH, VOCABULARY = 4096, 151936
@@ -60,6 +65,43 @@ def test_slope_a_token(name):
     found = slope(lambda length: step(OBJECTIVES[name], length // 2).peak)
     print(f"{name}: head and objective beyond their input: {found / KB:.3f} KB a token")
     assert found <= 8.5 * KB
+
+
+ON_LOGITS = {
+    name: getattr(losses_on_logits, name)
+    for name in ("dpo_by_log_softmax", "kto", "dft", "label_smoothing", "entropy_from_softmax")
+} | {"grpo": lambda logits, ids: losses_on_logits.grpo(logits.float(), ids, ids.shape[1] - 1, 2048)}
+
+
+def step_on_logits(loss, length, rows=2):
+    """The same where a program computes its objective from logits, without them; and what was computed."""
+    hidden = empty(rows, length, WIDTH).requires_grad_()
+    weight = empty(VOCABULARY, WIDTH).requires_grad_()
+    ids = torch.empty(rows, length, dtype=torch.long, device="meta")
+    record = HeadRecord(Pending())
+    with LiveBytes() as count:
+        logits = LazyLogits.of(Deferred.make(hidden, Recipe(record, weight=weight, logits=True)))
+        loss(logits, ids).backward()
+    assert hidden.grad.shape == hidden.shape
+    return count, record
+
+
+@pytest.mark.parametrize("name", ON_LOGITS)
+def test_slope_a_token_on_logits(name):
+    short, long = 2048, 4096
+    (few, record), (many, _) = (step_on_logits(ON_LOGITS[name], length) for length in (short, long))
+    found = (many.peak - few.peak) / (2 * (long - short))
+    print(f"{name}, on logits: head and objective beyond their input: {found / KB:.3f} KB a token")
+    assert found <= 8.5 * KB
+    assert many.largest == VOCABULARY * WIDTH * 4
+    assert record.computed
+    assert record.built_for is None
+
+
+def test_slope_a_token_of_built_logits():
+    """What it is measured against: 297 KB of bf16 for the logits alone."""
+    few, many = (step_on_logits(lambda z, ids: z.cumsum(-1).mean(), length)[0] for length in (128, 256))
+    assert (many.peak - few.peak) / 256 > 2 * VOCABULARY
 
 
 @pytest.mark.full
