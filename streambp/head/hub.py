@@ -74,32 +74,40 @@ class Hub:
     """The head of one forward.
 
     Args:
-        source: [..., h], what the logits are made of; recipe: how. They must not be written to while the logits are used.
+        source: [M, h], what the logits are made of; recipe: how. They must not be written to while the logits are used.
     """
 
     def __init__(self, source: Tensor, recipe: Recipe) -> None:
         assert recipe.weight is not None
-        flat = source.reshape(-1, source.shape[-1])
         self.recipe, self.record = recipe, recipe.record
-        self.hidden = flat.detach()
+        self.hidden = source.detach()
         self.vocabulary: int = full_shape(recipe.weight)[0]
-        self.wide = torch.promote_types(flat.dtype, torch.float32)
-        self.inputs: HeadInputs = make_inputs(flat, flat.new_empty(0, dtype=torch.long), Projection(), recipe.norm, -100)
+        self.wide = torch.promote_types(source.dtype, torch.float32)
+        self.inputs: HeadInputs = make_inputs(
+            source, source.new_empty(0, dtype=torch.long), Projection(), recipe.norm, -100
+        )
         self._seen = [(tensor, tensor._version) for tensor in (self.hidden, *recipe.inputs()) if not tensor.is_inference()]
         self._left: dict[int, list[Any]] = {}
         self._known: dict[Projection, tuple[Tensor, ...]] = {}  # [M] each: logsumexp, mean, and where they are known
+
+    def read(self, source: Tensor, tokens: torch.Size) -> Reading:
+        """The logits of all positions, [*tokens], differentiable as `source` [M, h] and the weights are.
+
+        The handle is kept by what reads, and not here: its place in the graph refers to this hub.
+        """
+        recipe = self.recipe
         norm = self.inputs.norm_values()
 
         def connect(source: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
             return (Handle.apply(self, source, weight, bias, *norm),)
 
+        assert recipe.weight is not None
         if recipe.head is None:
-            connected = connect(flat, recipe.weight, recipe.bias)
+            (handle,) = connect(source, recipe.weight, recipe.bias)
         else:
-            connected = within(recipe.head, flat, connect)
-        self.handle: Tensor = connected[0]
-        positions = torch.arange(flat.shape[0], device=flat.device).view(source.shape[:-1])
-        self.reading = Reading(self, positions, recipe.projection())
+            (handle,) = within(recipe.head, source, connect)
+        positions = torch.arange(source.shape[0], device=source.device).view(tokens)
+        return Reading(self, handle, positions, recipe.projection())
 
     def check(self) -> None:
         """Raise if the logits can no longer be computed as they were."""
@@ -252,7 +260,7 @@ class Function:
 def leave_for_node(node: Node, grads: Sequence[Tensor | None]) -> None:
     """Leave the gradients of what a flat node gives with the hubs of its readings."""
     for reading in readings(node):
-        if reading.head.handle.requires_grad:
+        if reading.handle.requires_grad:
             reading.head.leave(NodeTerm(node, reading, grads, logits_of))
 
 
@@ -267,20 +275,17 @@ def logits_of(found: Sequence[tuple[Reading, Tensor]]) -> list[Tensor]:
 
 def with_all_weights(hubs: Sequence[Hub], compute: Callable[[dict[Hub, Products]], tuple[Any, ...]]) -> tuple[Any, ...]:
     """compute(products of each hub), without a gradient."""
-    missing = list(dict.fromkeys(hubs))
-    have: dict[Hub, Products] = {}
+    return _with_rest(list(dict.fromkeys(hubs)), {}, compute)
 
-    def within_rest(number: int) -> tuple[Any, ...]:
-        if number == len(missing):
-            return compute(have)
 
-        def compute_rest(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-            have[missing[number]] = Products(weight, bias)
-            return within_rest(number + 1)
-
-        return missing[number].with_weights(compute_rest)
-
-    return within_rest(0)
+def _with_rest(
+    rest: Sequence[Hub], have: dict[Hub, Products], compute: Callable[[dict[Hub, Products]], tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    if not rest:
+        return compute(have)
+    return rest[0].with_weights(
+        lambda weight, bias: _with_rest(rest[1:], {**have, rest[0]: Products(weight, bias)}, compute)
+    )
 
 
 def result(calculation: Statistic | Function, node: Node, graded: bool) -> tuple[Tensor, ...]:

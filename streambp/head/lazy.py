@@ -33,8 +33,9 @@ class LazyLogits(LazyRows):
     @classmethod
     def of(cls, deferred: Deferred) -> LazyRows:
         """What a model's forward has made of its deferred hidden states, for its caller."""
-        hub = Hub(deferred.source, deferred.recipe)
-        return cls.make(hub.reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
+        source = deferred.source.reshape(-1, deferred.source.shape[-1])
+        hub = Hub(source, deferred.recipe)
+        return cls.make(hub.read(source, deferred.shape[:-1]), hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
 
     @classmethod
     @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value

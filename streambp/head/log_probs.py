@@ -230,7 +230,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
         if not parts:  # no position has a label
             parts = [nothing(wanted, lse)]
         values = [_join(column) for column in zip(*parts, strict=True)]
-        ctx.inputs, ctx.rows, ctx.entropies = inputs, rows, values[1]
+        ctx.inputs, ctx.rows = inputs, rows
+        ctx.entropies = None if values[1] is None else values[1].clone()  # what is returned may be written to
         ctx.save_for_backward(hidden, weight, bias, lse)
         spread = [None if value is None else _spread(value, rows, hidden) for value in values]
         ctx.mark_non_differentiable(*(value for value in spread[3:] if value is not None))

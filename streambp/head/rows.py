@@ -28,12 +28,13 @@ class Node:
 class Reading(Node):
     """The logits of a forward at some of its positions.
 
-    head: what computes them (`hub.Hub`).
+    head: what computes them (`hub.Hub`). handle: its place in the graph.
     positions: [*tokens] integers; unique: no two are the same.
     anchor: stands in the graph where an engine wants something run before these logits' gradient.
     """
 
     head: Any
+    handle: Tensor
     positions: Tensor
     projection: Projection
     unique: bool = True
@@ -87,16 +88,16 @@ def leaves(node: Node) -> list[Node]:
     """The readings, and what stands beside them, once each."""
     found: dict[Node, None] = {}
     seen: set[Node] = set()
-
-    def visit(node: Node) -> None:
-        if node not in seen:
-            seen.add(node)
-            for child in children(node):
-                visit(child)
-            if not isinstance(node, Call):
-                found[node] = None
-
-    visit(node)
+    open_ends = [node]
+    while open_ends:
+        node = open_ends.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, Call):
+            open_ends += children(node)
+        else:
+            found[node] = None
     return list(found)
 
 
@@ -114,23 +115,22 @@ def names(node: Node) -> Iterator[str]:
 
 def inputs_of(node: Node) -> list[Tensor]:
     """Through what a gradient of it goes: the handles of its heads, and what engines want run."""
-    found = [tensor for reading in readings(node) for tensor in (reading.head.handle, reading.anchor) if tensor is not None]
+    found = [tensor for reading in readings(node) for tensor in (reading.handle, reading.anchor) if tensor is not None]
     return list({id(tensor): tensor for tensor in found}.values())
 
 
 def rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
     """The same function with each of its leaves changed."""
-    done: dict[Node, Node] = {}
+    return _rebuilt(node, change, {})
 
-    def visit(node: Node) -> Node:
-        if node not in done and isinstance(node, Call):
-            args, kwargs = tree_map_only(Node, visit, (node.args, node.kwargs))
-            done[node] = dataclasses.replace(node, args=args, kwargs=kwargs)
-        elif node not in done:
-            done[node] = change(node)
-        return done[node]
 
-    return visit(node)
+def _rebuilt(node: Node, change: Callable[[Node], Node], done: dict[Node, Node]) -> Node:
+    if node not in done and isinstance(node, Call):
+        args, kwargs = tree_map_only(Node, lambda child: _rebuilt(child, change, done), (node.args, node.kwargs))
+        done[node] = dataclasses.replace(node, args=args, kwargs=kwargs)
+    elif node not in done:
+        done[node] = change(node)
+    return done[node]
 
 
 def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:

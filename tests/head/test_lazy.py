@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 import streambp
 from streambp.head import hub, sweep
 from streambp.head.lazy import LazyLogits
+from streambp.head.rows import readings
 from tests import zoo
 from tests.families import VOCABULARY, build, make_batch
 from tests.head import test_log_probs
@@ -385,6 +388,24 @@ def test_a_tuple():
     assert type(logits) is LazyLogits
     dpo(logits, IDS).backward()
     assert worst_error({n: p.grad for n, p in model.named_parameters()}, reference[1]) <= EXACT
+
+
+@pytest.mark.parametrize(
+    "loss", [FRAMEWORKS["dpo_with_metrics"], BUILT["autograd.Function"], BUILT["no rule, beside rules"]]
+)
+def test_nothing_is_held_by_a_cycle(loss):
+    """What a step took is free when the program lets go of it, without a collection of garbage."""
+    model = lazy(build("qwen3", torch.float64))
+    gc.collect()
+    gc.disable()
+    try:
+        logits = model(input_ids=IDS, use_cache=False).logits
+        found = weakref.ref(readings(logits.node)[0].head)
+        loss(logits, IDS).backward()
+        del logits
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_a_references_distribution():

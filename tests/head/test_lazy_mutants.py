@@ -128,6 +128,11 @@ MUTANTS = {
         builds("autograd.Function"),
     ),
     "engines' nodes not run": (lazy_rows.LazyRows, "heed", lambda self: None, test_lazy.run_engines),
+    "a hub that keeps what reads it": (
+        hub.Hub, "read",
+        lambda self, *given, real=hub.Hub.read: setattr(self, "kept", real(self, *given)) or self.kept,
+        lambda: test_lazy.test_nothing_is_held_by_a_cycle(FRAMEWORKS["dpo_with_metrics"]),
+    ),
     "gradients of an earlier backward": (hub.Hub, "leave", of_any_backward, test_lazy.left_behind),
 }  # fmt: skip
 

@@ -186,3 +186,14 @@ def test_without_a_label_every_field_keeps_its_dtype_and_shape(dtype):
         assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape), field.name
         assert not ours.any(), field.name
     assert none.is_top1.dtype == torch.bool
+
+
+def test_an_entropy_may_be_written_to():
+    """As a program masks tokens in place."""
+    found = []
+    for write in (False, True):
+        hidden, weight = (torch.randn(n, 8, dtype=torch.float64, generator=seeded(n)).requires_grad_() for n in (9, 17))
+        values = token_log_probs(hidden, weight, torch.arange(9), entropy=True)
+        (values.entropy.mul_(0.5) if write else values.entropy * 0.5).sum().backward()
+        found.append((hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
