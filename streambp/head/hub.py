@@ -45,6 +45,21 @@ class Handle(torch.autograd.Function):
         return None, *sweep(ctx.hub.inputs, ctx.hub.terms(left, source), source, weight, bias, ctx.needs_input_grad[1:])
 
 
+class Hooked(torch.autograd.Function):
+    """A handle -> a handle, for whose gradients an engine has a hook that scales them. [Note: one pass in backward]"""
+
+    @staticmethod
+    def forward(ctx: Any, hub: Hub, hook: Callable[[Tensor], Tensor | None], handle: Tensor) -> Tensor:
+        ctx.hub, ctx.hook = hub, hook
+        ctx.set_materialize_grads(False)
+        return handle.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, ...]:
+        ctx.hub.scale_left(ctx.hook)
+        return None, None, None
+
+
 class Result(torch.autograd.Function):
     """What `calculation` gives; its gradients are left with the hubs. [Note: one pass in backward]"""
 
@@ -191,6 +206,14 @@ class Hub:
             engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
             engine.queue_callback(lambda: self._left.pop(task, None))
         self._left[task].append(gradient)
+
+    def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        """Multiply what was left for this backward call by what `hook` makes of 1."""
+        task = torch._C._current_graph_task_id()
+        if task in self._left:
+            factor = hook(self.hidden.new_ones(1, dtype=self.wide))
+            if factor is not None:
+                self._left[task] = [gradient.times(factor) for gradient in self._left[task]]
 
     def take(self) -> list[Any]:
         return self._left.pop(torch._C._current_graph_task_id(), [])

@@ -155,7 +155,19 @@ ROW_RULES: dict[str, Callable[..., Any]] = {
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,
 }
-ANY_SHAPE = ("transpose", "permute", "swapaxes", "swapdims", "contiguous", "clone", "detach", "to", "float", "double")
+ANY_SHAPE = (
+    "transpose",
+    "permute",
+    "swapaxes",
+    "swapdims",
+    "contiguous",
+    "clone",
+    "detach",
+    "to",
+    "float",
+    "double",
+    "register_hook",
+)
 TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "__getitem__": index,
     "__iter__": token_rules.iterate,
@@ -178,6 +190,7 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "contiguous": token_rules.contiguous,
     "clone": token_rules.clone,
     "detach": token_rules.detach,
+    "register_hook": LazyRows.hook,
     "float": token_rules.to_float,
     "double": token_rules.double,
     "to": token_rules.to,

@@ -4,7 +4,7 @@
 (an autograd.Function, a kernel) makes the stand-in an input, and sends the gradient of all its values there: `Link` leaves
 that with the hub like any other. A stand-in that an autograd.Function returned is another matter: what happens to its
 gradient there is not known, so its values are computed and their gradient goes the same way (`Taken`). Engines that put a
-node of theirs before a model's outputs change nothing, and are known by name.
+node of theirs before a model's outputs, or a hook that scales, change nothing else, and are known by name.
 
 [Note: writes to lazy rows] A stand-in that is written to becomes another function of rows (`div_`), or real. Those that
 would share its memory would show it; they are refused when they are used. So is its place in the graph, which means the
@@ -13,6 +13,7 @@ value before. What was changed through a real alias (of `numpy()`, `data_ptr()`)
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.deferred import Memory
-from streambp.head.hub import Function, Statistic, leave_for_node, result
-from streambp.head.rows import Node, anchored, inputs_of, over_tokens, readings
+from streambp.head.hub import Function, Hooked, Statistic, leave_for_node, result
+from streambp.head.rows import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
 
 PASSED_BY = "PreBackwardFunctionForModuleBackward"  # of DeepSpeed: gathers what a module has itself, which a model has not
 RUN_TOO = "_DDPSinkBackward"  # of DDP: what reduces gradients late waits for it
+SCALING_HOOKS = "OutputBackwardHookManager"  # of DeepSpeed's engine: prepares a backward, and divides by the accumulation
 
 
 class Shared(Memory):
@@ -89,6 +91,12 @@ class Taken(torch.autograd.Function):
 def flat(node: Node) -> Node:
     """Of N tokens in one dimension."""
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
+
+
+def _hooked(leaf: Node, hook: Callable[[Tensor], Tensor | None]) -> Node:
+    if not isinstance(leaf, Reading):
+        return leaf
+    return dataclasses.replace(leaf, handle=Hooked.apply(leaf.head, hook, leaf.handle))
 
 
 class LazyRows(Tensor):
@@ -176,6 +184,14 @@ class LazyRows(Tensor):
         """Have an engine's node that stands before it in the graph run in backward, for what is made of it from now on."""
         if type(self.grad_fn).__name__ == RUN_TOO and not self.heeded and torch.is_grad_enabled():
             self.node, self.heeded = anchored(self.node, Anchor.apply(self)), True
+
+    def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Have an engine's hook called for the gradients of what is made of it from now on; whether it is one."""
+        if SCALING_HOOKS not in getattr(hook, "__qualname__", "") or self.classes is not None:
+            return NotImplemented
+        self.node = rebuilt(self.node, lambda leaf: _hooked(leaf, hook))
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.register_hook(self, hook)  # for whom makes it an input of a Function
 
     def known(self) -> bool:
         """Whether its place in the graph is the one that it was made with, or an engine's before it."""

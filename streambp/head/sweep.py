@@ -135,6 +135,10 @@ class StatisticsGradient:
     lse: Tensor | None = None
     mean: Tensor | None = None
 
+    def times(self, factor: Tensor) -> StatisticsGradient:
+        pick, lse, mean = (None if g is None else g * factor for g in (self.pick, self.lse, self.mean))
+        return dataclasses.replace(self, pick=pick, lse=lse, mean=mean)
+
 
 class NodeTerm:
     """The gradient of any function of rows, by running it again under autograd.
@@ -157,6 +161,10 @@ class NodeTerm:
         self.entries: list[Tensor] = []  # of each block, among the N
         self.row_of: Tensor | None = None
         self.blocks = 0
+
+    def times(self, factor: Tensor) -> NodeTerm:
+        scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
+        return NodeTerm(self.node, self.reading, scaled, self.logits_of)
 
     def touched(self, count: int) -> Tensor:
         found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)

@@ -169,6 +169,17 @@ class FusedLoss(torch.autograd.Function):
         return upstream * (p - F.one_hot(y, p.shape[-1])), None
 
 
+class FusedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.shape = z.shape
+        return z.cumsum(-1)[..., -1].sum()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream.expand(ctx.shape)
+
+
 class Halved(torch.autograd.Function):
     """The same values, half the gradient."""
 
@@ -364,6 +375,32 @@ def engine(name, forward):
 
     members = {"forward": staticmethod(plain), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), members), ran
+
+
+class OutputBackwardHookManager:
+    """As DeepSpeed's engine has one: its hook prepares a backward, and divides by the steps of accumulation."""
+
+    def __init__(self, steps):
+        self.seen = []
+
+        def hook(gradient):
+            self.seen.append(gradient.shape)
+            return gradient / steps
+
+        self.hook = hook
+
+
+def hooked_by_an_engine():
+    """Once for all results; and for the gradient of the logits themselves, if there is one."""
+    manager = OutputBackwardHookManager(4)
+    check(lambda z, y: (z.register_hook(manager.hook), grpo(z, y))[1])
+    assert [len(shape) for shape in manager.seen] == [3, 1]
+    mixed = OutputBackwardHookManager(4)
+    check(lambda z, y: (z.register_hook(mixed.hook), FusedSum.apply(z) + grpo(z, y))[1], expected=BUILDS)
+
+
+def test_an_engines_hook():
+    hooked_by_an_engine()
 
 
 def run_engines():

@@ -133,6 +133,7 @@ MUTANTS = {
         lambda self, *given, real=hub.Hub.read: setattr(self, "kept", real(self, *given)) or self.kept,
         lambda: test_lazy.test_nothing_is_held_by_a_cycle(FRAMEWORKS["dpo_with_metrics"]),
     ),
+    "engines' hooks that are not called": (lazy.LazyRows, "hook", None, test_lazy.hooked_by_an_engine),
     "gradients of an earlier backward": (hub.Hub, "leave", of_any_backward, test_lazy.left_behind),
 }  # fmt: skip
 
@@ -143,7 +144,9 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
     run()
     if name == "gradients of an earlier backward":
         left_in_one_place(monkeypatch)
-    if mutant is None:
+    if attribute == "hook":
+        monkeypatch.setitem(lazy.TOKEN_RULES, "register_hook", lambda x, hook: None)
+    elif mutant is None:
         for name in lazy.SCALING:
             monkeypatch.setitem(lazy.ROW_RULES, name, lambda name, func, args, kwargs: args[0].changed())
     else:
