@@ -15,7 +15,7 @@ from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer
 
 
 def main() -> None:
-    args = parse_args("Proximal policy optimisation, streamed.", steps=400, name="ppo")
+    args = parse_args("Proximal policy optimisation, streamed.", steps=400, learning_rate=1e-3, name="ppo")
     model, tokenizer = model_and_tokenizer(args)
     draw = random.Random(args.seed)
     config = StreamPPOConfig(

@@ -36,13 +36,14 @@ def parse_args(description: str, **defaults: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder or hub id; a small model from scratch if left out")
     parser.add_argument("--steps", type=int, default=defaults["steps"], help="optimizer steps")
-    parser.add_argument("--learning-rate", type=float, help="3e-3 from scratch, 1e-6 for --model, if left out")
+    rate = defaults.get("learning_rate", 3e-3)
+    parser.add_argument("--learning-rate", type=float, help=f"{rate} from scratch, 1e-6 for --model, if left out")
     parser.add_argument("--chunk-size", default="auto", help='tokens that are differentiated at a time, or "auto"')
     parser.add_argument("--output", type=Path, default=Path("runs") / defaults["name"], help="folder of the results")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     args = parser.parse_args()
     if args.learning_rate is None:
-        args.learning_rate = 1e-6 if args.model else 3e-3
+        args.learning_rate = 1e-6 if args.model else rate
     args.output.mkdir(parents=True, exist_ok=True)
     return args
 
