@@ -23,6 +23,7 @@ from streambp.planner.count import StepCount
 from streambp.planner.mixers import standing_in
 from streambp.planner.step import fused_attention
 from streambp.stacks import find_stacks
+from tests.layer.test_bytes import Source
 from tests.planner.shapes import one_layer
 
 LENGTHS = (128 * 1024, 256 * 1024)
@@ -31,19 +32,6 @@ KB = 1024
 SHAPES = one_layer()
 FAST = ("Qwen3.5-9B", "Nemotron-H-8B")
 ATTENDS = {"Falcon-H1-7B": 2 * 2 * 128 * (2 + 4) + 2 * 128 * 2}  # K and V of two heads with gradients, cos and sin
-
-
-class Source(torch.autograd.Function):
-    """Ends a graph; its backward allocates the gradient that reaches the layer."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.shape = x.shape
-        return x.new_empty(())
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.new_empty(ctx.shape, dtype=torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
