@@ -48,11 +48,11 @@ def test_config_is_frozen():
     [
         lambda: BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)),
         lambda: T5Model(T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)),
-        lambda: zoo.build("deepseek_v32"),
+        lambda: zoo.build("deepseek_v4"),
         lambda: zoo.build("rwkv"),
         lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)),
     ],
-    ids=["bert", "t5", "sparse", "own attention", "no transformer"],
+    ids=["bert", "t5", "sparse", "states in place", "no transformer"],
 )  # fmt: skip
 def test_unsupported_models(make):
     model = make()
@@ -182,8 +182,14 @@ def test_attention_that_does_more_than_we_do(monkeypatch):
         model(**make_batch("plain"), use_cache=False)
 
 
+def reads_the_mask(module, args, kwargs):
+    assert kwargs["attention_mask"].dtype.is_floating_point
+
+
 def test_layer_that_reads_the_mask_itself():
-    model = streambp.patch(zoo.build("doge", torch.float32), streambp.StreamConfig(chunk_size=5))
+    model = streamed()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(reads_the_mask, with_kwargs=True)
     with pytest.raises(streambp.StreamBPError, match="reads the attention mask itself"):
         model(**make_batch("plain"), use_cache=False)
 
