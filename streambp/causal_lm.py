@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from types import MethodType
 from typing import Any
@@ -23,6 +24,7 @@ from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRecord, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
 from streambp.layer.arguments import has_cache
+from streambp.layer.cached import biases_positions
 from streambp.padding import warn_of_labels_after_padding
 from streambp.wrappers import PatchState
 
@@ -118,7 +120,8 @@ class CausalLMForward(InstanceForward):
         labels = kwargs.get("labels")
         if not self.state.warned_of_padding:
             attention = self.module.config.get_text_config()._attn_implementation  # type: ignore[operator, union-attr]
-            self.state.warned_of_padding = warn_of_labels_after_padding(attention, kwargs)
+            averages = attention == "eager" or self._biased
+            self.state.warned_of_padding = warn_of_labels_after_padding(averages, kwargs)
         if labels is None and want_log_probs:
             raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
         if labels is None or not self.state.config.head or self._caches(kwargs) or self.foreign is not None:
@@ -222,6 +225,10 @@ class CausalLMForward(InstanceForward):
 
     def _note(self, how: str | HeadRecord, labelled: bool = True) -> None:
         self.use.note(how, self._trains, labelled)
+
+    @functools.cached_property
+    def _biased(self) -> bool:
+        return biases_positions(self.module)
 
     @property
     def _trains(self) -> bool:

@@ -23,14 +23,15 @@ def labels_after_padding(kwargs: dict[str, Any]) -> bool:
     return bool(((shifted != -100) & nothing_yet.to(shifted.device)).any())  # waits for the device
 
 
-def warn_of_labels_after_padding(attention: str | None, kwargs: dict[str, Any]) -> bool:
-    """Warn if the model's own attention (by transformers' name) would predict such a label otherwise; whether it did."""
-    if attention != "eager" or not labels_after_padding(kwargs):
+def warn_of_labels_after_padding(averages: bool, kwargs: dict[str, Any]) -> bool:
+    """Warn of such a label if the model's own attention `averages` where nothing may be read; whether it did."""
+    if not averages or not labels_after_padding(kwargs):
         return False
     warnings.warn(
         "The first token after left padding is labelled. What predicts it is padding, which may read nothing: eager "
-        "attention gives such a row the mean over all tokens, later ones too; streamed layers give it 0, as sdpa does. The "
-        "label's gradient differs from the unpatched model's, all others are the same. Set the label to -100.",
+        "attention, or one that adds a bias for each pair of positions, gives such a row the mean over all tokens, later "
+        "ones too; streamed layers give it 0, as sdpa does. The label's gradient differs from the unpatched model's, all "
+        "others are the same. Set the label to -100.",
         stacklevel=2,
     )
     return True

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, wrapped_functions
 from streambp.layer.arguments import CACHES, PICKED, STATE
+from streambp.layer.cached import biases_positions
 from streambp.layer.states import PROTOCOL
 from streambp.layer.written import written_forward
 
@@ -187,8 +188,7 @@ def _looks_at_keys(attention: nn.Module) -> bool:
     An indexer picks them, or an earlier layer has (sparse attention), or there is a bias for each pair of positions.
     """
     indexed = any("Indexer" in type(module).__name__ for module in attention.children())
-    biased = "get_query_offset" in _names(attention)
-    return "update" in _names(attention) and (indexed or biased or PICKED in _locals(attention))
+    return "update" in _names(attention) and (indexed or biases_positions(attention) or PICKED in _locals(attention))
 
 
 def _ranks_values(attention: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from tests.seeds import seed_torch
 from tests.test_families import EXACT
 
 PADS = 7  # of the first row of a left-padded batch; the second has 2
-CACHED = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm")
+CACHED = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm", "inkling_text")
 EAGER = ("gemma2", "vaultgemma", "mimo_v2_flash")
 
 

@@ -16,7 +16,7 @@ from streambp.head.rows import Call
 def index(x: LazyRows, at: Any) -> Any:
     """x[at]: of tokens, of entries, or of both."""
     parts = [_as_index(part, x.device) for part in (at if isinstance(at, tuple) else (at,))]
-    if any(part is None or isinstance(part, bool | LazyRows) for part in parts):
+    if not all(_is_known(part) for part in parts):
         return NotImplemented
     if len(parts) == x.dim() and all(_is_integers(part) for part in parts):
         return _pick_each(x, parts)
@@ -26,7 +26,7 @@ def index(x: LazyRows, at: Any) -> Any:
         last = parts.pop()
     if any(isinstance(part, Tensor) and part.dtype.is_floating_point for part in parts):
         return NotImplemented
-    tokens = x
+    tokens = x.changed().sharing(x)
     if parts and not (len(parts) == 1 and parts[0] is ...):
         where = tuple(parts) if any(part is ... for part in parts) else (*parts, ...)
         advanced = any(isinstance(part, Tensor) for part in parts)
@@ -35,6 +35,13 @@ def index(x: LazyRows, at: Any) -> Any:
     if isinstance(last, slice):
         return tokens if last == slice(None) else _columns(tokens, last)
     return NotImplemented
+
+
+def _is_known(part: Any) -> bool:
+    """Whether it is an index of tokens by a number, a slice, an ellipsis or a tensor; not one of NumPy's, for example."""
+    if isinstance(part, bool | LazyRows):
+        return False
+    return part is ... or isinstance(part, int | slice | Tensor)
 
 
 def _is_mask(part: Any) -> bool:
@@ -60,8 +67,9 @@ def _whole_last(where: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
 def _pick_each(x: LazyRows, parts: list[Tensor]) -> Any:
     """x[rows, labels]: one entry for each."""
     *rows, labels = torch.broadcast_tensors(*parts)
+    labels = torch.where(labels < 0, labels + x.width, labels)
     tokens = x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False)
-    found = gather(tokens, labels[..., None] % x.width)
+    found = gather(tokens, labels[..., None])
     return found if found is NotImplemented else found[..., 0]
 
 

@@ -8,6 +8,7 @@ it, exact, at the memory cost that the unpatched model has; the operation's name
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -56,9 +57,9 @@ class LazyLogits(LazyRows):
             x.check(name)
             x.heed()
         follow = all(x.written is None and x.known() for x in rows)
-        if isinstance(given, LazyRows) and writes(name):
+        if isinstance(given, LazyRows) and (writes(name) or name == "requires_grad_" or kwargs.get("inplace") is True):
             return _write(given, func, name, args, kwargs, follow)
-        if follow:
+        if follow and kwargs.get("out") is None:
             result = _by_rule(func, name, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -90,13 +91,22 @@ def _by_rule(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if found is not NotImplemented:
             return found
     rule = TOKEN_RULES.get(name)
-    if rule is None or not isinstance(args[0] if args else None, LazyRows):
+    if rule is None or not isinstance(args[0] if args else None, LazyRows) or not _takes(rule, args, kwargs):
         return NotImplemented
     if args[0].classes is not None and name not in ANY_SHAPE:
         return NotImplemented
     if any(isinstance(leaf, LazyRows) for leaf in tree_leaves((args[1:], kwargs))):
         return NotImplemented
     return rule(*args, **kwargs)
+
+
+def _takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether the arguments are named as the rule names them."""
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows]) -> Any:
@@ -114,25 +124,37 @@ def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows])
 
 
 def _write(x: LazyRows, func: Any, name: str, args: Any, kwargs: Any, follow: bool) -> Any:
-    """Change a stand-in in place: it becomes another function, or real."""
+    """Change a stand-in in place: it becomes another function, or real.
+
+    Under no_grad torch keeps the place in the graph of a tensor that is written to, as no other function would.
+    """
     before = x.current()
-    if follow:
+    if name == "detach_":
+        before.become(before.build().detach())
+        return x
+    if follow and (torch.is_grad_enabled() or not before.graded):
         plain = f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
         out_of_place = getattr(Tensor, plain, None)
         made = NotImplemented
         if out_of_place is not None and plain in ROW_RULES:
             made = _by_rule(out_of_place, plain, args, kwargs)
-        if isinstance(made, LazyRows) and made.shape == before.shape and made.dtype == before.dtype:
+        if isinstance(made, LazyRows) and _alike(made, before):
             before.become(made)
             return x
     before.record.built_for = before.record.built_for or name
     rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyRows)]
     real = {id(leaf): leaf.build() for leaf in rows}
+    if not before.graded:
+        real[id(before)] = real[id(before)].detach()  # not as a view of something made under no_grad, which forbids writes
     before.become(real[id(before)])
     args, kwargs = tree_map_only(LazyRows, lambda leaf: real[id(leaf)], (args, kwargs))
     result = func(*args, **kwargs)
     before.memory.watch(real[id(before)])
     return result
+
+
+def _alike(made: LazyRows, before: LazyRows) -> bool:
+    return made.shape == before.shape and made.dtype == before.dtype and made.graded == before.graded
 
 
 ELEMENTWISE = (

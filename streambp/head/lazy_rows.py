@@ -47,7 +47,7 @@ class Link(torch.autograd.Function):
     def forward(ctx: Any, make: Callable[[], Any], *handles: Tensor) -> Any:
         made = make()
         ctx.set_materialize_grads(False)
-        ctx.node = made.node
+        ctx.node, ctx.classes = made.node, made.classes
         ctx.changed = False
         return made
 
@@ -59,7 +59,8 @@ class Link(torch.autograd.Function):
                     "A gradient arrived at logits that were changed in place after something other than torch's own "
                     "operations took them. Use StreamConfig(lazy_logits=False)."
                 )
-            leave_for_node(flat(ctx.node), [upstream.reshape(-1, upstream.shape[-1])])
+            of_rows = upstream if ctx.classes is None else upstream.movedim(ctx.classes, -1)
+            leave_for_node(flat(ctx.node), [of_rows.reshape(-1, of_rows.shape[-1])])
         return (None,) * len(ctx.needs_input_grad)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from streambp.head.lazy_rows import LazyRows
+from streambp.head.rows import readings
 
 
 def view(x: LazyRows, *shape: Any) -> Any:
@@ -131,7 +132,9 @@ def itself(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
 
 
 def contiguous(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
-    return x.changed() if x.derived else x  # a copy, if the part that it is of the logits was not
+    """A copy, if the part that it is of the logits is not contiguous: neither are the positions then."""
+    own = not x.derived or (x.classes is None and readings(x.node)[0].positions.is_contiguous())
+    return x if own else x.changed()
 
 
 def clone(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +164,8 @@ def to(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
     dtype = dtypes[0] if dtypes else x.dtype
     if dtype == x.dtype:
         return x.changed() if kwargs.get("copy") else x
+    if not x.dtype.is_floating_point:  # 1 + 1 is not what True + True is
+        return NotImplemented
     if torch.promote_types(dtype, x.dtype) != dtype or dtype == torch.float64:
         return NotImplemented
     return x.changed(dtype=dtype)

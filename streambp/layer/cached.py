@@ -20,13 +20,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.prefix import ChunkMask
 from streambp.attention.reading import find_barriers, find_empty, reads
 from streambp.chunks import Barrier, Chunk
 from streambp.layer.arguments import ChunkCache
+from streambp.layer.written import written_forward
 
 PER_KEY = ("alibi",)  # arguments whose last dimension is the keys
 
@@ -128,3 +129,12 @@ def own_mask(mask: Any, length: int) -> OwnMask | str:
     if not harmless:
         return "it attends by itself, and its attention mask leaves a query without keys whose own key is read"
     return OwnMask(mask, barriers, empty)
+
+
+def biases_positions(module: nn.Module) -> bool:
+    """Whether an attention in it adds a bias for each pair of positions, for which it asks its cache where queries start.
+
+    transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean over all keys.
+    """
+    forwards = (written_forward(part) for part in module.modules())
+    return any("get_query_offset" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))

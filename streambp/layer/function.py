@@ -15,7 +15,7 @@ from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
-from streambp.layer.cached import PlainMask, own_mask
+from streambp.layer.cached import PlainMask, biases_positions, own_mask
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
 from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
@@ -282,7 +282,8 @@ def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
         found = causal or own_mask(mask, arguments.length)
         if isinstance(found, str):
             return found
-        if by_sdpa and found.mask.dtype == torch.bool:  # which gives an empty query 0, in a chunk as in the whole
+        # Which gives an empty query 0, in a chunk as in the whole; with a position bias it is given another mask.
+        if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(site.layer):
             found = dataclasses.replace(found, empty=None)
         arguments.named["attention_mask"] = found
         return None

@@ -1,0 +1,170 @@
+"""What programs do to logits beside reading them gives what it gives with real ones: copies, aliases, writes, rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import streambp
+from streambp.head.lazy import LazyLogits
+from tests.families import VOCABULARY, build, make_batch
+from tests.oracle import EXACT, worst_error
+
+IDS = make_batch("plain")["input_ids"]
+
+
+def cross_entropy(rows, ids):
+    return F.cross_entropy(rows.reshape(-1, VOCABULARY), ids.flatten())
+
+
+def scaled_without_grad(logits, ids):
+    """torch keeps a tensor's place in the graph when it is written to under no_grad."""
+    with torch.no_grad():
+        logits.div_(2.0)
+    return cross_entropy(logits, ids)
+
+
+def masked_without_grad(logits, ids):
+    with torch.no_grad():
+        logits.masked_fill_(torch.arange(VOCABULARY) > 40, -1e4)
+    return logits.logsumexp(-1).mean()
+
+
+def contiguous_part(logits, ids):
+    """Of one row, the part is contiguous already, and shares the logits' memory."""
+    logits = logits[:1]
+    part = logits[:, :-1].contiguous()
+    part.div_(2.0)
+    return cross_entropy(part, ids[:1, 1:])
+
+
+def copied_part(logits, ids):
+    part = logits[:, :-1].contiguous()
+    part.div_(2.0)
+    return cross_entropy(part, ids[:, 1:]) + logits.logsumexp(-1).mean()
+
+
+def counted(logits, ids):
+    """True + True is True; 1.0 + 1.0 is 2.0."""
+    above = (logits > 0).float() + (logits > -1).float()
+    return cross_entropy(logits, ids) * above.sum(-1).mean().double() * (1 - (logits > 0).float()).mean()
+
+
+def a_constant_object(logits, ids):
+    with torch.no_grad():
+        teacher = logits[...]
+    return (teacher.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def by_numpy(logits, ids):
+    return cross_entropy(logits[:, np.array([0, 0, 1, 3])], ids[:, [1, 1, 2, 4]])
+
+
+def by_tuple(logits, ids):
+    return cross_entropy(logits[:, (0, 0, 1, 3)], ids[:, [1, 1, 2, 4]])
+
+
+def rectified(logits, ids):
+    F.relu(logits, inplace=True)
+    return cross_entropy(logits, ids)
+
+
+def added_to_a_constant(logits, ids):
+    kept = logits.detach().clone()
+    kept += logits
+    return cross_entropy(kept, ids)
+
+
+def named_arguments(logits, ids):
+    return cross_entropy(torch.reshape(logits, shape=(-1, VOCABULARY)), ids) + torch.permute(logits, dims=(1, 0, 2)).mean()
+
+
+class Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp().mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp() / x.numel()
+
+
+def classes_second(logits, ids):
+    return Mean.apply(logits.transpose(1, 2))
+
+
+PROGRAMS = (
+    scaled_without_grad, masked_without_grad, contiguous_part, copied_part, counted, a_constant_object, by_numpy, by_tuple,
+    rectified, added_to_a_constant, named_arguments, classes_second,
+)  # fmt: skip
+
+
+def gradients_of(loss, lazy, dtype=torch.float64):
+    model = streambp.patch(build("qwen3", dtype), streambp.StreamConfig(chunk_size=5, lazy_logits=lazy))
+    logits = model(input_ids=IDS, use_cache=False).logits
+    assert isinstance(logits, LazyLogits) == lazy
+    value = loss(logits, IDS)
+    value.backward()
+    return value.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("loss", PROGRAMS, ids=lambda loss: loss.__name__)
+def test_programs(loss):
+    (value, found), (expected_value, expected) = gradients_of(loss, True), gradients_of(loss, False)
+    assert abs(value - expected_value) <= 1e-12 * abs(expected_value)
+    assert found.keys() == expected.keys()
+    assert worst_error(found, expected) <= EXACT
+
+
+def test_writes_to_a_shared_part_are_refused():
+    """In torch the whole is changed as well; computed anew where it is used, it would not be."""
+
+    def shared(logits, ids):
+        part = logits[:1][:, :-1].contiguous()
+        part.div_(2.0)
+        return cross_entropy(part, ids[:1, 1:]) + logits.logsumexp(-1).sum()
+
+    with pytest.raises(streambp.StreamBPError, match="changed in place"):
+        gradients_of(shared, True)
+
+
+def test_values_are_compared_as_they_are_rounded():
+    """The largest logit in half precision is no larger than itself."""
+    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    with torch.no_grad():
+        x = model(input_ids=IDS, use_cache=False).logits / 0.7
+        assert isinstance(x, LazyLogits)
+        assert bool(((x == x.max(-1, keepdim=True).values).sum(-1) >= 1).all())
+        best = x.masked_fill(x < x.topk(1).values, float("-inf")).logsumexp(-1)
+    assert bool(best.isfinite().all())
+
+
+def test_results_are_written_where_they_are_asked_for():
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    with torch.no_grad():
+        x = model(input_ids=IDS, use_cache=False).logits
+        real = x.clone().cpu() + 0.0
+        half, lse = torch.full(x.shape, 7.0, dtype=torch.float64), torch.full(x.shape[:2], 7.0, dtype=torch.float64)
+        torch.div(x, 2.0, out=half)
+        torch.logsumexp(x, -1, out=lse)
+        assert torch.allclose(half, real.div(2.0), rtol=1e-12)
+        assert torch.allclose(lse, real.logsumexp(-1), rtol=1e-12)
+
+
+def test_detached_logits_as_a_leaf():
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    leaf = model(input_ids=IDS, use_cache=False).logits.detach()
+    leaf.requires_grad_()
+    cross_entropy(leaf, IDS).backward()
+
+
+def test_a_label_beyond_the_vocabulary_is_an_error():
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    logits = model(input_ids=IDS, use_cache=False).logits
+    with pytest.raises((IndexError, streambp.StreamBPError)):
+        logits[torch.tensor([0]), torch.tensor([1]), torch.tensor([VOCABULARY])]
