@@ -159,8 +159,12 @@ def test_results_are_written_where_they_are_asked_for():
 def test_detached_logits_as_a_leaf():
     model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
     leaf = model(input_ids=IDS, use_cache=False).logits.detach()
-    leaf.requires_grad_()
+    taken = leaf.requires_grad_()
     cross_entropy(leaf, IDS).backward()
+    real = taken.detach().clone().requires_grad_()
+    cross_entropy(real, IDS).backward()
+    assert torch.equal(taken.grad, real.grad)
+    assert bool((real.grad != 0).any())
 
 
 def test_a_label_beyond_the_vocabulary_is_an_error():
