@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 
@@ -70,13 +72,20 @@ class Skeleton:
     def active(self) -> Iterator[None]:
         """Within, new tensors have no data.
 
-        transformers takes fake tensors for a trace and would build the masks that a real step goes without.
+        transformers takes fake tensors for a trace and would build the masks that a real step goes without. What an
+        operation refuses is not logged: some is only tried ([Note: narrow queries]), and a handler that keeps the record
+        keeps the traceback, whose tensors would be counted as alive.
         """
         if self.mode is None:
             with torch.device("meta"):
                 yield
         else:
-            with self.mode, mock.patch.object(masking_utils, "is_tracing", _not_tracing):
+            log = logging.getLogger(fake_tensor.__name__)
+            with (
+                self.mode,
+                mock.patch.object(masking_utils, "is_tracing", _not_tracing),
+                mock.patch.object(log, "disabled", True),
+            ):
                 yield
 
     @contextlib.contextmanager
