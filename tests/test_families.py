@@ -36,7 +36,6 @@ REFUSED = {
 # Exact, but these layers are not cut.
 WHOLE = {
     "cpmant": "it attends by itself, without a 4-D attention mask",
-    "hy_v4": "it attends by itself, with a mask of 23 keys for an input of 4 positions",
     "qwen4_exp_text": "its forward does not work on chunks",
 }
 # The names are those of the newest supported transformers; older ones know fewer families.

@@ -83,12 +83,17 @@ class ChunkCache:
     def __init__(self, start: int, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None) -> None:
         self.start = start
         self._read = read
+        self._stop = start  # positions up to the last one that was read
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return self.start
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return (key_states, value_states) if self._read is None else self._read(key_states, value_states)
+        if self._read is None:
+            return key_states, value_states
+        k, v = self._read(key_states, value_states)
+        self._stop = k.shape[-2]
+        return k, v
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
         """How many keys `update` returns, and the position of the first."""
@@ -100,6 +105,24 @@ class ChunkCache:
     def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """key_states [B, C, D] of an indexer, which picks what the queries read -> [B, e, D]: one more prefix."""
         return self.update(key_states[:, None], key_states[:, None, :, :0])[0][:, 0]
+
+    @property
+    def layers(self) -> Any:
+        """`layers[i]` says how many keys `update` has returned (GLM 5 Next's indexer asks)."""
+        return LayerKeys(self._stop)
+
+
+class LayerKeys:
+    """`cache.layers[i]` of a chunk's cache: the number of keys, no keys."""
+
+    def __init__(self, number: int) -> None:
+        self.keys = torch.empty(0, 0, number, 0, device="meta")  # [B, H, e, D] but for B, H and D
+
+    def __getitem__(self, layer: int) -> LayerKeys:
+        return self
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[-2]
 
 
 class Arguments:
@@ -115,7 +138,9 @@ class Arguments:
     ) -> None:
         self.named = _bind(forward, layer, args, kwargs)
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
-        self.hidden_states: Tensor = self.named.pop(first)
+        given: Tensor = self.named.pop(first)
+        self.token_shape = _token_shape(given, self.named.get("position_ids"))
+        self.hidden_states = self.one_dimensional(given)  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
         self.counts_positions = counts_positions
         # What the layer is called with, whatever the batch: calls of one kind stream alike.
@@ -130,6 +155,14 @@ class Arguments:
         self.kind = frozenset({*kinds, ("a graph", torch.is_grad_enabled())})
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
         self._documents: Documents | None = None
+
+    def one_dimensional(self, hidden_states: Tensor) -> Tensor:
+        """[..., T, *token_shape] -> [..., T, h], of M residual streams behind the tokens M * h."""
+        return hidden_states.flatten(-2) if len(self.token_shape) > 1 else hidden_states
+
+    def as_given(self, hidden_states: Tensor) -> Tensor:
+        """The inverse of `one_dimensional`: what the layer takes and returns."""
+        return hidden_states.unflatten(-1, self.token_shape) if len(self.token_shape) > 1 else hidden_states
 
     @property
     def documents(self) -> Documents | None:
@@ -206,6 +239,18 @@ class Arguments:
             raise StreamBPError(
                 f"{name} has {tensor.shape[dim]} positions, the sequence has {self.length}. They must be the same."
             )
+
+
+def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
+    """The shape of one token's hidden states: (h,), in [B, T, h] and in [M, B, T, h] (Gemma 3n's streams); (M, h) in
+    [B, T, M, h] (hyper-connections), which the number of positions tells. Where that is M as well, the probe finds that the
+    layer cannot be cut along its streams."""
+    behind = (
+        hidden_states.dim() == 4
+        and isinstance(position_ids, Tensor)
+        and hidden_states.shape[1] == position_ids.shape[-1] != hidden_states.shape[2]
+    )
+    return hidden_states.shape[2:] if behind else hidden_states.shape[-1:]
 
 
 def written(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Tensor, ...]]:

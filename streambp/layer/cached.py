@@ -91,6 +91,19 @@ class PlainMask(OwnMask):
         return self
 
 
+class PaddingMask(OwnMask):
+    """The [B, T] mask of real tokens, of a layer that makes its own mask of it and of what its indexer picks (GLM 5 Next).
+
+    A chunk's tokens are all that it says; of the prefix the indexer's cached keys know.
+    """
+
+    def cut(self, chunk: Chunk) -> Tensor:
+        return self.mask[:, chunk.start : chunk.stop]
+
+    def causal(self, length: int) -> OwnMask:
+        return PaddingMask(torch.ones_like(self.mask[:, :length]))
+
+
 def chunk_arguments(named: dict[str, Any], cache: str, point: ChunkMask) -> dict[str, Any]:
     """The arguments of a chunk for a layer that attends by itself; `cache` is the name of its cache's argument."""
     chunk: Chunk = point.chunk
@@ -109,8 +122,16 @@ def _read(point: ChunkMask, mask: OwnMask, k: Tensor, v: Tensor) -> tuple[Tensor
     return point.read(k, mask.values(v, point.chunk))
 
 
-def own_mask(mask: Any, length: int) -> OwnMask | str:
-    """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is taken for causal."""
+def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
+    """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is taken for causal.
+
+    Args:
+        by_sdpa: transformers' sdpa attends, which gives a query that reads nothing 0.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] == length:
+        if by_sdpa or mask.is_meta or isinstance(mask, FakeTensor) or bool(mask.all()):
+            return PaddingMask(mask)
+        return "it attends by itself, with padding whose queries read a mean over all keys"
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return "it attends by itself, without a 4-D attention mask"
     if tuple(mask.shape[-2:]) != (length, length):

@@ -101,6 +101,8 @@ class LayerCall:
         """The hidden states out of what a layer returned, and the tensors [B, C, ...] behind them by their place."""
         self.returns_tuple = isinstance(result, tuple)
         hidden_states, *rest = result if self.returns_tuple else (result,)
+        if isinstance(hidden_states, Tensor):
+            hidden_states = self.arguments.one_dimensional(hidden_states)
         if self.site.cache is not None and any(part is not None and part.is_floating_point() for part in rest):
             rest = [None] * len(rest)  # attention weights, which nobody asked for
         found = {index: part for index, part in enumerate(rest) if part is not None}
@@ -116,6 +118,7 @@ class LayerCall:
     def wrap(self, hidden_states: Tensor, extras: dict[Place, Tensor]) -> Any:
         """The inverse of `unwrap`."""
         rest = [extras.get(Place(RETURNED, index)) for index in range(self.width)]
+        hidden_states = self.arguments.as_given(hidden_states)
         return (hidden_states, *rest) if self.returns_tuple else hidden_states
 
     def compute(
@@ -153,7 +156,7 @@ class LayerCall:
         told = None if documents is None else (self.told, documents, chunk)
         with recording(self.recorded) as recorded, StartingFrom(self.scans, cache, told):
             try:
-                result = self.site.forward(self.layer, hidden_chunk, **named)
+                result = self.site.forward(self.layer, self.arguments.as_given(hidden_chunk), **named)
             except RefillDone:
                 point.finish()
                 return None

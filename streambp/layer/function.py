@@ -279,7 +279,7 @@ def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
     if site.cache is not None:
         by_sdpa = {config._attn_implementation for config in attention_configs(site.layer)} == {"sdpa"}
         causal = PlainMask(torch.empty(0, device=arguments.hidden_states.device)) if mask is None and by_sdpa else None
-        found = causal or own_mask(mask, arguments.length)
+        found = causal or own_mask(mask, arguments.length, by_sdpa)
         if isinstance(found, str):
             return found
         # Which gives an empty query 0, in a chunk as in the whole; with a position bias it is given another mask.

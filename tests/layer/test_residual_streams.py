@@ -1,0 +1,129 @@
+"""Hidden states [B, T, M, h], M residual streams behind the tokens (hyper-connections), and keys that an indexer pools."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import streambp
+from streambp.layer import arguments, cached
+from tests import zoo
+from tests.families import LENGTH, MODES, SIZES, make_batch
+from tests.layer.test_states import patched
+from tests.oracle import gradients, worst_error
+from tests.seeds import seed_torch
+
+STREAMS = 4  # of hy_v4
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def glm5_next(attention="sdpa"):
+    """Linear attention, an indexer that pools four keys, a layer that reads what the one before picked; two streams."""
+    module = pytest.importorskip("transformers.models.glm5_next", reason="this transformers has no GLM 5 Next")
+    text = {
+        **SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_hidden_layers": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "index_topk": 8, "index_head_dim": 8, "index_n_heads": 32, "index_kpool": 4, "linear_head_dim": 8,
+        "linear_num_heads": 2, "hc_mult": 2, "indexer_types": ["full", "full", "shared", "shared"],
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32, "patch_size": 4,
+        "image_size": 8, "projection_intermediate_size": 16,
+    }  # fmt: skip
+    config = module.Glm5NextConfig(text_config=text, vision_config=vision)
+    config.text_config._experts_implementation = "eager"  # grouped products know no float64
+    seed_torch(0)
+    model = module.Glm5NextForConditionalGeneration._from_config(config, attn_implementation=attention).double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() <= 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+BUILD = {"hy_v4": lambda: zoo.build("hy_v4"), "glm5_next": glm5_next}
+
+
+def check(stock, batch, chunk_size, path="streams", **settings):
+    expected_loss, expected = gradients(copy.deepcopy(stock), **batch)
+    ours = patched(stock, chunk_size=chunk_size, **settings)
+    loss, found = gradients(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+    assert {layer.path for layer in streambp.describe(ours).layers} == {path}
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pooled_keys(mode):
+    stock = glm5_next()
+    for chunk_size in (5, 16):
+        check(stock, make_batch(mode), chunk_size)
+
+
+@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("length", [2, 3, 11])
+def test_few_tokens(name, length):
+    check(BUILD[name](), make_batch("plain", length=length), 2)
+
+
+def test_as_many_tokens_as_streams():
+    """It cannot be told which are which: that call runs whole, the next one does not."""
+    stock = zoo.build("hy_v4")
+    ours = patched(stock, chunk_size=2)
+    for length, path in ((STREAMS, "checkpoints"), (LENGTH, "streams")):
+        batch = make_batch("plain", length=length)
+        assert worst_error(gradients(ours, **batch)[1], gradients(copy.deepcopy(stock), **batch)[1]) <= 1e-10
+        assert {layer.path for layer in streambp.describe(ours).layers} == {path}
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_saving_and_offloading_change_no_bit(name):
+    stock, batch = BUILD[name](), make_batch("left-padded")
+    expected = check(stock, batch, 5)
+    for settings in ({"saves": ("kv",)}, {"saves": ("kv",), "offload": "cpu"}, {"offload": "cpu", "gpu_memory": 1}):
+        found = check(stock, batch, 5, **settings)
+        assert all(torch.equal(found[name], expected[name]) for name in expected), settings
+
+
+def test_padding_under_eager_attention():
+    """There a query that reads nothing gets the mean over all keys, in a chunk over others."""
+    stock = glm5_next("eager")
+    check(stock, make_batch("plain"), 5)
+    batch = make_batch("left-padded")
+    _, expected = gradients(copy.deepcopy(stock), **batch)
+    ours = patched(stock, chunk_size=5)
+    assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
+    whole = {layer.reason for layer in streambp.describe(ours).layers if layer.path != "streams"}
+    assert whole == {"it attends by itself, with padding whose queries read a mean over all keys"}
+
+
+class ChunkAlone(arguments.LayerKeys):
+    def __init__(self, number):
+        super().__init__(number - 5 if number > 5 else number)
+
+
+MUTANTS = {
+    "streams taken for tokens": (arguments, "_token_shape", lambda hidden_states, *_: hidden_states.shape[-1:]),
+    "keys of the chunks before not counted": (arguments, "LayerKeys", ChunkAlone),
+    "padding as at the start": (cached.PaddingMask, "cut", lambda self, chunk: self.mask[:, : chunk.stop - chunk.start]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_turns_a_test_red(mutant, monkeypatch):
+    stock, batch = glm5_next(), make_batch("left-padded")
+    check(stock, batch, 5)
+    owner, attribute, wrong = MUTANTS[mutant]
+    monkeypatch.setattr(owner, attribute, wrong)
+    with pytest.raises(AssertionError):
+        check(stock, batch, 5)
