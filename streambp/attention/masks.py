@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 
 from streambp.attention.reading import SCAN, find_barriers, find_empty, reads
@@ -173,6 +174,8 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
             "The attention mask requires a gradient, which streambp does not compute. Pass mask.detach() if it is not "
             "trained, or run this model unpatched (streambp.unpatch(model))."
         )
+    if mask.is_meta or isinstance(mask, FakeTensor):  # without data it is taken for causal
+        return DenseMask(batch_size, length, mask)
     if mask.dtype != torch.bool:
         _, harmless = find_empty(lambda q0, q1, k0, k1: reads(mask[:, :, q0:q1, k0:k1]), length, mask.device)
         if not harmless:
