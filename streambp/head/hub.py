@@ -90,12 +90,15 @@ class Hub:
 
     Args:
         source: [M, h], what the logits are made of; recipe: how. They must not be written to while the logits are used.
+
+    used: something differentiable was computed from the logits.
     """
 
     def __init__(self, source: Tensor, recipe: Recipe) -> None:
         assert recipe.weight is not None
         self.recipe, self.record = recipe, recipe.record
         self.hidden = source.detach()
+        self.used = False
         self.vocabulary: int = full_shape(recipe.weight)[0]
         self.wide = torch.promote_types(source.dtype, torch.float32)
         self.inputs: HeadInputs = make_inputs(
@@ -316,6 +319,8 @@ def result(calculation: Statistic | Function, node: Node, graded: bool) -> tuple
     inputs = inputs_of(node)
     if graded and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)
+        for reading in readings(node):
+            reading.head.used = True
         return values
     with torch.no_grad():
         return calculation.run()

@@ -24,6 +24,7 @@ from streambp.head.index_rules import index
 from streambp.head.lazy_rows import LazyRows
 from streambp.head.loss_rules import cross_entropy, kl_div, nll_loss
 from streambp.head.row_rules import DIM, along_rows, elementwise, scale
+from streambp.head.rows import readings
 
 METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
 
@@ -51,7 +52,7 @@ class LazyLogits(LazyRows):
         if isinstance(kwargs.get("out"), LazyRows):
             raise StreamBPError(f"{name} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
         given = args[0] if args else None
-        args, kwargs = tree_map_only(LazyRows, lambda x: x.current(), (args, kwargs))
+        args, kwargs = tree_map_only(LazyRows, lambda x: x.latest(name), (args, kwargs))
         rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyRows)]
         for x in rows:
             x.check(name)
@@ -72,7 +73,7 @@ class LazyLogits(LazyRows):
             raise StreamBPError(f"{func} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
 
         def real(x: LazyRows) -> Tensor:
-            x = x.current()
+            x = x.latest(str(func))
             x.record.built_for = x.record.built_for or str(func)
             with torch.no_grad():
                 return x.values() if x.written is None else x.written.detach()
@@ -111,6 +112,11 @@ def _takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows]) -> Any:
     """An operation without a rule, on real tensors."""
+    if name in HOOKS and any(reading.head.used for x in rows for reading in readings(x.node)):
+        raise StreamBPError(
+            f"{name} comes after a loss was computed from these logits, whose gradient it would not see: they are computed "
+            "where they are used. Call it before, or use StreamConfig(lazy_logits=False)."
+        )
     built: dict[int, tuple[LazyRows, Tensor]] = {}
     for x in rows:
         if id(x) not in built:
@@ -133,7 +139,7 @@ def _write(x: LazyRows, func: Any, name: str, args: Any, kwargs: Any, follow: bo
         before.become(before.build().detach())
         return x
     if follow and (torch.is_grad_enabled() or not before.graded):
-        plain = f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
+        plain = plain_name(name)
         out_of_place = getattr(Tensor, plain, None)
         made = NotImplemented
         if out_of_place is not None and plain in ROW_RULES:
@@ -149,14 +155,25 @@ def _write(x: LazyRows, func: Any, name: str, args: Any, kwargs: Any, follow: bo
     before.become(real[id(before)])
     args, kwargs = tree_map_only(LazyRows, lambda leaf: real[id(leaf)], (args, kwargs))
     result = func(*args, **kwargs)
+    if real[id(before)].shape != x.shape:
+        raise StreamBPError(
+            f"{name} changes the shape of logits in place, which a tensor that stands for them cannot. Use "
+            f"{plain_name(name)} or StreamConfig(lazy_logits=False)."
+        )
     before.memory.watch(real[id(before)])
-    return result
+    return x if result is real[id(before)] else result
+
+
+def plain_name(name: str) -> str:
+    """add_ -> add, __iadd__ -> __add__."""
+    return f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
 
 
 def _alike(made: LazyRows, before: LazyRows) -> bool:
     return made.shape == before.shape and made.dtype == before.dtype and made.graded == before.graded
 
 
+HOOKS = ("register_hook", "retain_grad")
 ELEMENTWISE = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "neg", "negative", "abs", "absolute", "sigmoid", "logsigmoid",
     "tanh", "square", "sqrt", "rsqrt", "reciprocal", "relu", "softplus", "clamp", "clamp_min", "clamp_max", "clip", "pow",

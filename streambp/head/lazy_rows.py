@@ -171,6 +171,18 @@ class LazyRows(Tensor):
     def current(self) -> LazyRows:
         return self if self.now is None else self.now.current()
 
+    def latest(self, operation: str) -> LazyRows:
+        """`current`, unless somebody other than torch's own operations has put what was written into the graph."""
+        by_others = (self.now is not None or self.written is not None) and not self.known()
+        if by_others and operation != "__set__":  # of an attribute, by the engine itself
+            function = type(self.grad_fn).__name__.removesuffix("Backward")
+            raise StreamBPError(
+                f"Logits were changed in place by {function}, an autograd.Function that marks them dirty, and then used "
+                f"({operation}): its gradient would not be asked for. Return a new tensor there, or use "
+                "StreamConfig(lazy_logits=False)."
+            )
+        return self.current()
+
     def check(self, operation: str) -> None:
         """Raise if another that shares its memory was written to."""
         if self.written is None:

@@ -83,6 +83,8 @@ def _fitted(tensor: Tensor, x: LazyRows, width: int) -> tuple[Any, Tensor] | Non
     if tensor.requires_grad and torch.is_grad_enabled():
         return None
     tensor = tensor.detach()
+    if tensor.numel() <= x.tokens.numel() + width:
+        tensor = tensor.clone()  # its values as they are now, whatever becomes of it
     if tensor.dim() == 0:
         return Beside.of(tensor.to(x.device).expand(*x.tokens, 1)), tensor
     if tensor.dim() > x.dim() or tensor.shape[-1] not in (1, width) or tensor.device != x.device:

@@ -97,9 +97,21 @@ def classes_second(logits, ids):
     return Mean.apply(logits.transpose(1, 2))
 
 
+def masks_that_are_used_again(logits, ids):
+    """One for each token, one for each class, a number; torch counts the first write to each, and not the second."""
+    total = 0.0
+    for mask in (torch.zeros(*ids.shape, 1), torch.zeros(VOCABULARY), torch.zeros(())):
+        for step in range(2):
+            mask += torch.rand(mask.shape, generator=torch.Generator().manual_seed(step))
+            total = total + (logits + mask).square().logsumexp(-1).mean()
+            mask.data.fill_(5.0)
+            mask.numpy().fill(3.0)
+    return total
+
+
 PROGRAMS = (
     scaled_without_grad, masked_without_grad, contiguous_part, copied_part, counted, a_constant_object, by_numpy, by_tuple,
-    rectified, added_to_a_constant, named_arguments, classes_second,
+    rectified, added_to_a_constant, named_arguments, classes_second, masks_that_are_used_again,
 )  # fmt: skip
 
 
@@ -131,6 +143,66 @@ def test_writes_to_a_shared_part_are_refused():
 
     with pytest.raises(streambp.StreamBPError, match="changed in place"):
         gradients_of(shared, True)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2.0)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * 2.0
+
+
+def written_by_a_function(logits, ids):
+    return cross_entropy(Doubled.apply(logits), ids)
+
+
+def written_by_a_function_on_the_way(logits, ids):
+    rows = logits * 1.0
+    Doubled.apply(rows)
+    return cross_entropy(rows, ids)
+
+
+def hooked_afterwards(logits, ids):
+    loss = cross_entropy(logits, ids)
+    logits.register_hook(lambda gradient: gradient * 2.0)
+    return loss
+
+
+def gradient_asked_for_afterwards(logits, ids):
+    loss = cross_entropy(logits, ids)
+    logits.retain_grad()
+    return loss
+
+
+def another_shape(logits, ids):
+    return cross_entropy(logits[:1].squeeze_(0), ids[:1])
+
+
+REFUSED = {
+    written_by_a_function: "marks them dirty",
+    written_by_a_function_on_the_way: "marks them dirty",
+    hooked_afterwards: "register_hook comes after",
+    gradient_asked_for_afterwards: "retain_grad comes after",
+    another_shape: "squeeze_ changes the shape",
+}
+
+
+def refused(program):
+    try:
+        gradients_of(program, True)
+    except streambp.StreamBPError as error:
+        return REFUSED[program] in str(error)
+    return False
+
+
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+def test_what_would_be_lost_without_a_word_is_refused(program):
+    assert refused(program)
+    assert gradients_of(program, False)[0].isfinite()
 
 
 def test_values_are_compared_as_they_are_rounded():

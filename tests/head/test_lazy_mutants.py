@@ -8,6 +8,7 @@ import pytest
 
 from streambp.head import hub, lazy, lazy_rows, loss_rules, row_rules, rows, sweep
 from tests.head import test_lazy
+from tests.head import test_lazy_like_torch as like_torch
 from tests.head.losses_on_logits import FRAMEWORKS
 from tests.head.test_lazy import BUILT, OTHERS, WRITES, check, refused
 
@@ -72,6 +73,13 @@ def is_refused(loss):
     return run
 
 
+def lost(program):
+    def run():
+        assert like_torch.refused(program)
+
+    return run
+
+
 def several_blocks():
     with pytest.MonkeyPatch.context() as patch:
         test_lazy.in_several_blocks(FRAMEWORKS["grpo"], patch)
@@ -118,6 +126,10 @@ MUTANTS = {
     "writes through real tensors unseen": (
         lazy_rows.Shared, "watch", lambda self, tensor: None, is_refused(WRITES["through data"]),
     ),
+    "writes by a Function unseen": (
+        lazy_rows.LazyRows, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
+    ),
+    "hooks that see nothing": (lazy, "HOOKS", (), lost(like_torch.hooked_afterwards)),
     "a mask as it is later": (rows.Beside, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
     "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
     "what a Function does with the gradient": (
