@@ -100,7 +100,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "num_hidden_layers": 3,
         "hc_lowrank": 8, "hc_count": 2,
         "ple_layer_ids": [1], "ple_embed_dim": 16, "ngram_vocab_size_base": 61, "split_ngram_parts": 1,
         "make_ngram_vocab_size_divisible_by": 1, "heads_per_ngram": 2, "indexer_n_heads": 32, "indexer_kv_heads": 1,

@@ -28,12 +28,13 @@ def float64_everywhere(float64_oracle):
 def glm5_next(attention="sdpa"):
     """Linear attention, an indexer that pools four keys, a layer that reads what the one before picked; two streams."""
     module = pytest.importorskip("transformers.models.glm5_next", reason="this transformers has no GLM 5 Next")
+    linear, sparse = dict.fromkeys(module.Glm5NextTextConfig().layer_types)  # the latter's name has changed
     text = {
         **SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_hidden_layers": 4, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8,
         "index_topk": 8, "index_head_dim": 8, "index_n_heads": 32, "index_kpool": 4, "linear_head_dim": 8,
         "linear_num_heads": 2, "hc_mult": 2, "indexer_types": ["full", "full", "shared", "shared"],
-        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "layer_types": [linear, sparse, sparse, linear],
     }  # fmt: skip
     vision = {
         "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32, "patch_size": 4,

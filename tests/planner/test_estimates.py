@@ -21,6 +21,7 @@ from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, parameter_groups, streamed, survey
 from tests import test_families, zoo
 from tests.families import build
+from tests.versions import ROUTING_LOOKED_AT
 
 GIB = 2**30
 QWEN3_8B = Qwen3Config(
@@ -39,7 +40,7 @@ MEASURED = {
     ("checkpointing, fused head", 65536): 51.25,
 }  # fmt: skip
 WEIGHTS = 15.3
-COUNTED_BY_DATA = ("dbrx", "jetmoe", "longcat_flash")  # their forwards look at values
+COUNTED_BY_DATA = ("dbrx", "jetmoe", "longcat_flash", *ROUTING_LOOKED_AT)  # their forwards look at values
 NOT_IN_HALF = ("xlstm",)  # transformers' own mixes float32 with it, unpatched as well
 # Static GiB of Qwen3-30B-A3B on 32 GPUs, as a Megatron estimator prints them (seed 001).
 MEGATRON = [
