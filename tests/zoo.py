@@ -100,6 +100,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
+        "layer_types": [0, 1, 0], "num_hidden_layers": 3,
         "hc_lowrank": 8, "hc_count": 2,
         "ple_layer_ids": [1], "ple_embed_dim": 16, "ngram_vocab_size_base": 61, "split_ngram_parts": 1,
         "make_ngram_vocab_size_divisible_by": 1, "heads_per_ngram": 2, "indexer_n_heads": 32, "indexer_kv_heads": 1,
@@ -146,7 +147,11 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
         small.update(_one_layer_of_each_kind(default, default[depth_name], depth_name))
     if isinstance(default.get("intermediate_size"), list):
         small["intermediate_size"] = 40
-    config: PreTrainedConfig = config_class(**{**small, **OVERRIDES.get(name, {}), **changes})
+    chosen = {**small, **OVERRIDES.get(name, {}), **changes}
+    if 0 in chosen.get("layer_types", ()):  # by number: their names are not the same in all versions
+        kinds = list(dict.fromkeys(default["layer_types"]))
+        chosen["layer_types"] = [kinds[number] for number in chosen["layer_types"]]
+    config: PreTrainedConfig = config_class(**chosen)
     config._experts_implementation = "eager"  # grouped products know no float64
     return config
 
