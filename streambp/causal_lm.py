@@ -44,13 +44,14 @@ def _how(record: HeadRecord) -> str:
     return BLOCKWISE
 
 
-def _how_lazily(record: HeadRecord) -> str:
-    """What became of the logits of a call without labels, so far."""
+def _how_lazily(record: HeadRecord, loss: str | None) -> str:
+    """What became of lazy logits so far; of a call with labels, beside how its loss was computed."""
+    before = "" if loss is None else f"{loss}; besides, "
     if record.built_for is not None:
-        return f"builds the logits: the program uses {record.built_for} on them, costs memory"
+        return f"{before}builds the logits: the program uses {record.built_for} on them, costs memory"
     if record.computed:
-        return f"no logits: computed blockwise for {', '.join(record.computed)}"
-    return "no logits: none were used"
+        return f"{before}no logits: computed blockwise for {', '.join(record.computed)}"
+    return "no logits: none were used" if loss is None else loss
 
 
 @dataclasses.dataclass
@@ -70,24 +71,25 @@ class Scored:
 class HeadUse:
     """What became of a model's head in its calls so far, for `describe`.
 
-    last: how the last call computed its loss, the last one in training if there was one; a call without labels whose logits
-        are computed where they are used leaves the record of that.
+    last: how the last call computed its loss, the last one in training if there was one.
+    lazy: of that call, if its logits are computed where they are used, the record of that.
     trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
     """
 
-    last: str | HeadRecord | None = None
+    last: str | None = None
+    lazy: HeadRecord | None = None
     trained: int = 0
     unlabelled: int = 0
 
     @property
     def told(self) -> str | None:
-        return _how_lazily(self.last) if isinstance(self.last, HeadRecord) else self.last
+        return self.last if self.lazy is None else _how_lazily(self.lazy, self.last)
 
-    def note(self, how: str | HeadRecord, training: bool, labelled: bool = True) -> None:
+    def note(self, how: str | None, training: bool, labelled: bool = True, lazy: HeadRecord | None = None) -> None:
         self.trained += training
         self.unlabelled += training and not labelled
         if training or not self.trained:
-            self.last = how
+            self.last, self.lazy = how, lazy
 
 
 class CausalLMForward(InstanceForward):
@@ -141,7 +143,7 @@ class CausalLMForward(InstanceForward):
             scored = self.score(kwargs, Wanted())
             scored.output["log_probs"] = scored.tokens.log_probs
             return scored.output
-        return self._with_record(kwargs, HeadRecord(self.state.pending))
+        return self._with_record(kwargs, HeadRecord(self.state.pending), hands_out=True)
 
     @property
     def foreign(self) -> str | None:
@@ -187,18 +189,19 @@ class CausalLMForward(InstanceForward):
             return Scored(output, tokens, hidden_states, record.norm)
         return Scored(output, tokens.without_last(), hidden_states[:, :-1], record.norm)
 
-    def _with_record(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
+    def _with_record(self, kwargs: dict[str, Any], record: HeadRecord, hands_out: bool = False) -> Any:
         self._refuse_unshifted(kwargs)
-        record.norms = self.norms
         kwargs["use_cache"] = False
+        lazy = HeadRecord(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
+        record.norms = self.norms if lazy is None else self._steady_norms
         record.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, record)
-        self._note(_how(record))
-        return self._finish(output)
+        self._note(_how(record), lazy=lazy)
+        return self._finish(output) if lazy is None else _hand_out(output, lazy)
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the logits of this call without labels are computed where they are used. Not where a cache is returned,
-        as by the model's config in eval mode; nor in an FSDP unit, which looks at outputs when its weights are gone."""
+        """Whether the logits of this call are computed where they are used. Not where a cache is returned, as by the
+        model's config in eval mode; nor in an FSDP unit, which looks at outputs when its weights are gone."""
         config = self.state.config
         if not config.lazy_logits or not config.head or self.foreign is not None or has_cache(kwargs):
             return False
@@ -212,19 +215,20 @@ class CausalLMForward(InstanceForward):
         return not any(base.__name__ == "FSDPModule" for part in self.module.modules() for base in type(part).__mro__)
 
     def _lazily(self, kwargs: dict[str, Any]) -> Any:
-        # One with modules inside (PEFT's) may be another one when the logits are used: adapters are switched for a while.
-        norms = tuple(norm for norm in self.norms if not any(norm.children()))
-        record = HeadRecord(self.state.pending, norms=norms)
         kwargs["use_cache"] = False
+        record = HeadRecord(self.state.pending, norms=self._steady_norms)
         output = self._run(kwargs, record)
         record.norms = ()
-        self._note(record)
-        if isinstance(output, tuple):
-            return tuple(_handed_out(part) for part in output)
-        return type(output)(**{name: _handed_out(value) for name, value in output.items()})
+        self._note(None, lazy=record)
+        return _hand_out(output, record)
 
-    def _note(self, how: str | HeadRecord, labelled: bool = True) -> None:
-        self.use.note(how, self._trains, labelled)
+    @property
+    def _steady_norms(self) -> tuple[nn.Module, ...]:
+        """One with modules inside (PEFT's) may be another one when logits are used: adapters are switched for a while."""
+        return tuple(norm for norm in self.norms if not any(norm.children()))
+
+    def _note(self, how: str | None, labelled: bool = True, lazy: HeadRecord | None = None) -> None:
+        self.use.note(how, self._trains, labelled, lazy)
 
     @functools.cached_property
     def _biased(self) -> bool:
@@ -279,13 +283,22 @@ class CausalLMForward(InstanceForward):
         return result
 
 
-def _handed_out(value: Any) -> Any:
-    """A part of the output of a call without labels; a single position's logits are real."""
-    if not isinstance(value, Deferred):
-        return value
-    if value.written is not None or value.recipe.weight is None or value.dim() < 2 or value.shape[-2] == 1:
-        return value.build()
-    return LazyLogits.of(value)
+def _hand_out(output: Any, record: HeadRecord) -> Any:
+    """A model's output with logits that are computed where they are used; a single position's are real.
+
+    record: of that use; what the model's own loss did with deferred ones is in another.
+    """
+
+    def real_or_lazy(value: Any) -> Any:
+        if not isinstance(value, Deferred):
+            return value
+        if value.written is not None or value.recipe.weight is None or value.dim() < 2 or value.shape[-2] == 1:
+            return value.build()
+        return LazyLogits.of(value, record)
+
+    if isinstance(output, tuple):
+        return tuple(real_or_lazy(part) for part in output)
+    return type(output)(**{name: real_or_lazy(value) for name, value in output.items()})
 
 
 class DeferredHead(InstanceForward):

@@ -29,8 +29,8 @@ class StreamConfig:
             CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
         eval_logits: in eval mode, build the logits as well when labels are given (for `compute_metrics`).
-        lazy_logits: without labels, return logits that are computed where they are used: log-probabilities, logsumexp,
-            losses and metrics of each token block by block, anything else from real logits.
+        lazy_logits: return logits that are computed where they are used, with labels beside the loss: log-probabilities,
+            logsumexp, losses and metrics of each token block by block, anything else from real logits.
         offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
             ahead of its use. "auto" does too, chooses `saves` if they are not given, and `gpu_memory` likewise.
         host_memory: bytes of host memory for that on each rank, as a number or as "96GiB"; None: nine tenths of what is

@@ -8,6 +8,7 @@ it, exact, at the memory cost that the unpatched model has; the operation's name
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from streambp.head.hub import Hub
 from streambp.head.index_rules import index
 from streambp.head.lazy_rows import LazyRows
 from streambp.head.loss_rules import cross_entropy, kl_div, nll_loss
+from streambp.head.recipe import HeadRecord
 from streambp.head.row_rules import DIM, along_rows, elementwise, scale
 from streambp.head.rows import readings
 
@@ -33,10 +35,10 @@ class LazyLogits(LazyRows):
     """Rows of logits, or of what was made of them."""
 
     @classmethod
-    def of(cls, deferred: Deferred) -> LazyRows:
-        """What a model's forward has made of its deferred hidden states, for its caller."""
+    def of(cls, deferred: Deferred, record: HeadRecord) -> LazyRows:
+        """What a model's forward has made of its deferred hidden states, for its caller; record: of what this does."""
         source = deferred.source.reshape(-1, deferred.source.shape[-1])
-        hub = Hub(source, deferred.recipe)
+        hub = Hub(source, dataclasses.replace(deferred.recipe, record=record))
         return cls.make(hub.read(source, deferred.shape[:-1]), hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
 
     @classmethod

@@ -42,17 +42,17 @@ class Settings:
 
 
 def from_fields(found: dict[str, Any]) -> Settings:
-    """Of `StreamConfig`'s fields and "at", as JSON gives them; logits are lazy if nothing is said of them.
+    """Of `StreamConfig`'s fields and "at", as JSON gives them.
 
     Raises:
         ConfigError: a name is unknown, or a value cannot be.
     """
-    config = {"lazy_logits": DEFAULTS.lazy_logits, **{name: value for name, value in found.items() if name != "at"}}
+    config = {name: value for name, value in found.items() if name != "at"}
     return Settings(config_from(config, "streambp launch"), found.get("at", "trainer"))
 
 
 def config_from(found: dict[str, Any], source: str) -> StreamConfig:
-    """A `StreamConfig` of its fields by name.
+    """A `StreamConfig` of its fields by name; logits are lazy if nothing is said of them.
 
     Args:
         source: where they come from, for the message.
@@ -63,7 +63,7 @@ def config_from(found: dict[str, Any], source: str) -> StreamConfig:
     unknown = sorted(set(found) - set(FIELDS))
     if unknown:
         raise ConfigError(f"{source} has the settings {unknown}; it may have {list(FIELDS)}.")
-    return StreamConfig(**found)
+    return dataclasses.replace(DEFAULTS, **found)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

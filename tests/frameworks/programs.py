@@ -11,12 +11,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 STEPS, BATCH, CHUNK = 3, 2, 100
-RATES = {"sft": 1.0, "lora": 1.0, "dpo": 0.1}
 TRAINER = {
     "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": STEPS, "logging_steps": 1,
     "save_steps": STEPS, "save_only_model": True, "seed": 3,
 }  # fmt: skip
 ADAPTED = ("q_proj", "down_proj")
+EVALUATED = BATCH + 1  # rows a batch: the last one is smaller
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a run trains.
+
+    stage: "sft" or "dpo".
+    evaluates: on all rows after every step; SFT with the framework's own accuracy where it has one.
+    """
+
+    stage: str
+    lora: bool = False
+    evaluates: bool = False
+
+    @property
+    def rate(self) -> float:
+        return 0.1 if self.stage == "dpo" else 1.0
+
+
+KINDS = {
+    "sft": Kind("sft"), "lora": Kind("sft", lora=True), "dpo": Kind("dpo"), "dpo-lora": Kind("dpo", lora=True),
+    "sft-eval": Kind("sft", evaluates=True), "dpo-eval": Kind("dpo", evaluates=True),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +55,9 @@ class Framework:
 
     framework: str
     packages: tuple[str, ...]
-    command: Callable[[str, Path, Path], list[str]]
-    plugin: Callable[[str, Path, Path], tuple[list[str], dict[str, str]]] | None = None
+    command: Callable[[Kind, Path, Path], list[str]]
+    plugin: Callable[[Kind, Path, Path], tuple[list[str], dict[str, str]]] | None = None
     stand_ins: dict[str, str] = dataclasses.field(default_factory=dict)
-    kinds: tuple[str, ...] = ("sft", "lora", "dpo")
 
 
 def write_yaml(path: Path, settings: dict[str, object]) -> str:
@@ -45,39 +67,44 @@ def write_yaml(path: Path, settings: dict[str, object]) -> str:
     return str(path)
 
 
-def llama_factory(kind: str, inputs: Path, output: Path) -> list[str]:
-    stage = "dpo" if kind == "dpo" else "sft"
+def llama_factory(kind: Kind, inputs: Path, output: Path) -> list[str]:
     settings: dict[str, object] = {
-        **TRAINER, "learning_rate": RATES[kind], "optim": "sgd", "stage": stage, "do_train": True, "use_cpu": True,
-        "model_name_or_path": str(inputs / "model"), "dataset": stage, "dataset_dir": str(inputs / "data"),
+        **TRAINER, "learning_rate": kind.rate, "optim": "sgd", "stage": kind.stage, "do_train": True, "use_cpu": True,
+        "model_name_or_path": str(inputs / "model"), "dataset": kind.stage, "dataset_dir": str(inputs / "data"),
         "template": "default", "cutoff_len": 1024, "output_dir": str(output), "report_to": "none",
-        "per_device_train_batch_size": BATCH, "finetuning_type": "lora" if kind == "lora" else "full",
+        "per_device_train_batch_size": BATCH, "finetuning_type": "lora" if kind.lora else "full",
         "overwrite_cache": True,
     }  # fmt: skip
-    if kind == "lora":
+    if kind.lora:
         settings.update(lora_rank=4, lora_dropout=0.0, lora_target=",".join(ADAPTED))
+    if kind.evaluates:
+        settings.update(eval_dataset=kind.stage, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=EVALUATED)
+        settings.update(compute_accuracy=kind.stage == "sft")
     return ["llamafactory-cli", "train", write_yaml(output.with_suffix(".yaml"), settings)]
 
 
-def ms_swift(kind: str, inputs: Path, output: Path) -> list[str]:
-    stage = "dpo" if kind == "dpo" else "sft"
+def ms_swift(kind: Kind, inputs: Path, output: Path) -> list[str]:
+    data = inputs / "data" / f"messages-{kind.stage}.jsonl"
     settings = {
-        **TRAINER, "learning_rate": RATES[kind], "optim": "sgd", "use_cpu": True, "model": inputs / "model",
-        "model_type": "qwen3", "template": "qwen3", "dataset": inputs / "data" / f"messages-{stage}.jsonl",
+        **TRAINER, "learning_rate": kind.rate, "optim": "sgd", "use_cpu": True, "model": inputs / "model",
+        "model_type": "qwen3", "template": "qwen3", "dataset": data,
         "output_dir": output, "add_version": False, "report_to": "none", "torch_dtype": "float32", "bf16": False,
-        "per_device_train_batch_size": BATCH, "tuner_type": "lora" if kind == "lora" else "full", "max_length": 1024,
+        "per_device_train_batch_size": BATCH, "tuner_type": "lora" if kind.lora else "full", "max_length": 1024,
         "save_total_limit": 1, "split_dataset_ratio": 0, "load_from_cache_file": False, "dataset_num_proc": 1,
         "dataloader_num_workers": 0, "attn_impl": "sdpa",
     }  # fmt: skip
-    words = ["swift", *(["rlhf", "--rlhf_type", "dpo"] if kind == "dpo" else ["sft"])]
+    if kind.evaluates:
+        settings.update(val_dataset=data, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=EVALUATED)
+        settings.update({"eval_metric": "acc"} if kind.stage == "sft" else {})
+    words = ["swift", *(["rlhf", "--rlhf_type", "dpo"] if kind.stage == "dpo" else ["sft"])]
     for name, value in settings.items():
         words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-    if kind == "lora":
+    if kind.lora:
         words += ["--lora_rank", "4", "--lora_dropout", "0", "--target_modules", *ADAPTED]
     return words
 
 
-def ms_swifts_callback(kind: str, inputs: Path, output: Path) -> tuple[list[str], dict[str, str]]:
+def ms_swifts_callback(kind: Kind, inputs: Path, output: Path) -> tuple[list[str], dict[str, str]]:
     plugin = output.with_name("streambp_plugin.py")
     plugin.parent.mkdir(parents=True, exist_ok=True)
     plugin.write_text("import streambp.integrations.ms_swift\n")
@@ -85,9 +112,9 @@ def ms_swifts_callback(kind: str, inputs: Path, output: Path) -> tuple[list[str]
     return words, {"STREAMBP_LAUNCH": json.dumps({"chunk_size": CHUNK})}
 
 
-def axolotl(kind: str, inputs: Path, output: Path, **more: object) -> list[str]:
+def axolotl(kind: Kind, inputs: Path, output: Path, **more: object) -> list[str]:
     settings: dict[str, object] = {
-        **TRAINER, "learning_rate": RATES[kind], "base_model": str(inputs / "model"), "optimizer": "sgd",
+        **TRAINER, "learning_rate": kind.rate, "base_model": str(inputs / "model"), "optimizer": "sgd",
         "lr_scheduler": "constant", "output_dir": str(output), "micro_batch_size": BATCH, "gradient_accumulation_steps": 1,
         "sequence_len": 1024, "bf16": False, "fp16": False, "tf32": False, "float32": True, "flash_attention": False,
         "sdp_attention": True, "gradient_checkpointing": True, "save_safetensors": True, "val_set_size": 0, "device": "cpu",
@@ -95,20 +122,22 @@ def axolotl(kind: str, inputs: Path, output: Path, **more: object) -> list[str]:
     }  # fmt: skip
     del settings["lr_scheduler_type"]
     data: dict[str, object] = {"path": str(inputs / "data"), "ds_type": "json", "type": "chat_template"}
-    if kind == "dpo":
+    if kind.stage == "dpo":
         settings.update(rl="dpo")
         data.update(data_files=["chosen-dpo.jsonl"], type="chat_template.default")
     else:
         data.update(data_files=["messages-sft.jsonl"], field_messages="messages")
     data.update(path=str(inputs / "data" / data.pop("data_files")[0]))  # type: ignore[index]
-    if kind == "lora":
+    if kind.lora:
         settings.update(adapter="lora", lora_r=4, lora_alpha=8, lora_dropout=0.0, lora_target_modules=list(ADAPTED))
         settings.update(lora_mlp_kernel=False, lora_qkv_kernel=False, lora_o_kernel=False)  # Triton: they want a GPU
+    if kind.evaluates:
+        settings.update(test_datasets=[data], eval_strategy="steps", eval_steps=1, eval_batch_size=EVALUATED)
     path = write_yaml(output.with_suffix(".yaml"), {**settings, "datasets": [data]})
     return ["axolotl", "train", path, "--launcher", "python"]
 
 
-def axolotls_section(kind: str, inputs: Path, output: Path) -> tuple[list[str], dict[str, str]]:
+def axolotls_section(kind: Kind, inputs: Path, output: Path) -> tuple[list[str], dict[str, str]]:
     return axolotl(kind, inputs, output, streambp={"chunk_size": CHUNK}), {}
 
 

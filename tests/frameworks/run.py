@@ -5,7 +5,8 @@
 
 Makes an environment with the framework's own pins and a CPU build of torch, writes a tiny Qwen3 and data, then runs the
 framework's own command: plain, with `streambp launch` before it, and with the framework's plugin where there is one.
-Prints a table; exit code 1 if a run failed or is out of bounds.
+Prints a table; exit code 1 if a run failed or is out of bounds. What it logs beside losses and gradient norms is compared
+as well, of training and of evaluation: metrics as a difference relative to the larger of 1 and the metric.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,46 +27,57 @@ import torch
 from safetensors.torch import load_file
 
 from tests.frameworks.environments import default_python, make, name_of, versions
-from tests.frameworks.programs import CHUNK, FRAMEWORKS, STEPS, Framework
+from tests.frameworks.programs import CHUNK, FRAMEWORKS, KINDS, STEPS, Framework, Kind
 
 LOSSES, WEIGHTS = 1e-5, 1e-4  # absolute; of the distance moved
 # DPO's loss is beta = 0.1 times four sums of log-probabilities near -2,000, where float32 numbers are 1.2e-4 apart.
 DPO_LOSSES = 0.1 * 4 * 2.0**-13
-HEADING = "| run | by | losses | gradient norms, relative | weights / distance moved | report |\n|---|---|---|---|---|---|"
-LAYERS = "streams: 3 x Qwen3DecoderLayer"
+HEADING = (
+    "| run | by | losses | gradient norms, relative | weights / distance moved | metrics | report |\n"
+    "|---|---|---|---|---|---|---|"
+)
+LAYERS, LOGITS = "streams: 3 x Qwen3DecoderLayer", "costs memory"  # what `describe` says; the second of built logits
+UNMEASURED = re.compile("time|speed|per_sec|memory|^loss$|^eval_loss$|^grad_norm$")  # clocks; and what has a column
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run left: losses [STEPS], gradient norms [STEPS], the weights it saved, and what it printed."""
+    """What a run left: losses [STEPS] and those of evaluations, gradient norms [STEPS], the other metrics that it logged,
+    by entry and name, the weights it saved, and what it printed."""
 
     losses: list[float]
     norms: list[float]
+    metrics: dict[tuple[int, str], float]
     weights: dict[str, torch.Tensor]
     said: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How far a run with streambp is from the one without."""
+    """How far a run with streambp is from the one without; lacking: the metrics that only the one without logged."""
 
     kind: str
     way: str
     loss: float
     norm: float
     weights: float
+    metrics: float
+    lacking: tuple[str, ...]
     streams: bool
     head: str
 
     @property
     def right(self) -> bool:
-        return self.loss <= (DPO_LOSSES if self.kind == "dpo" else LOSSES) and self.weights <= WEIGHTS and self.streams
+        bound = DPO_LOSSES if KINDS[self.kind].stage == "dpo" else LOSSES
+        numbers = self.loss <= bound and self.metrics <= bound and self.weights <= WEIGHTS
+        return numbers and self.streams and LOGITS not in self.head and not any(n.startswith("eval") for n in self.lacking)
 
     def __str__(self) -> str:
         layers = "all stream" if self.streams else "NOT ALL STREAM"
+        metrics = f"{self.metrics:.1e}" + (f", without {', '.join(self.lacking)}" if self.lacking else "")
         return (
-            f"| {self.kind} | {self.way} | {self.loss:.1e} | {self.norm:.1e} | {self.weights:.1e} | {layers}; {self.head} |"
-            + ("" if self.right else " OUT OF BOUNDS")
+            f"| {self.kind} | {self.way} | {self.loss:.1e} | {self.norm:.1e} | {self.weights:.1e} | {metrics} | "
+            f"{layers}; {self.head} |" + ("" if self.right else " OUT OF BOUNDS")
         )
 
 
@@ -82,16 +95,24 @@ def train(command: list[str], output: Path, folder: Path, variables: dict[str, s
         ).returncode
     if code != 0:
         raise RuntimeError(f"exit code {code}: {' '.join(command)}\n{log.read_text()[-3000:]}\n(all of it: {log})")
+    return read(output, log.read_text())
+
+
+def read(output: Path, said: str) -> Trained:
+    """What a run left in its folder."""
     state = json.loads(max(output.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime).read_text())
-    steps = [entry for entry in state["log_history"] if "loss" in entry]
+    entries = [entry for entry in state["log_history"] if "loss" in entry or "eval_loss" in entry]
+    steps = [entry for entry in entries if "loss" in entry]
     if len(steps) != STEPS:
         raise RuntimeError(f"{len(steps)} steps in the log of {output}, not {STEPS}")
     saved = max(output.rglob("*model.safetensors"), key=lambda path: (f"checkpoint-{STEPS}" in str(path), len(str(path))))
+    numbers = [(at, *pair) for at, entry in enumerate(entries) for pair in entry.items()]
     return Trained(
-        [step["loss"] for step in steps],
+        [value for _, name, value in numbers if name in ("loss", "eval_loss")],
         [step.get("grad_norm", math.nan) for step in steps],
+        {(at, n): float(v) for at, n, v in numbers if isinstance(v, (int, float)) and not UNMEASURED.search(n)},
         load_file(saved),
-        log.read_text(),
+        said,
     )
 
 
@@ -107,6 +128,13 @@ def moved(weights: dict[str, torch.Tensor], inputs: Path) -> float:
     return distance(load_file(inputs / "model" / "model.safetensors"), weights)
 
 
+def apart(ours: Trained, stock: Trained) -> float:
+    """The largest distance of metrics that both logged, relative to the larger of 1 and the metric; NaN is equal to NaN."""
+    pairs = [(value, ours.metrics[at]) for at, value in stock.metrics.items() if at in ours.metrics]
+    pairs = [pair for pair in pairs if not all(map(math.isnan, pair))]
+    return max((math.inf if math.isnan(a - b) else abs(a - b) / max(1.0, abs(a)) for a, b in pairs), default=0.0)
+
+
 def compare(kind: str, way: str, ours: Trained, stock: Trained, inputs: Path) -> Row:
     if set(ours.weights) != set(stock.weights):
         raise RuntimeError(f"{kind}: the weights saved are not the same: {set(ours.weights) ^ set(stock.weights)}")
@@ -118,6 +146,8 @@ def compare(kind: str, way: str, ours: Trained, stock: Trained, inputs: Path) ->
         max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)),
         max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours.norms, stock.norms, strict=True)),
         distance(ours.weights, stock.weights) / moved(stock.weights, inputs),
+        apart(ours, stock),
+        tuple(dict.fromkeys(name for at, name in stock.metrics if (at, name) not in ours.metrics)),
         LAYERS in report and "checkpoints:" not in report,
         ", ".join(dict.fromkeys(head)),
     )
@@ -132,17 +162,18 @@ def run(framework: Framework, kinds: list[str], folder: Path, binaries: Path) ->
         return [str(binaries / words[0]), *words[1:]]
 
     rows = []
-    for kind in kinds:
-        output = {way: folder / "runs" / f"{kind}-{way}" for way in ("plain", "launch", "plugin")}
+    for name in kinds:
+        kind: Kind = KINDS[name]
+        output = {way: folder / "runs" / f"{name}-{way}" for way in ("plain", "launch", "plugin")}
         stock = train(here(framework.command(kind, inputs, output["plain"])), output["plain"], folder, {})
         words = here(framework.command(kind, inputs, output["launch"]))
         ours = train([*launch, *words], output["launch"], folder, {})
-        rows.append(compare(kind, "launch", ours, stock, inputs))
+        rows.append(compare(name, "launch", ours, stock, inputs))
         print(rows[-1], flush=True)
         if framework.plugin is not None:
             words, variables = framework.plugin(kind, inputs, output["plugin"])
             ours = train(here(words), output["plugin"], folder, variables)
-            rows.append(compare(kind, "plugin", ours, stock, inputs))
+            rows.append(compare(name, "plugin", ours, stock, inputs))
             print(rows[-1], flush=True)
     return rows
 
@@ -152,7 +183,7 @@ def main() -> int:
     parser.add_argument("framework", choices=sorted(FRAMEWORKS))
     parser.add_argument("--folder", type=Path, help="for environments and runs, kept (default: a temporary one)")
     parser.add_argument("--python", default=default_python(), help="the interpreter to make the environment with")
-    parser.add_argument("--kinds", default="sft,lora,dpo", help="of these")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of these (default: all)")
     given = parser.parse_args()
     framework = FRAMEWORKS[given.framework]
     with tempfile.TemporaryDirectory() as temporary:

@@ -468,10 +468,9 @@ def test_a_references_distribution():
 
 
 def test_when_logits_are_real():
-    """With a cache, with labels, for one position, in evaluation that wants them; and without the setting."""
+    """With a cache, for one position, in evaluation that wants them; and without the setting."""
     model = lazy(build("qwen3", torch.float64))
     assert type(model(input_ids=IDS).logits) is LazyLogits  # training: no cache, whatever the config says
-    assert model(input_ids=IDS, labels=IDS).logits is None
     assert type(model(input_ids=IDS, logits_to_keep=1).logits) is torch.Tensor
     model.eval()
     with torch.no_grad():

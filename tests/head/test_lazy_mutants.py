@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
+from streambp import causal_lm
 from streambp.head import hub, lazy, lazy_rows, loss_rules, row_rules, rows, sweep
-from tests.head import test_lazy
+from tests.head import test_lazy, test_lazy_labels
 from tests.head import test_lazy_like_torch as like_torch
 from tests.head.losses_on_logits import FRAMEWORKS
 from tests.head.test_lazy import BUILT, OTHERS, WRITES, check, refused
@@ -52,6 +54,15 @@ def unseen(self, other, real=lazy_rows.LazyRows.become):
 def first_block_alone(self, total, product, rows, real=sweep.NodeTerm.add_to):
     if not rows.block.start:
         real(self, total, product, rows)
+
+
+def cut_off(output, record, real=causal_lm._hand_out):
+    with torch.no_grad():
+        return real(output, record)
+
+
+def beside_the_loss():
+    test_lazy_labels.compare(test_lazy_labels.dpo)
 
 
 def gradient_of(name):
@@ -146,6 +157,7 @@ MUTANTS = {
         lambda: test_lazy.test_nothing_is_held_by_a_cycle(FRAMEWORKS["dpo_with_metrics"]),
     ),
     "engines' hooks that are not called": (lazy.LazyRows, "hook", None, test_lazy.hooked_by_an_engine),
+    "logits beside the loss without a gradient": (causal_lm, "_hand_out", cut_off, beside_the_loss),
     "gradients of an earlier backward": (hub.Hub, "leave", of_any_backward, test_lazy.left_behind),
 }  # fmt: skip
 

@@ -50,14 +50,17 @@ def trainer(tmp_path, model=None, **more):
 def test_axolotls_section_patches_the_trainers_model_and_reference(axolotl, tmp_path, capsys):
     made = trainer(tmp_path)
     axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={"chunk_size": 5, "saves": ["kv"]}), made)
-    assert settings(made.model) == StreamConfig(chunk_size=5, saves=("kv",))
+    assert settings(made.model) == StreamConfig(chunk_size=5, saves=("kv",), lazy_logits=True)
     made.ref_model = model_of(7).eval()
     made.train()
     assert is_patched(made.ref_model)
     assert "blockwise loss, no logits\n" in capsys.readouterr().err
     measured = trainer(tmp_path, compute_metrics=right)
     axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={}), measured)
-    assert settings(measured.model) == StreamConfig(eval_logits=True)
+    assert settings(measured.model) == StreamConfig(eval_logits=True, lazy_logits=True)
+    real = trainer(tmp_path)
+    axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={"lazy_logits": False}), real)
+    assert settings(real.model) == StreamConfig()
 
 
 def test_axolotl_without_the_section_trains_as_ever(axolotl, tmp_path):

@@ -102,6 +102,50 @@ def test_losses_that_trainers_compute_from_logits(trainer_class, tmp_path, more)
     assert streambp.describe(made.model).head.startswith("no logits: computed blockwise for ")
 
 
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("chosen", [None, lambda logits, labels: logits.argmax(-1)])
+def test_predictions_are_those_of_the_program_alone(trainer_class, tmp_path, labels, chosen):
+    """Of a Trainer that has no metrics: nothing but the call says that logits are wanted."""
+    given = rows(5) if labels else [{"input_ids": row["input_ids"]} for row in rows(5)]
+    runs = []
+    for kind in (Trainer, trainer_class):
+        told = arguments(tmp_path / "out", per_device_eval_batch_size=2)
+        runs.append(kind(model_of(), told, preprocess_logits_for_metrics=chosen).predict(given))
+    expected, found = runs
+    torch.testing.assert_close(
+        torch.as_tensor(found.predictions), torch.as_tensor(expected.predictions), rtol=1e-4, atol=1e-5
+    )
+    assert set(expected.metrics) == set(found.metrics)
+    assert not labels or abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
+
+
+def test_metrics_that_trainers_compute_from_logits_beside_the_loss(trainer_class, tmp_path):
+    """As TRL 0.29 does in SFT, in training and evaluation."""
+
+    def measured(kind):
+        class Measured(kind):
+            def compute_loss(self, model, inputs, return_outputs=False, **more):
+                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
+                with torch.no_grad():
+                    log_p = outputs.logits.log_softmax(-1)
+                    entropies.append(float(-(log_p.exp() * log_p).sum(-1).mean()))
+                return (loss, outputs) if return_outputs else loss
+
+        return Measured
+
+    runs = []
+    for kind in (Trainer, trainer_class):
+        entropies = []
+        given = arguments(tmp_path / "out", eval_strategy="steps", eval_steps=1)
+        made = measured(kind)(model_of(), given, train_dataset=rows(), eval_dataset=rows(2))
+        made.train()
+        runs.append(entropies)
+    assert len(runs[0]) == 6
+    torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), rtol=1e-5, atol=0)
+    head = streambp.describe(made.model).head
+    assert head == "blockwise loss, no logits; besides, no logits: computed blockwise for log_softmax + exp + mul + sum"
+
+
 def test_accelerates_conversion_to_float32_builds_nothing(trainer_class, tmp_path):
     smoothed = arguments(tmp_path / "out", bf16=True, label_smoothing_factor=0.1)
     made = trainer_class(model_of(), smoothed, train_dataset=rows())

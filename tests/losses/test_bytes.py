@@ -80,7 +80,7 @@ def step_on_logits(loss, length, rows=2):
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
     record = HeadRecord(Pending())
     with LiveBytes() as count:
-        logits = LazyLogits.of(Deferred.make(hidden, Recipe(record, weight=weight, logits=True)))
+        logits = LazyLogits.of(Deferred.make(hidden, Recipe(record, weight=weight, logits=True)), record)
         loss(logits, ids).backward()
     assert hidden.grad.shape == hidden.shape
     return count, record
