@@ -55,6 +55,7 @@ def compare(use, **more):
         (dpo, BESIDES + "no logits: computed blockwise for gather, logsumexp"),
         (lambda z, y: z.cumsum(-1).square().mean(), BESIDES + "builds the logits: the program uses cumsum on them"),
     ],
+    ids=["metrics", "a loss", "no rule"],
 )
 def test_what_is_computed_of_logits_beside_the_loss(use, told, more):
     model = compare(use, **more)
