@@ -39,6 +39,7 @@ class LazyLogits(LazyRows):
         """What a model's forward has made of its deferred hidden states, for its caller; record: of what this does."""
         source = deferred.source.reshape(-1, deferred.source.shape[-1])
         hub = Hub(source, dataclasses.replace(deferred.recipe, record=record))
+        hub.used = deferred.recipe.record is not record  # the model's own loss is computed
         return cls.make(hub.read(source, deferred.shape[:-1]), hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
 
     @classmethod

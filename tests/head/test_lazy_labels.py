@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import streambp
+from streambp.errors import StreamBPError
 from streambp.head.lazy import LazyLogits
 from tests import zoo
 from tests.families import build
@@ -88,6 +89,13 @@ def test_logits_that_nobody_uses_change_nothing():
     for found, _, ours in others:
         assert torch.equal(found, loss)
         assert all(torch.equal(ours[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("hook", [lambda z: z.retain_grad(), lambda z: z.register_hook(torch.neg)])
+def test_hooks_that_would_not_see_the_losss_gradient_are_refused(hook):
+    output = lazy(build("qwen3", torch.float64))(input_ids=IDS, labels=IDS)
+    with pytest.raises(StreamBPError, match="after a loss was computed from these logits"):
+        hook(output.logits)
 
 
 def test_when_logits_are_beside_the_loss():
