@@ -20,6 +20,12 @@ from transformers import PreTrainedModel
 SEEN = "TRAINED UNDER"
 
 
+def tell(engines):
+    """Print them in a single write: ranks share one stream."""
+    sys.stdout.write(f"{SEEN} {engines}\n")
+    sys.stdout.flush()
+
+
 def engine_of(module):
     """What a module is, if it is an engine over several ranks: "ddp", "fsdp2" or "zero-STAGE"; else None."""
     if isinstance(module, DistributedDataParallel):
@@ -74,7 +80,7 @@ def main():
     del sys.argv[0]
     with engines_seen() as seen:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    print(SEEN, *sorted(seen), flush=True)
+    tell(" ".join(sorted(seen)))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_sequence_parallel(tmp_path):
 BREAKS = """
 import os, sys, torch, torch.distributed as dist
 import streambp
-from tests.distributed.watch import engine_of
+from tests.distributed.watch import engine_of, tell
 from tests.families import build, make_batch
 engine = sys.argv[1]
 if engine == "zero-3":
@@ -88,7 +88,7 @@ else:
     settings = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-print("TRAINED UNDER", engine_of(wrapped), flush=True)
+tell(engine_of(wrapped))
 for seed in range(3):
     steps.append(seed)
     loss = wrapped(**make_batch("plain", seed=seed), use_cache=False).loss
@@ -101,6 +101,7 @@ BREAKS_BETWEEN_EXCHANGES = """
 import os, deepspeed, torch, streambp
 from streambp.distributed.sequence_parallel import find_ulysses
 from tests.distributed.split_worker import model_for, register, shard, whole_batch
+from tests.distributed.watch import tell
 deepspeed.init_distributed(dist_backend="gloo")
 rank = int(os.environ["RANK"])
 register()
@@ -113,7 +114,7 @@ def forward(x):
         raise ValueError("injected in the middle of a step")
     return real(mlp, x)
 mlp.forward = forward
-print("TRAINED UNDER", type(find_ulysses("sdpa")).__name__, flush=True)
+tell(type(find_ulysses("sdpa")).__name__)
 for seed in range(3):
     steps.append(seed)
     batch, items = shard(whole_batch({"seed": seed}), rank)
