@@ -152,7 +152,8 @@ class Arguments:
         for name, value in self.named.items():
             self.named[name] = _rebuild(value, functools.partial(self._detach, name))
         kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
-        self.kind = frozenset({*kinds, ("a graph", torch.is_grad_enabled())})
+        shape = (first, (given.dim(), len(self.token_shape)))
+        self.kind = frozenset({*kinds, shape, ("a graph", torch.is_grad_enabled())})
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
         self._documents: Documents | None = None
 
@@ -243,8 +244,8 @@ class Arguments:
 
 def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
     """The shape of one token's hidden states: (h,), in [B, T, h] and in [M, B, T, h] (Gemma 3n's streams); (M, h) in
-    [B, T, M, h] (hyper-connections), which the number of positions tells. Where that is M as well, the probe finds that the
-    layer cannot be cut along its streams."""
+    [B, T, M, h] (hyper-connections), which the number of positions tells. Where that is M as well, it is a kind of call of
+    its own, of which the probe finds that the layer cannot be cut along its streams."""
     behind = (
         hidden_states.dim() == 4
         and isinstance(position_ids, Tensor)

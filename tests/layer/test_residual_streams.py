@@ -77,13 +77,16 @@ def test_few_tokens(name, length):
     check(BUILD[name](), make_batch("plain", length=length), 2)
 
 
-def test_as_many_tokens_as_streams():
-    """It cannot be told which are which: that call runs whole, the next one does not."""
-    stock = zoo.build("hy_v4")
+@pytest.mark.parametrize("streams", [STREAMS, 7])
+@pytest.mark.parametrize("first", ["as many", "others"])
+def test_as_many_tokens_as_streams(streams, first):
+    """It cannot be told which are which: such calls run whole, those before and after do not."""
+    stock = zoo.build("hy_v4", hc_mult=streams)
     ours = patched(stock, chunk_size=2)
-    for length, path in ((STREAMS, "checkpoints"), (LENGTH, "streams")):
+    for length in (streams, LENGTH, streams) if first == "as many" else (LENGTH, streams, LENGTH):
         batch = make_batch("plain", length=length)
         assert worst_error(gradients(ours, **batch)[1], gradients(copy.deepcopy(stock), **batch)[1]) <= 1e-10
+        path = "checkpoints" if length == streams else "streams"
         assert {layer.path for layer in streambp.describe(ours).layers} == {path}
 
 
