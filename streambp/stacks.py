@@ -45,6 +45,7 @@ def find_stacks(model: nn.Module) -> Found:
         raise UnsupportedModelError(
             f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
         )
+    _refuse_fsdp1(model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
     stacks: list[Stack] = []
@@ -84,6 +85,16 @@ def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel,
                 found.insert(0, (model, layers))
                 inside |= {id(module) for module in layers.modules()}
     return found
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    """It keeps parameters in one flat one, and views of it as plain attributes, that no layer can be differentiated by."""
+    if any(base.__name__ == "FullyShardedDataParallel" for module in model.modules() for base in type(module).__mro__):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
+            "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
+            "DDP."
+        )
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:

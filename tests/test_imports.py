@@ -21,7 +21,7 @@ ORDER = (
     "layer.scans",
     "layer.outputs", "layer.shadows",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.site", "layer.carried", "layer.kept",
-    "layer.call", "layer.gradients", "layer.probe",
+    "layer.call", "layer.reached", "layer.gradients", "layer.probe",
     "layer.whole", "layer.exhausted",
     "layer.function", "layer.sharded_call", "layer.sharded", "head.triton_fold", "head.triton_gradient",
     "head.blocks", "head.log_probs", "head.one_pass", "head.recipe", "head.deferred",

@@ -29,7 +29,7 @@ from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.kept import Kept
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.products import UnreadProducts, left_out, trace_unread
-from streambp.layer.recompute import Autocast, checkpointing_off
+from streambp.layer.recompute import Autocast, checkpointing_off, parametrizations_computed
 from streambp.layer.scans import StartingFrom, scans_of
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.states import LEAST_TOKENS, States, leaves_of, take_returned, whole_blocks
@@ -94,7 +94,12 @@ class LayerCall:
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
         """Attention goes to ours, and neither transformers' checkpointing nor an engine acts inside this layer."""
-        with routed(self.configs), checkpointing_off(self.layer), engine_hooks_silenced(self.layer):
+        with (
+            routed(self.configs),
+            checkpointing_off(self.layer),
+            engine_hooks_silenced(self.layer),
+            parametrizations_computed(),
+        ):
             yield
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:

@@ -24,6 +24,7 @@ from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
 from streambp.layer.probe import can_stream
 from streambp.layer.products import left_out, plain_linears, summed
+from streambp.layer.reached import refuse_other_leaves
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.scans import scans_selectively
 from streambp.layer.shadows import GradientSum, Parameters
@@ -263,6 +264,8 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
     starts = {key: state for key, state in states.items() if state.requires_grad}
     wanted = [*targets, *starts.values(), *work.shadows]
+    if chunk.stop == call.plan.length:
+        refuse_other_leaves(call.layer, outputs, wanted)
     found: list[Tensor | None] = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
     del outputs, upstream, output
     first, second = len(targets), len(targets) + len(starts)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,3 +89,15 @@ def checkpointing_off(layer: nn.Module) -> Iterator[None]:
     finally:
         for module in flagged:
             module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def parametrizations_computed() -> Iterator[None]:
+    """Within, parametrized weights are computed where they are read, and not handed out of `parametrize.cached()`: what it
+    holds was computed without a graph, or with one that ends elsewhere."""
+    cached = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = cached

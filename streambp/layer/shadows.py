@@ -68,9 +68,15 @@ class Parameters:
         return [slots[0].get() for slots in self.groups]
 
     def check_unchanged(self) -> None:
-        """Raise if a parameter was written to since this object was built, as by an optimizer step."""
+        """Raise if a parameter was written to since this object was built, as by an optimizer step, or is another one."""
         for name, parameter, (identity, version) in zip(self.names, self.current(), self._versions, strict=True):
-            if id(parameter) == identity and parameter._version != version:
+            if id(parameter) != identity:
+                raise BackwardError(
+                    f"{name} is another tensor in backward than it was in forward (torch.func.functional_call puts others "
+                    "in for a forward alone), so recomputing the layer would give the gradient of another model. Load the "
+                    "values into the model's own parameters, or run it unpatched (streambp.unpatch(model))."
+                )
+            if parameter._version != version:
                 raise BackwardError(
                     f"{name} was changed in place between forward and backward, so recomputing the layer would give "
                     "the gradient of another model. Call backward before optimizer.step() or any other update."

@@ -48,6 +48,7 @@ from streambp.layer.function import BackwardPass, Passes, outputs_of, run_backwa
 from streambp.layer.kept import linear_of
 from streambp.layer.outputs import Whole
 from streambp.layer.products import left_out, plain_linears, summed
+from streambp.layer.reached import refuse_other_leaves
 from streambp.layer.recompute import RandomState
 from streambp.layer.sharded_call import ShardedCall
 from streambp.layer.site import LayerSite
@@ -252,12 +253,13 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
             assert output is not None
             outputs, upstream = work.grads.of(output, chunk)
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-            d_o = _add(work, chunk, targets, outputs, upstream, extra=o_chunk)
+            d_o = _add(call, work, chunk, targets, outputs, upstream, extra=o_chunk)
             o[_part(chunk)] = torch.zeros_like(o_chunk) if d_o is None else d_o
             del output, outputs, upstream
 
 
 def _add(
+    call: ShardedCall,
     work: BackwardPass,
     chunk: Chunk,
     targets: list[Tensor],
@@ -268,6 +270,8 @@ def _add(
     """Differentiate one half of a chunk and add up; returns the gradient of `extra`. Without it, it is the half before."""
     wanted = [*targets, *work.shadows, *(() if extra is None else (extra,))]
     found: list[Tensor | None] = [None] * len(wanted)
+    if chunk.stop == call.plan.length:
+        refuse_other_leaves(call.layer, outputs, wanted)
     if outputs and wanted:
         found = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
     d_extra = None if extra is None else found.pop()
@@ -314,4 +318,4 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
                 if x.requires_grad
             ]
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-            _add(work, chunk, targets, [x for x, _ in pairs], [gradient for _, gradient in pairs])
+            _add(call, work, chunk, targets, [x for x, _ in pairs], [gradient for _, gradient in pairs])

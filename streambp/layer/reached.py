@@ -1,0 +1,52 @@
+"""Whether a recomputed chunk depends on what the layer's backward differentiates, and on nothing else.
+
+A tensor that wants a gradient can get into a layer without being one of its parameters or arguments: as a plain attribute,
+in a closure, inside an object among the arguments, as a view of FSDP1's flat parameter. Unpatched its gradient goes through
+the graph; a chunk's graph ends inside the layer's autograd Function, where it would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from streambp.errors import UnsupportedModelError
+
+LEAF = "torch::autograd::AccumulateGrad"
+FLAT = "_is_flat_param"  # what FSDP1 marks its parameters with
+
+
+def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> None:
+    """Go through the graph of a chunk's outputs, a fifth of a millisecond for a usual layer.
+
+    Raises:
+        UnsupportedModelError: it ends at a leaf that is not among those that are differentiated.
+    """
+    known = {id(tensor) for tensor in differentiated}
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name() == LEAF and id(node.variable) not in known:  # type: ignore[attr-defined]
+            raise _lost(layer, node.variable)  # type: ignore[attr-defined]
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
+
+
+def _lost(layer: nn.Module, tensor: Tensor) -> UnsupportedModelError:
+    found = (
+        f"{type(layer).__name__} depends on a tensor of shape {tuple(tensor.shape)} that wants a gradient and is neither "
+        "one of its parameters nor one of its arguments, so that streaming would lose that gradient"
+    )
+    if getattr(tensor, FLAT, False):
+        return UnsupportedModelError(
+            f"{found}: FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's "
+            "config), DeepSpeed ZeRO or DDP."
+        )
+    return UnsupportedModelError(
+        f"{found}. Register it as a parameter of the layer, or set requires_grad to False, or run the model unpatched "
+        "(streambp.unpatch(model)) with gradient checkpointing."
+    )
