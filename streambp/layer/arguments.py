@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.chunks import Chunk
-from streambp.errors import StreamBPError
+from streambp.errors import BackwardError, StreamBPError
 from streambp.layer.documents import Documents, documents_of
 
 # Where the tokens are, by argument name; whatever is not named here is handed to every chunk whole.
@@ -149,6 +149,7 @@ class Arguments:
         self.differentiable: list[Differentiable] = []
         # Mappings that the layer reads and writes, as given: what it adds to a chunk's copy is an output of the layer.
         self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
+        self._versions: list[tuple[str, Tensor, int]] = []
         for name, value in self.named.items():
             self.named[name] = _rebuild(value, functools.partial(self._detach, name))
         kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
@@ -180,12 +181,24 @@ class Arguments:
         return value if isinstance(value, bool) else type(value)
 
     def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
+        if torch.is_grad_enabled() and not tensor.is_inference():
+            self._versions.append((name, tensor, tensor._version))
         if not (tensor.requires_grad and torch.is_grad_enabled()) or name == "attention_mask":
             return tensor  # a mask that wants a gradient is refused where it is read
         self.inputs.append(tensor)
         self.differentiable.append(Differentiable(tensor.detach(), TOKEN_DIMS.get(name)))
         self._check_length(name, tensor)
         return Slot(len(self.inputs) - 1)
+
+    def check_unchanged(self) -> None:
+        """Raise if an argument was written to since this object was built, as the next batch may be into its buffers."""
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise BackwardError(
+                    f"{name} [{', '.join(map(str, tensor.shape))}], an argument of a streamed layer, was changed in place "
+                    "between forward and backward, so recomputing the layer would give the gradient of another batch. Call "
+                    "backward before, or work on a copy (tensor.clone())."
+                )
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
         """The differentiable arguments of this chunk, as leaves; those that are wanted require a gradient."""

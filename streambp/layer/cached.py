@@ -129,7 +129,8 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
         by_sdpa: transformers' sdpa attends, which gives a query that reads nothing 0.
     """
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] == length:
-        if by_sdpa or mask.is_meta or isinstance(mask, FakeTensor) or bool(mask.all()):
+        # Every query reads the first token where none of the rows starts with padding.
+        if by_sdpa or mask.is_meta or isinstance(mask, FakeTensor) or bool(mask[:, 0].all()):
             return PaddingMask(mask)
         return "it attends by itself, with padding whose queries read a mean over all keys"
     if not isinstance(mask, Tensor) or mask.dim() != 4:

@@ -209,6 +209,7 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
             "backward, so its recomputation would differ. Call model.train() or model.eval() outside of a step."
         )
     ctx.parameters.check_unchanged()
+    call.arguments.check_unchanged()
     return call, ctx.parameters
 
 
