@@ -150,7 +150,7 @@ class Arguments:
         # Mappings that the layer reads and writes, as given: what it adds to a chunk's copy is an output of the layer.
         self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
         for name, value in self.named.items():
-            self.named[name] = _rebuild(value, functools.partial(self._detach, name))
+            self.named[name] = rebuilt(value, functools.partial(self._detach, name))
         kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
         self.kind = frozenset({*kinds, ("a graph", torch.is_grad_enabled())})
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
@@ -209,10 +209,10 @@ class Arguments:
 
         shared = self._parts.get(chunk)
         if shared is None:
-            shared = {name: _rebuild(v, functools.partial(part, name)) for name, v in self.named.items() if _is_constant(v)}
+            shared = {name: rebuilt(v, functools.partial(part, name)) for name, v in self.named.items() if _is_constant(v)}
             self._parts[chunk] = shared
         named = {
-            name: shared[name] if name in shared else _rebuild(value, functools.partial(part, name))
+            name: shared[name] if name in shared else rebuilt(value, functools.partial(part, name))
             for name, value in self.named.items()
         }
         if self.counts_positions:
@@ -279,16 +279,16 @@ def _is_constant(value: Any) -> bool:
     return not isinstance(value, Slot | list | Mapping)
 
 
-def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """`value` with every tensor and slot in its tuples, lists and mappings changed."""
     if isinstance(value, Tensor | Slot):
         return change(value)
     if isinstance(value, tuple | list):
-        parts = [_rebuild(part, change) for part in value]
+        parts = [rebuilt(part, change) for part in value]
         return type(value)(parts) if type(value) in (tuple, list) else value
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        rebuilt = copy.copy(value)
+        changed = copy.copy(value)
         for key, part in value.items():
-            rebuilt[key] = _rebuild(part, change)
-        return rebuilt
+            changed[key] = rebuilt(part, change)
+        return changed
     return value

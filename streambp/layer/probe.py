@@ -22,7 +22,7 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import failed_in_a_kernel, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
-from streambp.layer.arguments import PICKED
+from streambp.layer.arguments import PICKED, rebuilt
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one, in_several
@@ -117,35 +117,23 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
 
 
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:
-    """Why a layer with states cannot be cut: what a chunk gives does not depend on a state that the one before ended with.
+    """Why a layer with states cannot be cut: what a chunk gives does not come from a state that the one before ended with.
 
     Before transformers 5.15 most mixers go on from their states with a single token only. In half precision what a state
-    changes within a few tokens may be less than rounding, so this is no question of tolerance: with data another value of
-    the state must change something, without data there must be a graph.
+    changes within a few tokens may be less than rounding, and nothing where weights start at zero. So the graph is asked,
+    which is there without data as well; of states that are no floating numbers it knows nothing.
     """
     size = min(CHUNK, x.shape[-2] // 2)
-    if size < LEAST_TOKENS:
+    if size < LEAST_TOKENS or any(parameter.is_inference() for parameter in call.layer.parameters()):
         return None
-    data = not _without_data(x)
-    named = call.arguments.named
-    with (
-        call.arguments.replaced({**_nothing_masked(named, x.shape[-2]), **in_one(named)}),
-        torch.set_grad_enabled(not data),
-    ):
-        states = _first_and_second(call, x, size).states
-        if data:
-            expected = _first_and_second(call, x, size, states).hidden_states
-            unread = [
-                key
-                for key, state in states.items()
-                if state.is_floating_point()
-                and torch.equal(_first_and_second(call, x, size, {**states, key: _other(state)}).hidden_states, expected)
-            ]
-        else:
-            states = leaves_of(states)
+    named = {**_nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}
+    with torch.inference_mode(False), torch.enable_grad():
+        if x.is_inference():  # a graph may not save what was made there
+            x, named = x.clone(), rebuilt({**call.arguments.named, **named}, Tensor.clone)
+        with call.arguments.replaced(named):
+            states = leaves_of(_first_and_second(call, x, size).states)
             read = _leaves_behind(_first_and_second(call, x, size, states).hidden_states)
-            unread = [key for key, state in states.items() if state.requires_grad and id(state) not in read]
-    kinds = sorted({key.kind for key in unread})
+    kinds = sorted({key.kind for key, state in states.items() if state.requires_grad and id(state) not in read})
     if not kinds:
         return None
     return f"it mixes tokens outside of its attention, and goes on from its {' and '.join(kinds)} state with one token only"
@@ -155,18 +143,13 @@ def _without_data(x: Tensor) -> bool:
     return x.device.type == "meta" or isinstance(x, FakeTensor)
 
 
-def _other(state: Tensor) -> Tensor:
-    """Far from the state, so that it shows even where little of a state is left after a token."""
-    return torch.randn_like(state) * 1024 * (1 + state.abs().amax())
-
-
 def _first_and_second(call: LayerCall, x: Tensor, size: int, states: States | None = None) -> ChunkOutput:
     """What a first chunk gives, or, if its states are given, a second one that starts from these."""
     prefix = Prefix(Spans.causal(x.shape[-3], 2 * size), 2 * size, call.carried.prefix.attention)
-    stage = Stage.RECOMPUTE if torch.is_grad_enabled() else Stage.FORWARD
-    output, _ = call.compute(x[..., :size, :], Chunk(0, 0, size), stage, prefix, states={})
+    output, _ = call.compute(x[..., :size, :], Chunk(0, 0, size), Stage.RECOMPUTE, prefix, states={})
     if states is not None:
-        output, _ = call.compute(x[..., size : 2 * size, :], Chunk(1, size, 2 * size), stage, prefix, states=states)
+        second = x[..., size : 2 * size, :]
+        output, _ = call.compute(second, Chunk(1, size, 2 * size), Stage.RECOMPUTE, prefix, states=states)
     assert output is not None
     return output
 
