@@ -12,6 +12,7 @@ from transformers.models.aria import modeling_aria
 from transformers.models.bamba import modeling_bamba
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer
 from transformers.models.gemma3n import modeling_gemma3n
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 NOW = version.parse(transformers.__version__)
 STATES_IN_CHUNKS = version.parse("5.15") <= NOW
@@ -36,12 +37,14 @@ _told = inspect.getsource(FalconH1DecoderLayer.forward).partition("self.mamba(")
 needs_falcons_documents = pytest.mark.skipif(
     "**kwargs" not in _told, reason="before transformers 5.17 Falcon-H1 tells its mixers nothing of packed rows"
 )
-INDEXERS_IN_CHUNKS = hasattr(Cache, "update_indexer")
+# Chunks have a mask of bools where the whole has none.
+_takes_bools = "attention_mask.dtype == torch.bool" in inspect.getsource(GlmMoeDsaAttention.forward)
+INDEXERS_IN_CHUNKS = hasattr(Cache, "update_indexer") and _takes_bools
 needs_indexers = pytest.mark.skipif(
     not INDEXERS_IN_CHUNKS,
-    reason="this transformers' indexers keep their keys to themselves, for one token at a time: their layers run whole",
+    reason="this transformers' indexers keep their keys to themselves, or add to a mask of bools: their layers run whole",
 )
-SHARES_THROUGH_CACHE = "shared_layers" in inspect.getsource(modeling_gemma3n)
+SHARES_THROUGH_CACHE = ".shared_layers[" in inspect.getsource(modeling_gemma3n)
 needs_sharing_without_cache = pytest.mark.skipif(
     SHARES_THROUGH_CACHE, reason="this transformers' Gemma 3n shares keys and values in its cache alone, in training none"
 )
