@@ -26,7 +26,7 @@ from streambp.instance_forward import InstanceForward, wants_gradients
 from streambp.layer.arguments import has_cache
 from streambp.layer.cached import biases_positions
 from streambp.padding import warn_of_labels_after_padding
-from streambp.wrappers import PatchState
+from streambp.wrappers import PatchState, wants_cache
 
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
@@ -191,7 +191,7 @@ class CausalLMForward(InstanceForward):
 
     def _with_record(self, kwargs: dict[str, Any], record: HeadRecord, hands_out: bool = False) -> Any:
         self._refuse_unshifted(kwargs)
-        kwargs["use_cache"] = False
+        self._leave_cache(kwargs)
         lazy = HeadRecord(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
         record.norms = self.norms if lazy is None else self._steady_norms
         record.num_items = kwargs.get("num_items_in_batch")
@@ -207,15 +207,12 @@ class CausalLMForward(InstanceForward):
             return False
         if config.eval_logits and not self.module.training:
             return False
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(self.module.config.get_text_config(), "use_cache", False)  # type: ignore[operator, union-attr]
-        if use_cache and not self._trains:
+        if wants_cache(self.module.config.get_text_config(), kwargs) and not self._trains:  # type: ignore[operator, union-attr]
             return False
         return not any(base.__name__ == "FSDPModule" for part in self.module.modules() for base in type(part).__mro__)
 
     def _lazily(self, kwargs: dict[str, Any]) -> Any:
-        kwargs["use_cache"] = False
+        self._leave_cache(kwargs)
         record = HeadRecord(self.state.pending, norms=self._steady_norms)
         output = self._run(kwargs, record)
         record.norms = ()
@@ -250,6 +247,10 @@ class CausalLMForward(InstanceForward):
 
     def _caches(self, kwargs: dict[str, Any]) -> bool:
         return has_cache(kwargs) or bool(kwargs.get("use_cache") and not self.module.training)
+
+    def _leave_cache(self, kwargs: dict[str, Any]) -> None:
+        self.state.check_cache(self.module.config.get_text_config(), kwargs)  # type: ignore[operator, union-attr]
+        kwargs["use_cache"] = False
 
     def _run(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
         config = self.module.config

@@ -16,7 +16,7 @@ from streambp.instance_forward import InstanceForward, forwards
 from streambp.layer.products import matching
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
-from streambp.stacks import Found, Stack, find_stacks
+from streambp.stacks import Found, Stack, find_stacks, shares_through_cache
 from streambp.wrappers import BackboneForward, LayerForward, PatchState
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,7 +52,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     _check_products(found, config)
     _check_unwrapped(model)
     layers = [layer for stack in found.stacks for layer in stack.layers]
-    state = PatchState(config, root=model)
+    shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
+    state = PatchState(config, root=model, shares_through_cache=shared)
     if config.offload != "none":
         host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
         sets_budget = config.offload == "auto" and gpu_memory is None

@@ -131,6 +131,14 @@ def states_argument(layer: nn.Module) -> str | None:
     return STATE if _takes_states(layer) and not _writes_states(layer) else None
 
 
+def shares_through_cache(backbone: PreTrainedModel) -> bool:
+    """Whether later layers read the keys and values of earlier ones from the cache, so that a call without one computes
+    something else: Gemma 3n and 4 in transformers 5.5, which gives each layer its own there, with checkpointing too."""
+    if not getattr(backbone.config, "num_kv_shared_layers", 0):
+        return False
+    return any("shared_layers" in _names(module) for module in backbone.modules())
+
+
 def counts_positions(layer: nn.Module) -> bool:
     """Whether a module of the layer asks its cache how many tokens came before (llama4's layers without rotary
     positions do; they would count from 0 in every chunk)."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,7 +19,7 @@ from streambp.distributed.host import engine_host_use
 from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_parallelism
 from streambp.distributed.shards import Shards, gather_shards
 from streambp.distributed.zero import make_leaf, unmake_leaf
-from streambp.errors import StreamBPError
+from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.head.deferred import Deferred
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
@@ -44,6 +46,7 @@ class PatchState:
     warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
     unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
+    shares_through_cache: without a cache the unpatched model would compute something else.
     """
 
     config: StreamConfig
@@ -59,6 +62,27 @@ class PatchState:
     split_over: int = 1
     warned_of_padding: bool = False
     unasked_cache: bool = False
+    shares_through_cache: bool = False
+
+    def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
+        """Asked of a call before it is made without a cache.
+
+        Raises:
+            UnsupportedModelError: unpatched it has one, and needs it.
+        """
+        if self.shares_through_cache and wants_cache(config, kwargs):
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} hands keys and values from one layer of this model to another in "
+                "its cache. Streamed calls have none: each layer would use its own, as under gradient checkpointing; "
+                "another model would be trained. Install transformers 5.6 or newer, which shares them without a cache. "
+                "To compute what this version computes without one, pass use_cache=False (or set config.use_cache = False)."
+            )
+
+
+def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call's `use_cache` is on; where it is not given, the model's config decides."""
+    use_cache = kwargs.get("use_cache")
+    return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
 
 
 class LayerForward(InstanceForward):
@@ -129,6 +153,7 @@ class BackboneForward(InstanceForward):
                 return self.original(**kwargs)
             self._switch_checkpointing_off()
             self._check(kwargs)
+            self.state.check_cache(self._config, kwargs)
             self._set_host_memory_aside()
             self.state.shards = self._shards(kwargs)
             kwargs["use_cache"] = False
@@ -159,10 +184,9 @@ class BackboneForward(InstanceForward):
             return False
         if torch.is_grad_enabled() and self.module.training:
             return True
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(self._config, "use_cache", False)
-            self.state.unasked_cache |= bool(use_cache and torch.is_grad_enabled())
+        use_cache = wants_cache(self._config, kwargs)
+        if kwargs.get("use_cache") is None:
+            self.state.unasked_cache |= use_cache and torch.is_grad_enabled()
         return not use_cache
 
     def _switch_checkpointing_off(self) -> None:

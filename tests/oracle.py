@@ -18,12 +18,15 @@ Gradients = dict[str, Tensor]
 def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make casts of float64 tensors to float32 do nothing, and `.float()` of integers (positions) give float64.
 
-    transformers computes norms, softmax and losses in float32 even for float64 models. A TorchFunctionMode would not do:
-    it is off inside backward.
+    Rotary angles are an elementwise product of frequencies and positions now, in older transformers a matrix product, and
+    a loaded model's frequencies are float32: that product promotes as the elementwise one does. transformers computes
+    norms, softmax and losses in float32 even for float64 models. A TorchFunctionMode would not do: it is off inside
+    backward.
     """
     # Up to transformers 5.17 it compiles its softmax when it is imported, which must be torch's own then.
     importlib.import_module("transformers.models.gpt_bigcode.modeling_gpt_bigcode")
     real_float, real_to, real_type = Tensor.float, Tensor.to, Tensor.type
+    real_matmul = Tensor.__matmul__
     real_softmax, real_sum, real_zeros = nn.functional.softmax, torch.sum, torch.zeros_like
 
     def widen(value: Any) -> Any:
@@ -42,6 +45,11 @@ def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     def softmax(x: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
         return real_softmax(x, dim, dtype=widen(dtype) if x.dtype == torch.float64 else dtype)
 
+    def matmul(self: Tensor, other: Any) -> Tensor:
+        if {self.dtype, other.dtype} == {torch.float32, torch.float64}:
+            return real_matmul(real_to(self, torch.float64), real_to(other, torch.float64))
+        return real_matmul(self, other)
+
     def to_type(self: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
         return real_type(self, widen(dtype) if self.dtype == torch.float64 else dtype, **kwargs)
 
@@ -52,6 +60,7 @@ def lift_float32_casts(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_zeros(x, *args, dtype=widen(dtype) if x.dtype == torch.float64 else dtype, **kwargs)
 
     monkeypatch.setattr(Tensor, "float", to_float)
+    monkeypatch.setattr(Tensor, "__matmul__", matmul)
     monkeypatch.setattr(torch, "zeros_like", zeros)
     monkeypatch.setattr(Tensor, "type", to_type)
     monkeypatch.setattr(torch, "sum", total)

@@ -9,13 +9,15 @@ import torch
 from packaging import version
 
 import streambp
+from streambp import patching
 from streambp.chunks import Barrier
 from streambp.errors import UnsupportedModelError
 from streambp.layer import cached
+from streambp.stacks import shares_through_cache
 from tests import zoo
 from tests.families import MODES, make_batch
 from tests.oracle import gradients, worst_error
-from tests.versions import NOT_IN_FLOAT64, NOW, STATES_IN_CHUNKS
+from tests.versions import INDEXERS_IN_CHUNKS, NOT_IN_FLOAT64, NOW, SHARES_THROUGH_CACHE, STATES_IN_CHUNKS
 
 CHUNK_SIZES = (5, 16)
 # One of each mechanism: dense, biases and windows, experts, latent attention, sinks, softcap, several attention calls,
@@ -38,6 +40,7 @@ WHOLE = {
     "cpmant": "it attends by itself, without a 4-D attention mask",
     "qwen4_exp_text": "its forward does not work on chunks",
 }
+INDEXED = {"deepseek_v32", "glm_moe_dsa"}
 # The names are those of the newest supported transformers; older ones know fewer families.
 EXACT = tuple(sorted(set(zoo.NAMES) - REFUSED.keys()))
 STREAMED = tuple(sorted(set(EXACT) - WHOLE.keys()))
@@ -83,6 +86,8 @@ def check(name, **changes):
     whole = {layer.reason for layer in streambp.describe(ours).layers if layer.path != "streams"}
     if not STATES_IN_CHUNKS:  # layers with states are exact there, but whole
         whole = {reason for reason in whole if "it mixes tokens outside of its attention" not in reason}
+    if name in INDEXED and not INDEXERS_IN_CHUNKS:
+        whole = set()
     assert len(whole) == (name in WHOLE)
     assert all(WHOLE[name] in reason for reason in whole)
     return ours
@@ -91,6 +96,60 @@ def check(name, **changes):
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample_is_exact(name):
     check(name)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "qwen3"])
+def test_a_step_that_leaves_the_cache_to_the_config(name):
+    """As in a plain loop: the unpatched model makes a cache then, which is not to change what it computes."""
+    stock, batch = zoo.build(name), make_batch("plain")
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    assert stock.config.use_cache
+    loss = stock(**batch).loss
+    loss.backward()
+    expected = {key: parameter.grad for key, parameter in stock.named_parameters() if parameter.grad is not None}
+    if abs(loss - stock(**batch, use_cache=False).loss) > 1e-9:
+        assert SHARES_THROUGH_CACHE
+        for call in (ours, ours.model):
+            with pytest.raises(UnsupportedModelError, match=r"Install transformers 5\.6 or newer"):
+                call(**(batch if call is ours else {"input_ids": batch["input_ids"]}))
+        assert ours.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape[1] > batch["input_ids"].shape[1]
+        return
+    ours(**batch).loss.backward()
+    found = {key: parameter.grad for key, parameter in ours.named_parameters() if parameter.grad is not None}
+    assert worst_error(found, expected) <= 1e-10
+
+
+class Sharing(torch.nn.Module):
+    """Reads another layer's keys as Gemma 3n does in transformers 5.5."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.config = zoo.tiny_config("qwen3", num_kv_shared_layers=shared)
+
+    def forward(self, hidden_states, past_key_values=None):
+        return past_key_values.shared_layers[0]
+
+
+def test_keys_that_are_shared_in_a_cache_alone(monkeypatch):
+    """Calls that would have one unpatched are refused; one that says it wants none is as unpatched without."""
+    assert [shares_through_cache(Sharing(shared)) for shared in (2, 0)] == [True, False]
+    assert shares_through_cache(zoo.build("gemma3n_text").model) == SHARES_THROUGH_CACHE
+    batch = make_batch("plain")
+    monkeypatch.setattr(patching, "shares_through_cache", lambda backbone: True)
+    ours, lazy = (
+        streambp.patch(zoo.build("qwen3"), streambp.StreamConfig(chunk_size=5, lazy_logits=lazy)) for lazy in (False, True)
+    )
+    with pytest.raises(UnsupportedModelError, match="hands keys and values from one layer"):
+        ours(**batch)
+    with pytest.raises(UnsupportedModelError, match="use_cache=False"):
+        ours.model(batch["input_ids"])
+    with pytest.raises(UnsupportedModelError, match="use_cache=False"):
+        lazy(batch["input_ids"], use_cache=True)
+    with pytest.raises(UnsupportedModelError, match="use_cache=False"), torch.no_grad():
+        ours.eval()(**batch)  # its loss is computed without logits, and without a cache
+    assert ours.train()(**batch, use_cache=False).loss.isfinite()
+    ours.config.use_cache = False
+    assert ours(**batch).loss.isfinite()
 
 
 @pytest.mark.full

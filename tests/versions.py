@@ -7,7 +7,12 @@ import inspect
 import pytest
 import transformers
 from packaging import version
+from transformers.cache_utils import Cache
 from transformers.models.aria import modeling_aria
+from transformers.models.bamba import modeling_bamba
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer
+from transformers.models.gemma3n import modeling_gemma3n
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 NOW = version.parse(transformers.__version__)
 STATES_IN_CHUNKS = version.parse("5.15") <= NOW
@@ -21,3 +26,25 @@ needs_diffllamas_calls = pytest.mark.skipif(
 NOT_IN_FLOAT64 = ("phimoe",) if version.parse("5.23") > NOW else ()  # its rotary embedding gives float32, unpatched as well
 # Its experts asked the host how many tokens each of them got.
 ROUTING_LOOKED_AT = ("aria_text",) if "tokens_per_expert.cpu()" in inspect.getsource(modeling_aria) else ()
+# With or without: what the layers of a hybrid are said to do.
+HYBRID_PATHS = {"streams"} if STATES_IN_CHUNKS else {"streams", "checkpoints"}
+MIXERS_ARE_FUNCTIONS = hasattr(modeling_bamba, "mamba2_chunk_scan")
+needs_mixer_functions = pytest.mark.skipif(
+    not MIXERS_ARE_FUNCTIONS,
+    reason="before transformers 5.15 plain torch of mixers is no function, for which a kernel could stand in",
+)
+_told = inspect.getsource(FalconH1DecoderLayer.forward).partition("self.mamba(")[2].partition(")")[0]
+needs_falcons_documents = pytest.mark.skipif(
+    "**kwargs" not in _told, reason="before transformers 5.17 Falcon-H1 tells its mixers nothing of packed rows"
+)
+# Chunks have a mask of bools where the whole has none.
+_takes_bools = "attention_mask.dtype == torch.bool" in inspect.getsource(GlmMoeDsaAttention.forward)
+INDEXERS_IN_CHUNKS = hasattr(Cache, "update_indexer") and _takes_bools
+needs_indexers = pytest.mark.skipif(
+    not INDEXERS_IN_CHUNKS,
+    reason="this transformers' indexers keep their keys to themselves, or add to a mask of bools: their layers run whole",
+)
+SHARES_THROUGH_CACHE = ".shared_layers[" in inspect.getsource(modeling_gemma3n)
+needs_sharing_without_cache = pytest.mark.skipif(
+    SHARES_THROUGH_CACHE, reason="this transformers' Gemma 3n shares keys and values in its cache alone, in training none"
+)

@@ -151,7 +151,7 @@ class Arguments:
         self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, value in self.named.items():
-            self.named[name] = _rebuild(value, functools.partial(self._detach, name))
+            self.named[name] = rebuilt(value, functools.partial(self._detach, name))
         kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
         shape = (first, (given.dim(), len(self.token_shape)))
         self.kind = frozenset({*kinds, shape, ("a graph", torch.is_grad_enabled())})
@@ -223,10 +223,10 @@ class Arguments:
 
         shared = self._parts.get(chunk)
         if shared is None:
-            shared = {name: _rebuild(v, functools.partial(part, name)) for name, v in self.named.items() if _is_constant(v)}
+            shared = {name: rebuilt(v, functools.partial(part, name)) for name, v in self.named.items() if _is_constant(v)}
             self._parts[chunk] = shared
         named = {
-            name: shared[name] if name in shared else _rebuild(value, functools.partial(part, name))
+            name: shared[name] if name in shared else rebuilt(value, functools.partial(part, name))
             for name, value in self.named.items()
         }
         if self.counts_positions:
@@ -293,16 +293,16 @@ def _is_constant(value: Any) -> bool:
     return not isinstance(value, Slot | list | Mapping)
 
 
-def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """`value` with every tensor and slot in its tuples, lists and mappings changed."""
     if isinstance(value, Tensor | Slot):
         return change(value)
     if isinstance(value, tuple | list):
-        parts = [_rebuild(part, change) for part in value]
+        parts = [rebuilt(part, change) for part in value]
         return type(value)(parts) if type(value) in (tuple, list) else value
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        rebuilt = copy.copy(value)
+        changed = copy.copy(value)
         for key, part in value.items():
-            rebuilt[key] = _rebuild(part, change)
-        return rebuilt
+            changed[key] = rebuilt(part, change)
+        return changed
     return value

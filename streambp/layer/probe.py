@@ -19,21 +19,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
-from streambp.chunks import ChunkPlan
+from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import failed_in_a_kernel, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
-from streambp.layer.arguments import PICKED
+from streambp.layer.arguments import PICKED, rebuilt
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
-from streambp.layer.documents import in_several
+from streambp.layer.documents import in_one, in_several
+from streambp.layer.outputs import ChunkOutput
 from streambp.layer.recompute import RandomState
-from streambp.layer.states import LEAST_TOKENS, States
+from streambp.layer.states import LEAST_TOKENS, States, leaves_of
 
 TOKENS = 12
 CHUNK = 5
 SAMPLES = 64  # positions that show how large hidden states are
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
+CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
 
 def can_stream(call: LayerCall) -> bool:
@@ -41,8 +43,9 @@ def can_stream(call: LayerCall) -> bool:
 
     What is judged is the layer, not the batch: hidden states are random and the mask is causal, because padding looks
     alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
-    well, but their verdict is this call's alone. Without data (meta, fake) it cannot be tried: layers that attend then
-    stream. A single token has nothing to cut; it runs whole, because some layers would not run on chunks at all.
+    well, but their verdict is this call's alone. Without data (meta, fake) values cannot be compared: layers then stream
+    that start from the states they keep, or attend and keep none. A single token has nothing to cut; it runs whole,
+    because some layers would not run on chunks at all.
 
     Raises:
         KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
@@ -52,8 +55,13 @@ def can_stream(call: LayerCall) -> bool:
     x = call.hidden_states.detach()
     if kind in site.verdicts:
         return True  # what is known not to stream does not get here
-    if x.device.type == "meta" or isinstance(x, FakeTensor):
-        return site.attends or site.states is not None
+    if _without_data(x):
+        if site.states is None and not site.attends:
+            return False
+        site.because = _judged_without_data(call, x)
+        if site.because is not None:
+            site.verdicts[kind] = site.because
+        return site.because is None
     if x.shape[-2] == 1:
         return False
     try:
@@ -69,6 +77,8 @@ def can_stream(call: LayerCall) -> bool:
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
     """Why chunks compute something else, None if they do not; and whether that will be so for any batch."""
+    if call.site.states is None and _convolves(call.layer):
+        return CONVOLVES, True
     certain = hidden_states.shape[-2] > CHUNK
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
     random = RandomState.capture(hidden_states.device).replayed()
@@ -81,6 +91,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
             documents = in_several(named, length) if call.packed else {}
             with call.arguments.replaced({**_nothing_masked(named, length), **documents}):
                 whole, pieces = _run(call, x, upstream, x.shape[-2], None), _run(call, x, upstream, chunk_size, {})
+            because = None if call.site.states is None else _unread_state(call, x)
         except (torch.OutOfMemoryError, AttentionChoiceError):
             raise
         except Exception as error:
@@ -94,13 +105,89 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
                     "to see whether it fails there too."
                 ) from error
             # Whatever else it is, it comes from cutting the layer.
-            return f"its forward does not work on chunks ({type(error).__name__}: {error})", certain
+            return _broken(error), certain
+    if because is not None:
+        return because, certain
     dtype = _coarsest(call, x)
     if all(_agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
         return None, certain
     if not all(bool(part.isfinite().all()) for part in whole):  # weights that are still to be loaded
         return None, False
     return "it mixes tokens outside of its attention (a convolution, a recurrence?)", certain
+
+
+def _unread_state(call: LayerCall, x: Tensor) -> str | None:
+    """Why a layer with states cannot be cut: what a chunk gives does not come from a state that the one before ended with.
+
+    Before transformers 5.15 most mixers go on from their states with a single token only. In half precision what a state
+    changes within a few tokens may be less than rounding, and nothing where weights start at zero. So the graph is asked,
+    which is there without data as well; of states that are no floating numbers it knows nothing.
+    """
+    size = min(CHUNK, x.shape[-2] // 2)
+    if size < LEAST_TOKENS or any(parameter.is_inference() for parameter in call.layer.parameters()):
+        return None
+    named = {**_nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}
+    with torch.inference_mode(False), torch.enable_grad():
+        if x.is_inference():  # a graph may not save what was made there
+            x, named = x.clone(), rebuilt({**call.arguments.named, **named}, Tensor.clone)
+        with call.arguments.replaced(named):
+            states = leaves_of(_first_and_second(call, x, size).states)
+            read = _leaves_behind(_first_and_second(call, x, size, states).hidden_states)
+    kinds = sorted({key.kind for key, state in states.items() if state.requires_grad and id(state) not in read})
+    if not kinds:
+        return None
+    return f"it mixes tokens outside of its attention, and goes on from its {' and '.join(kinds)} state with one token only"
+
+
+def _without_data(x: Tensor) -> bool:
+    return x.device.type == "meta" or isinstance(x, FakeTensor)
+
+
+def _first_and_second(call: LayerCall, x: Tensor, size: int, states: States | None = None) -> ChunkOutput:
+    """What a first chunk gives, or, if its states are given, a second one that starts from these."""
+    prefix = Prefix(Spans.causal(x.shape[-3], 2 * size), 2 * size, call.carried.prefix.attention)
+    output, _ = call.compute(x[..., :size, :], Chunk(0, 0, size), Stage.RECOMPUTE, prefix, states={})
+    if states is not None:
+        second = x[..., size : 2 * size, :]
+        output, _ = call.compute(second, Chunk(1, size, 2 * size), Stage.RECOMPUTE, prefix, states=states)
+    assert output is not None
+    return output
+
+
+def _broken(error: Exception) -> str:
+    return f"its forward does not work on chunks ({type(error).__name__}: {error})"
+
+
+def _judged_without_data(call: LayerCall, x: Tensor) -> str | None:
+    if call.site.states is not None:
+        try:
+            with call.streaming(), _evaluated(call.layer):
+                return _unread_state(call, x)
+        except StreamBPError:
+            raise
+        except Exception as error:
+            return _broken(error)
+    return CONVOLVES if _convolves(call.layer) else None
+
+
+def _convolves(layer: nn.Module) -> bool:
+    """Whether it mixes neighbouring tokens. That may be less than half precision's tolerance, too."""
+    return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules())
+
+
+def _leaves_behind(output: Tensor) -> set[int]:
+    """The ids of the leaves that a tensor was computed from."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 def _coarsest(call: LayerCall, x: Tensor) -> torch.dtype:

@@ -1,9 +1,12 @@
 """Kernels of token mixers, by the memory they take, in place of what a model would run on tensors without data.
 
-transformers' recurrent and convolutional layers call functions that are globals of their modeling module: a package's
-kernel where that is installed, transformers' own plain torch otherwise. The latter takes other memory, and loops over
-blocks of tokens in Python. For the time of a count the globals are functions that allocate what the
+transformers' recurrent and convolutional layers call functions that are globals of their modeling module, or attributes of
+the layers: a package's kernel where that is installed, transformers' own plain torch otherwise. The latter takes other
+memory, and loops over blocks of tokens in Python. For the time of a count they are functions that allocate what the
 kernels do (`delta_rules`, `state_spaces`). They are known by their parameters, not by a model's name.
+
+Before transformers 5.15 most plain torch is no function, but stands in the layers' own code. There it is what is counted,
+and `assumed` says so; such layers run whole.
 """
 
 from __future__ import annotations
@@ -90,6 +93,16 @@ KERNELS = (
     Kernel(frozenset({"zxbcdt", "outproj_weight", "headdim", "ngroups"}), "mamba_ssm", _fused_mamba2),
 )
 
+# What modeling modules import kernels as, or None where the package is absent.
+IMPORTED = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "chunk_gated_delta_rule": "fla",
+    "selective_scan_fn": "mamba_ssm",
+    "mamba_inner_fn": "mamba_ssm",
+    "mamba_chunk_scan_combined": "mamba_ssm",
+    "mamba_split_conv1d_scan_combined": "mamba_ssm",
+}
+
 
 class StandIn:
     """In place of a function: what its kernel allocates, where the first argument has no data; the function itself
@@ -114,19 +127,31 @@ def _plain(function: Any) -> Callable[..., Any]:
 
 
 def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, Kernel]]:
-    """The globals of the model's code that have kernels: the namespace, the name there, the kernel."""
-    spaces: dict[int, dict[str, Any]] = {}
-    for module_type in {type(module) for module in model.modules()}:
-        space = getattr(inspect.unwrap(module_type.forward), "__globals__", {})
-        if space.get("__name__", "").partition(".")[0] != "torch":
-            spaces[id(space)] = space
+    """The globals of the model's code and the modules' attributes that have kernels: the namespace, the name there, the
+    kernel."""
     found = []
-    for space in spaces.values():
+    for space in (*_globals_of(model), *(vars(module) for module in model.modules())):
         for name, value in space.items():
             kernel = _kernel_of(value)
             if kernel is not None:
                 found.append((space, name, kernel))
     return found
+
+
+def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
+    spaces: dict[int, dict[str, Any]] = {}
+    for module_type in {type(module) for module in model.modules()}:
+        space = getattr(inspect.unwrap(module_type.forward), "__globals__", {})
+        if space.get("__name__", "").partition(".")[0] != "torch":
+            spaces[id(space)] = space
+    return list(spaces.values())
+
+
+def out_of_reach(model: nn.Module) -> list[str]:
+    """The packages whose kernels the model would call, and for which nothing can stand in."""
+    known = {kernel.package for _, _, kernel in mixers_of(model)}
+    imported = {package for space in _globals_of(model) for name, package in IMPORTED.items() if name in space}
+    return sorted(imported - known)
 
 
 def _kernel_of(value: Any) -> Kernel | None:
@@ -167,7 +192,7 @@ def assumed(model: nn.Module, mixers: Mixers) -> str:
     """What a count of this model takes for granted about its mixers, in words; "" where it has none."""
     packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
     stand = [package for package in packages if mixers == "kernels" or (mixers == "installed" and is_installed(package))]
-    plain = [package for package in packages if package not in stand]
+    plain = [*(package for package in packages if package not in stand), *out_of_reach(model)]
     parts = [f"kernels of {', '.join(stand)}"] if stand else []
     parts += [f"transformers' plain torch where {', '.join(plain)} would have kernels"] if plain else []
     return " and ".join(parts)

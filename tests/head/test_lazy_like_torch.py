@@ -11,6 +11,7 @@ import streambp
 from streambp.head.lazy import LazyLogits
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import EXACT, worst_error
+from tests.seeds import seeded
 
 IDS = make_batch("plain")["input_ids"]
 
@@ -102,7 +103,7 @@ def masks_that_are_used_again(logits, ids):
     total = 0.0
     for mask in (torch.zeros(*ids.shape, 1), torch.zeros(VOCABULARY), torch.zeros(())):
         for step in range(2):
-            mask += torch.rand(mask.shape, generator=torch.Generator().manual_seed(step))
+            mask += torch.rand(mask.shape, generator=seeded(step))
             total = total + (logits + mask).square().logsumexp(-1).mean()
             mask.data.fill_(5.0)
             mask.numpy().fill(3.0)

@@ -13,6 +13,7 @@ from tests.families import VOCABULARY, build, mix_neighbours
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
 from tests.seeds import seed_of, seed_torch, seeded
 from tests.test_foreign_forwards import fused_forward
+from tests.versions import HYBRID_PATHS
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -166,7 +167,7 @@ def test_sft_of_a_hybrid(tmp_path):
     model = zoo.build("qwen3_5_text")
     found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **STREAMED, **settings)
     compare(expected, found)
-    assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
+    assert {layer.path for layer in streambp.describe(model).layers} == HYBRID_PATHS
     assert {layer.kind for layer in streambp.describe(model).layers} == {"Qwen3_5DecoderLayer"}
 
 

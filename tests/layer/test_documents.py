@@ -16,7 +16,7 @@ from tests.layer import reference_kernels
 from tests.layer.test_states import patched
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
-from tests.versions import needs_states
+from tests.versions import needs_falcons_documents, needs_states
 
 pytestmark = needs_states
 
@@ -131,7 +131,10 @@ def test_offloading_changes_no_bit(monkeypatch):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("name", "trained"), [("qwen3_next", "in_proj_ba"), ("falcon_h1", "out_proj")])
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [("qwen3_next", "in_proj_ba"), pytest.param("falcon_h1", "out_proj", marks=needs_falcons_documents)],
+)
 def test_the_trace_of_unread_products_sees_one_document(name, trained, monkeypatch):
     """It runs two chunks of two tokens, and here the second would start a document: nobody would read its start states."""
     stock, batch = build(name, monkeypatch), packed_batch([[0, 2, 4, 5, 6, 14, 23]], True, name == "qwen3_next")

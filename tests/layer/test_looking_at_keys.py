@@ -15,6 +15,7 @@ from tests import zoo
 from tests.families import make_batch
 from tests.layer.test_states import check_exact, patched
 from tests.oracle import gradients, worst_error
+from tests.versions import needs_indexers
 
 KINDS = ("deepseek_v32", "glm_moe_dsa", "inkling_text")
 
@@ -26,7 +27,7 @@ def float64_everywhere(float64_oracle):
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "inkling_text"])
+@pytest.mark.parametrize("name", [pytest.param("glm_moe_dsa", marks=needs_indexers), "inkling_text"])
 def test_chunks_of_a_few_tokens(name):
     check_exact(name, 11, [1, 2, 5, 10])
 
@@ -47,6 +48,7 @@ def test_the_tiny_model_is_sparse():
     assert not any("indexer" in name for name in few[1])
 
 
+@needs_indexers
 def test_later_layers_read_what_an_earlier_one_picked():
     stock = zoo.build("glm_moe_dsa", indexer_types=["full", "shared"], index_topk=8)
     assert stock.model.layers[1].self_attn.indexer is None

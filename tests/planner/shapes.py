@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from transformers import (
+    CONFIG_MAPPING,
     BambaConfig,
     FalconH1Config,
     GraniteMoeHybridConfig,
     JambaConfig,
-    KimiLinearConfig,
     Lfm2Config,
     NemotronHConfig,
     Qwen3_5MoeTextConfig,
@@ -31,6 +31,14 @@ LFM2 = {"hidden_size": 2048, "intermediate_size": 10752, "block_auto_adjust_ff_d
 NEMOTRON = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "chunk_size": 128}
 
 
+def kimi_linear(one):
+    """Where this transformers has it."""
+    if "kimi_linear" not in CONFIG_MAPPING:
+        return {}
+    config = CONFIG_MAPPING["kimi_linear"](**one, layer_types=[LINEAR], mlp_layer_types=["sparse"])
+    return {"Kimi-Linear-48B-A3B": config}
+
+
 def one_layer():
     """A configuration with a single layer, the one that has states, of each model."""
     one = {"num_hidden_layers": 1}
@@ -38,7 +46,7 @@ def one_layer():
         "Qwen3-Next-80B-A3B": Qwen3NextConfig(**one, layer_types=[LINEAR]),
         "Qwen3.5-35B-A3B": Qwen3_5MoeTextConfig(**one, layer_types=[LINEAR]),
         "Qwen3.5-9B": Qwen3_5TextConfig(**one, layer_types=[LINEAR]),
-        "Kimi-Linear-48B-A3B": KimiLinearConfig(**one, layer_types=[LINEAR], mlp_layer_types=["sparse"]),
+        **kimi_linear(one),
         "Nemotron-H-8B": NemotronHConfig(**NEMOTRON, layers_block_type=["mamba"]),
         "Granite-4.0-H-Small": GraniteMoeHybridConfig(**one, **GRANITE, layer_types=["mamba"]),
         "Bamba-9B": BambaConfig(**one, **BAMBA, attn_layer_indices=[]),

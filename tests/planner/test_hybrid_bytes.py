@@ -25,6 +25,9 @@ from streambp.planner.step import fused_attention
 from streambp.stacks import find_stacks
 from tests.layer.test_bytes import Source
 from tests.planner.shapes import one_layer
+from tests.versions import needs_states
+
+pytestmark = needs_states
 
 LENGTHS = (128 * 1024, 256 * 1024)
 CHUNK = 8192

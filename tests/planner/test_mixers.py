@@ -12,7 +12,7 @@ import streambp
 from streambp.planner import mixers
 from streambp.planner.count import LiveBytes, StepCount
 from streambp.planner.delta_rules import CausalConv, delta_rule
-from streambp.planner.mixers import KERNELS, assumed, mixers_of, standing_in
+from streambp.planner.mixers import KERNELS, assumed, mixers_of, out_of_reach, standing_in
 from streambp.planner.plan import Memory, plan_profile
 from streambp.planner.profile import Setting
 from streambp.planner.report import plan_table
@@ -21,6 +21,7 @@ from streambp.planner.state_spaces import FusedMamba, FusedMamba2, Mamba2Scan, S
 from streambp.planner.survey import Counter, streamed, survey
 from tests import zoo
 from tests.seeds import seed_torch
+from tests.versions import MIXERS_ARE_FUNCTIONS, needs_mixer_functions
 
 HALF, WIDE = torch.bfloat16, torch.float32
 FAMILIES = {
@@ -128,9 +129,12 @@ def test_fused_forms_return_every_gradient():
 def test_functions_are_known_by_their_parameters(family):
     model = Skeleton(zoo.tiny_config(family), HALF, None, 16, "cuda").model
     found = mixers_of(model)
-    assert {kernel.package for _, _, kernel in found} == FAMILIES[family]
+    beyond = set(out_of_reach(model))
+    assert {kernel.package for _, _, kernel in found} == FAMILIES[family] - beyond
+    assert beyond <= FAMILIES[family]
+    assert not (beyond and MIXERS_ARE_FUNCTIONS)
     assert not any("update" in name or "recurrent" in name for _, name, _ in found)
-    assert len({id(kernel) for _, _, kernel in found}) == len(found)
+    assert len({(id(space), id(kernel)) for space, _, kernel in found}) == len(found)
 
 
 def test_nothing_stays_behind_an_exception():
@@ -160,6 +164,7 @@ def test_a_model_with_data_runs_its_own_functions_meanwhile():
             assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
+@needs_mixer_functions
 def test_what_is_assumed_is_said(monkeypatch):
     profile = survey(Skeleton(SMALL, HALF, None, 16, "cuda"), [streamed()], at=(256, 128), accumulating=False, tree=False)
     assert profile.mixers == "kernels of causal_conv1d, fla"
@@ -199,13 +204,48 @@ def operations(config, choice, point):
     return number, calls
 
 
+class Older(torch.nn.Module):
+    """Calls its rule as an attribute, and its convolution as an import that is not there."""
+
+    def __init__(self):
+        super().__init__()
+        self.rule = rule_in_torch
+
+    def forward(self, q, k, v, g, beta):
+        return self.rule(q, k, v, g, beta)
+
+
+def rule_in_torch(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+                  use_qk_l2norm_in_kernel=False):  # fmt: skip
+    return None, None
+
+
+causal_conv1d_fn = None
+
+
+def test_functions_that_modules_hold_and_kernels_out_of_reach():
+    """As in transformers before 5.15, whose Qwen3-Next holds a rule, and convolves in its own code."""
+    model = Older()
+    assert [(space is vars(model), name) for space, name, _ in mixers_of(model) if name == "rule"] == [(True, "rule")]
+    assert out_of_reach(model) == ["causal_conv1d"]
+    assert assumed(model, "kernels") == (
+        "kernels of fla and transformers' plain torch where causal_conv1d would have kernels"
+    )
+    *inputs, _ = delta_inputs(128, False)
+    with standing_in(model, "kernels"):
+        out, _ = model(*inputs)
+    assert out.shape == inputs[2].shape
+    assert model.rule is rule_in_torch
+
+
+@needs_mixer_functions
 def test_a_step_is_a_few_hundred_operations_a_chunk_and_layer():
     """Of Qwen3.5-9B's shape, three layers with states among six kept: what a plan's minute is made of."""
     number, calls = operations(Qwen3_5TextConfig(), "kernels", (32768, 8192))
     probes = calls.count("fla") - 3 * 4 * 2  # layers, chunks, forward and recomputation
     print(f"{number} operations, {len(calls)} calls of stand-ins; of the delta rule's {probes} in probes")
     assert calls.count("fla") == calls.count("causal_conv1d")
-    assert probes == 3 * 2
+    assert probes == 3 * (2 + 3)  # of its unread products, and of whether it starts from its states
     assert number <= 6 * 4 * 700
 
 
