@@ -135,6 +135,11 @@ class SingleProcess:
         return loss
 
 
+class InFloat64(SingleProcess):
+    def make_model(self, seed):
+        return super().make_model(seed).double()
+
+
 def whole(tensor):
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().cpu().double().clone()

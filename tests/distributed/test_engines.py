@@ -9,6 +9,9 @@ from tests.versions import HYBRID_PATHS
 
 BAR = 1e-6  # of all gradients of four steps taken together, of all weights, and of evaluation losses
 EACH = 1e-5  # of any one gradient; a term that is lost or counted twice changes one by percents
+# The gradients of adapters are few and cancel: from draw to draw float32's own error in them differs tenfold. Two runs of
+# equal precision lie two errors apart, one within a factor of 2 of the other (the spread of its logarithm is 0.32).
+ROUNDING = 3
 HALF = 1.05  # in half precision: times the unpatched engine's own error
 MODELS = ("llama", "qwen3", "qwen3_moe")
 # A gated delta rule; Mamba 2; Mamba 1, whose mixer runs under a substituted forward; a unit that keeps its states itself.
@@ -104,17 +107,22 @@ def listed(table):
     return [(engine, case) for engine, cases in table.items() for case in cases]
 
 
+def bars_of(rounding):
+    bars = {"gradients": BAR, "weights": BAR, "losses": BAR, "worst gradient": EACH}
+    return bars | {name: max(bars[name], ROUNDING * error) for name, error in rounding.items()}
+
+
 def check(engine, cases):
     for row, case in zip(run(engine, cases), cases, strict=True):
         assert row["case"] == case
+        bars = bars_of(row["unpatched"].get("rounding", {}))
         for when in case.get("patched", ["before", "after"]):
             found = row[when]
             print(case, "patched", when, {name: found[name] for name in found.keys() - {"counts", "paths"}})
             for reference in ("unpatched", "single process"):
                 distances = found.get(reference, {})
                 assert distances or case.get("zero_init")
-                assert distances.pop("worst gradient", 0.0) <= EACH, (case, when, found)
-                assert all(value <= BAR for value in distances.values()), (case, when, found)
+                assert all(value <= bars[name] for name, value in distances.items()), (case, when, found, bars)
             assert found["paths"] == sorted(HYBRID_PATHS if case.get("model") in CACHED else {"streams"})
             # The head's, for each of what is taken of lazy logits: a logit, its logsumexp (known by then), an entropy.
             more = bool(case.get("eval")) + 3 * bool(case.get("logits"))

@@ -15,15 +15,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import streambp
 from streambp.distributed.host import engine_host_use
-from tests.distributed.engines import ENGINES, SingleProcess
+from tests.distributed.engines import ENGINES, InFloat64, SingleProcess
 from tests.distributed.traffic import Gathers, Traffic
 from tests.distributed.watch import engines_seen
 from tests.families import make_batch
+from tests.oracle import lift_float32_casts
 
 STEPS = 4  # optimizer steps, if the case does not say
 SECONDS = 120  # for one case; then a rank that hangs says where, and ends
@@ -118,9 +120,9 @@ def counts_of(traffic, gathers, weights, micro_steps):
     return counts
 
 
-def train_alone(case):
+def train_alone(case, engine_class=SingleProcess):
     """The same steps in this process, without an engine and unpatched: gradients averaged over both ranks' batches."""
-    engine, found = SingleProcess(case), Trained()
+    engine, found = engine_class(case), Trained()
     steps, accumulation = case.get("steps", STEPS), case.get("accumulation", 1)
     streams = [list(batches(rank, case)) for rank in range(2)]
     for step in range(steps):
@@ -158,6 +160,13 @@ def compare(found, expected):
     return row
 
 
+def rounding_of(stock, case):
+    """What float32 alone does to the unpatched engine's gradients: their distances from the same steps in float64."""
+    with pytest.MonkeyPatch.context() as context:
+        lift_float32_casts(context)
+        return compare(stock, train_alone(case, InFloat64))
+
+
 def run(engine_class, rank, case):
     """A case's row: the distances of every patched run from the unpatched engine's and from the single process's."""
     row = {"case": case, "unpatched": {}}
@@ -166,6 +175,8 @@ def run(engine_class, rank, case):
     row["unpatched"] |= {"counts": stock.counts, "engines": sorted(stock.engines)}
     if alone is not None:
         row["unpatched"]["single process"] = compare(stock, alone)
+    if case.get("lora"):
+        row["unpatched"]["rounding"] = rounding_of(stock, case)
     if case.get("checkpointing"):
         found = train(engine_class, rank, case, "checkpointing")
         row["checkpointing"] = {"counts": found.counts, "engines": sorted(found.engines)}
