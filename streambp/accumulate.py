@@ -11,15 +11,21 @@ of `addmm`, with a float32 `self`); not on ROCm in all cases, and not while Tuna
 
 On the CPU the factors are widened instead: rounded products, summed over blocks, are worth one rounding more of the sum,
 and every gradient of the model comes from the head's dhidden, whose error was 1.2 times that of full logits.
+
+Tensors without data (on meta, fake) stand for those on CUDA. torch 2.11 cannot run `addmm` with `out_dtype` on them (it
+takes the dtype for beta), but its in-place `addmm_` asks no dtypes there: as many bytes, and as many FLOPs.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._decomp import decompositions
+from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
+RUNS_WITHOUT_DATA = hasattr(decompositions, "addmm_dtype")  # of torch 2.12 and later
 
 
 @torch.no_grad()
@@ -41,16 +47,21 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         if _sums_inside(left) and wide != left.dtype:
             return aten.mm.dtype(left, right, wide)
         return (left @ right).to(wide)
-    if total.dtype == left.dtype:
+    sums_inside = total.dtype == wide and _sums_inside(left)
+    if total.dtype == left.dtype or (sums_inside and not RUNS_WITHOUT_DATA and _has_no_data(left)):
         return total.addmm_(left, right)
-    if _sums_inside(left) and total.dtype == wide:
+    if sums_inside:
         aten.addmm.dtype_out(total, left, right, wide, out=total)
         return total
     return total.add_(left @ right)
 
 
 def _sums_inside(x: Tensor) -> bool:
-    """Whether half-precision products can be written in float32. Tensors on meta stand for those on CUDA."""
-    if x.device.type == "meta":
+    """Whether half-precision products can be written in float32."""
+    if x.is_meta:
         return True
     return x.is_cuda and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
+
+
+def _has_no_data(x: Tensor) -> bool:
+    return x.is_meta or isinstance(x, FakeTensor)

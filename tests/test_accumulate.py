@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streambp.accumulate import add_product
 from streambp.planner.count import StepCount
 from tests.seeds import seeded
+from tests.versions import SUM_WITHOUT_DATA
 
 aten = torch.ops.aten
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -69,9 +70,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "operation"), [(torch.bfloat16, aten.addmm.dtype_out), (torch.float32, aten.addmm_.default)]
-)
+@pytest.mark.parametrize(("dtype", "operation"), [(torch.bfloat16, SUM_WITHOUT_DATA), (torch.float32, aten.addmm_.default)])
 def test_cuda_adds_inside_the_product(dtype, operation):
     """On meta, which stands for CUDA: one operation, that writes where the sum is."""
     left, right = factors(dtype, 0, "meta")

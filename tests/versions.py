@@ -1,10 +1,11 @@
-"""What older transformers in range do not have of what tests ask for: marks that skip, each with its reason."""
+"""What older transformers and torch in range do not have of what tests ask for: marks that skip, each with its reason."""
 
 from __future__ import annotations
 
 import inspect
 
 import pytest
+import torch
 import transformers
 from packaging import version
 from transformers.cache_utils import Cache
@@ -13,6 +14,8 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer
 from transformers.models.gemma3n import modeling_gemma3n
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
+
+from streambp.accumulate import RUNS_WITHOUT_DATA
 
 NOW = version.parse(transformers.__version__)
 STATES_IN_CHUNKS = version.parse("5.15") <= NOW
@@ -48,3 +51,6 @@ SHARES_THROUGH_CACHE = ".shared_layers[" in inspect.getsource(modeling_gemma3n)
 needs_sharing_without_cache = pytest.mark.skipif(
     SHARES_THROUGH_CACHE, reason="this transformers' Gemma 3n shares keys and values in its cache alone, in training none"
 )
+
+# On meta: a product of half-precision factors, added to a sum in float32.
+SUM_WITHOUT_DATA = torch.ops.aten.addmm.dtype_out if RUNS_WITHOUT_DATA else torch.ops.aten.addmm_.default

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from streambp.accumulate import HALF
 from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, K_BLOCK, MATH, Kernel
 from streambp.attention.masks import DenseMask
 from streambp.attention.spans import Block, Kind, Spans, Tiling
@@ -107,13 +108,20 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
     return depth, covered
 
 
-def choose_backend(wanted: str, q: Tensor, v: Tensor, dropout: float, softcap: float | None = None) -> Backend:
+def choose_backend(
+    wanted: str, q: Tensor, v: Tensor, dropout: float, softcap: float | None = None, sink: bool = False
+) -> Backend:
     """The backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
+
+    With a sink, "auto" on a CPU takes plain products for half precision: unpatched models attend eagerly there, and the
+    fused kernel's backward, from an o that is rounded, has thrice the error in q and k. [Note: rounded outputs]
 
     Raises:
         AttentionChoiceError: the wanted backend cannot do it; "auto" never raises, "math" does everything.
     """
     if wanted == "math":
+        return Backend((MATH,))
+    if wanted == "auto" and sink and q.device.type == "cpu" and q.dtype in HALF:
         return Backend((MATH,))
     no_flash = next(_not_flash(q, v, dropout, softcap), None)
     no_cudnn = next(_not_cudnn(q), no_flash)
@@ -142,7 +150,7 @@ def _not_flash(q: Tensor, v: Tensor, dropout: float, softcap: float | None) -> I
         return
     if device.type not in ("cuda", "meta"):
         yield f"it does not run on {device.type}"
-    if q.dtype not in (torch.float16, torch.bfloat16):
+    if q.dtype not in HALF:
         yield f"it computes in float16 and bfloat16, and the model attends in {str(q.dtype).removeprefix('torch.')}"
     if size % 8 or size > 256:
         yield f"the head size is {size}; it must be a multiple of 8 and at most 256"

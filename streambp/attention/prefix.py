@@ -190,7 +190,7 @@ class ChunkMask(AttentionPoint):
     ) -> Tensor:
         prefix, chunk, index = self.prefix, self.chunk, self.call
         self.call += 1
-        backend = choose_backend(prefix.attention, q, v, dropout, softcap)
+        backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
         prefix.backends.add(backend.name)
         seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
         params = Params(backend, q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout, seed)

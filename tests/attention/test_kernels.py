@@ -169,7 +169,13 @@ def test_backends_are_chosen_by_what_they_can_do():
     assert choose_backend("auto", q, v, 0.0).name == "cpu flash"
     assert choose_backend("auto", q, v, 0.1).name == "math"
     assert choose_backend("auto", q, v[..., :4], 0.0).name == "math"
+    half = q.bfloat16()
+    assert choose_backend("auto", half, half, 0.0).name == "cpu flash"
+    assert choose_backend("auto", half, half, 0.0, sink=True).name == "math"
+    assert choose_backend("flash", half, half, 0.0, sink=True).name == "cpu flash"
+    assert choose_backend("auto", q, v, 0.0, sink=True).name == "cpu flash"
     on_meta = q.to("meta", torch.bfloat16)
+    assert choose_backend("auto", on_meta, on_meta, 0.0, sink=True).name == "flash"
     assert choose_backend("auto", on_meta, on_meta, 0.0).name == "flash"
     for wanted in ("cudnn", "flash"):
         with pytest.raises(StreamBPError, match="Set attention='auto'"):

@@ -13,6 +13,8 @@ from streambp.head import triton_fold
 
 needs_triton = pytest.mark.skipif(not triton_fold.AVAILABLE, reason="triton is not installed")
 
+NO_LOOPS = "only 0-dimensional arrays can be converted to Python scalars"  # triton 3.6, with numpy from 2.4 on
+
 
 def interpreted(module, *checks):
     """In one process: importing takes longer than most checks."""
@@ -20,6 +22,8 @@ def interpreted(module, *checks):
     code = f"import torch; torch.set_num_threads(1); from {module} import {', '.join(checks)}; {calls}"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    if result.returncode and NO_LOOPS in result.stderr:
+        pytest.skip("this triton's interpreter cannot run a loop under this numpy")
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
 
 
