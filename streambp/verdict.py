@@ -189,3 +189,13 @@ def find_notes(whole: ParameterError, dtype: str, exact: bool) -> list[str]:
             f"agree on more than {NOTABLE}, please report it"
         )
     return notes
+
+
+def choice_notes(undecided: list[int], draws: int) -> list[str]:
+    """undecided: for each draw of tokens that decided nothing, how many choices differed. [Note: choices]"""
+    if not undecided:
+        return []
+    return [
+        f"{len(undecided)} of at most {draws} draws of tokens decided nothing: {undecided} choices of experts fell "
+        "otherwise streamed than unpatched, which a tie does, or an error"
+    ]

@@ -6,6 +6,11 @@ weights in a wider dtype, on the host. `verdict` judges how far the first two li
 The truth of a float32 or float64 model is computed in float64 with transformers' inner casts to float32 lifted (norms,
 softmax, rotary angles, loss). A float64 model has these casts, streamed or not: they are its noise, about 1e-7. The truth
 of a half-precision model is computed in float32.
+
+[Note: choices] A router that ties to rounding sends a token to other experts in one run than in the next, streamed or not,
+and then that token's gradients differ whole. So a batch that is found wanting, and on which the streamed model chose
+otherwise than the unpatched one, decides nothing: other tokens are drawn. An error in a layer changes choices in every
+draw, one behind all choices in none: both are found.
 """
 
 from __future__ import annotations
@@ -22,15 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streambp.choices import Choices
 from streambp.config import StreamConfig
 from streambp.describe import describe
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.layer.function import StreamedLayer
 from streambp.patching import patch, unpatch
 from streambp.truth import float64_experts, in_float64, on_host
-from streambp.verdict import Distances, Losses, Verification, find_notes, find_problems, rate
+from streambp.verdict import Distances, Losses, ParameterError, Verification, choice_notes, find_notes, find_problems, rate
 
 MIN_CHUNKS = 4
+DRAWS = 4  # of tokens. [Note: choices]
+OTHER_TOKENS = 1_000_003  # from one draw's seed to the next's
 ELEMENTS = 2**24  # of a gradient, compared at a time
 GIB = 2**30
 PADDING_NOTE = (
@@ -67,25 +75,23 @@ def verify(
     config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
     narrow, wide = _dtypes(model)
     _check(model, seq_len, narrow, wide)
-    batch = _make_batch(model, seq_len, seed, left_padding)
-    scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
-    with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
-        streamed, notes = _run_streamed(model, config, batch, scale)
-        unpatched = _run(model, batch, scale)
-        _check_finite(unpatched, narrow)
-        loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
-    losses = Losses(streamed.loss, unpatched.loss, loss)
-    rated, whole = rate(distances)
-    problems = find_problems(rated, whole, losses, set(unpatched.gradients), set(streamed.gradients))
+    undecided = []  # how many choices differed, by draw
+    for draw in range(DRAWS):
+        judged = _judge(model, config, _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding), narrow, wide)
+        differing = judged.streamed.choices.differing(judged.unpatched.choices)
+        if not judged.problems or not differing:
+            break
+        undecided.append(differing)
+    losses, whole, problems = judged.losses, judged.whole, judged.problems
     window = _window(model)
-    notes += [PADDING_NOTE] if left_padding else []
+    notes = [*judged.notes, *choice_notes(undecided, DRAWS), *([PADDING_NOTE] if left_padding else [])]
     notes += [*_window_notes(window, seq_len), *find_notes(whole, _name(narrow), not problems)]
-    notes += _untouched(model, streamed.gradients.keys() | unpatched.gradients.keys())
+    notes += _untouched(model, judged.streamed.gradients.keys() | judged.unpatched.gradients.keys())
     size = int(config.chunk_size)
     return Verification(
         exact=not problems,
         problems=problems,
-        parameters=rated,
+        parameters=judged.rated,
         whole_streamed=whole.streamed,
         whole_unpatched=whole.unpatched,
         loss_streamed=losses.streamed,
@@ -100,6 +106,32 @@ def verify(
         window=window,
         notes=tuple(notes),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """One batch's runs and what follows from them."""
+
+    streamed: Run
+    unpatched: Run
+    losses: Losses
+    rated: tuple[ParameterError, ...]
+    whole: ParameterError
+    problems: tuple[str, ...]
+    notes: list[str]
+
+
+def _judge(model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.dtype, wide: torch.dtype) -> Judged:
+    scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
+    with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
+        streamed, notes = _run_streamed(model, config, batch, scale)
+        unpatched = _run(model, batch, scale)
+        _check_finite(unpatched, narrow)
+        loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
+    losses = Losses(streamed.loss, unpatched.loss, loss)
+    rated, whole = rate(distances)
+    problems = find_problems(rated, whole, losses, set(unpatched.gradients), set(streamed.gradients))
+    return Judged(streamed, unpatched, losses, rated, whole, problems, notes)
 
 
 def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
@@ -220,26 +252,31 @@ def _set_aside(model: nn.Module) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One step of a model: its loss, its gradients on the host, and how many of its layers streamed."""
+    """One step of a model: its loss, its gradients on the host, how many of its layers streamed, and what it chose."""
 
     loss: float
     gradients: dict[str, Tensor]
     streamed_layers: int
+    choices: Choices
 
 
 def _run(model: nn.Module, batch: Batch, scale: float) -> Run:
-    loss, streamed_layers = _backward(model, batch, scale)
+    choices = Choices()
+    loss, streamed_layers = _backward(model, batch, scale, choices)
     gradients: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradients[name] = parameter.grad.cpu()
             parameter.grad = None
-    return Run(loss, gradients, streamed_layers)
+    return Run(loss, gradients, streamed_layers, choices)
 
 
-def _backward(model: nn.Module, batch: Batch, scale: float, lift: bool = False) -> tuple[float, int]:
+def _backward(
+    model: nn.Module, batch: Batch, scale: float, within: contextlib.AbstractContextManager[Any]
+) -> tuple[float, int]:
+    """within: a context for the forward."""
     with torch.enable_grad():
-        with in_float64() if lift else contextlib.nullcontext():
+        with within:
             loss = getattr(model(**batch, use_cache=False), "loss", None)
         if loss is None:
             raise UnsupportedModelError(
@@ -266,6 +303,8 @@ def _count_streamed(loss: Tensor) -> int:
 def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[Run, list[str]]:
     """The streamed step, and notes on what of it did not stream."""
     patch(model, config)
+    with torch.enable_grad():
+        model(**batch, use_cache=False)  # layers are tried when they are first called: what they choose then is of no batch
     run = _run(model, batch, scale)
     described = describe(model)
     unpatch(model)
@@ -304,7 +343,7 @@ def _run_truth(
             parameter.register_post_accumulate_grad_hook(functools.partial(compare, name))
     inputs = {name: tensor.cpu() for name, tensor in batch.items()}
     with experts:
-        loss, _ = _backward(truth, inputs, scale, lift=wide == torch.float64)
+        loss, _ = _backward(truth, inputs, scale, in_float64() if wide == torch.float64 else contextlib.nullcontext())
     return loss, found
 
 

@@ -37,7 +37,7 @@ ORDER = (
     "planner.page", "planner.megatron",
     "integrations.trl.settings", "integrations.trl.head", "integrations.trl.trainer", "integrations.trl.sft",
     "integrations.trl.dpo",
-    "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "truth", "verify",
+    "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "choices", "truth", "verify",
     "launch.settings", "launch.report", "launch.process", "launch.hook", "launch.site.sitecustomize", "launch.place",
     "launch.command", "launch.__main__", "integrations.axolotl", "integrations.ms_swift",
     "integrations.verl", "cli", "__main__",

@@ -12,13 +12,14 @@ import streambp
 import streambp.verify
 from streambp import cli
 from streambp.attention import prefix
+from streambp.choices import Choices
 from streambp.head import recipe
 from streambp.layer import function, shadows
 from streambp.verdict import Distances, Losses, find_problems, rate
 from streambp.verify import pick_chunk_size, verify
 from tests import zoo
 from tests.families import FAMILIES, build
-from tests.seeds import seed_of
+from tests.seeds import seed_of, seeded
 from tests.test_mutants import only_this_chunk, skips_second
 
 
@@ -276,3 +277,36 @@ def test_sinks_in_half_precision_are_not_blamed(number):
     """Plain products take the output before rounding, as eager attention does. [Note: rounded outputs]"""
     model = zoo.build("gpt_oss", torch.bfloat16, seed=number)
     assert verify(model, seq_len=50, seed=seed_of(number)).exact
+
+
+@pytest.mark.parametrize(("draws", "exact", "undecided"), [(0, True, 0), (1, True, 1), (9, False, 4)])
+def test_what_other_experts_compute_decides_nothing(draws, exact, undecided, monkeypatch):
+    """Tokens that go elsewhere streamed than unpatched, in so many draws: others are judged. [Note: choices]"""
+    model, batches = zoo.build("qwen3_moe", torch.float32, seed=0), []
+    router = type(next(module for name, module in model.named_modules() if name.endswith("mlp.gate")))
+    make_batch, forward = sys.modules["streambp.verify"]._make_batch, router.forward
+
+    def elsewhere(self, hidden_states):
+        streamed = any("_streambp" in module.__dict__ for module in model.modules())
+        return forward(self, -hidden_states if streamed and len(batches) <= draws else hidden_states)
+
+    monkeypatch.setattr("streambp.verify._make_batch", lambda *args: batches.append(args) or make_batch(*args))
+    monkeypatch.setattr(router, "forward", elsewhere)
+    found = verify(model, seq_len=50)
+    assert found.exact == exact
+    assert len({seed for _, _, seed, _ in batches}) == len(batches) == min(undecided + 1, 4)
+    notes = [note for note in found.notes if "choices of experts" in note]
+    assert [note.split()[0] for note in notes] == [str(undecided)] * bool(undecided)
+
+
+def test_choices_are_the_same_in_chunks():
+    logits = torch.randn(30, 8, generator=seeded())
+    with Choices() as whole:
+        torch.topk(logits, 2)
+    with Choices() as pieces:
+        for piece in (logits[20:], logits[:7], logits[7:20]):
+            piece.topk(2, sorted=False)
+    with Choices() as other:
+        torch.cat([logits[:-1], -logits[-1:]]).topk(2)
+    assert whole.differing(pieces) == pieces.differing(whole) == 0
+    assert whole.differing(other) == other.differing(whole) == 1
