@@ -90,15 +90,12 @@ class Hub:
 
     Args:
         source: [M, h], what the logits are made of; recipe: how. They must not be written to while the logits are used.
-
-    used: something differentiable was computed from the logits.
     """
 
     def __init__(self, source: Tensor, recipe: Recipe) -> None:
         assert recipe.weight is not None
         self.recipe, self.record = recipe, recipe.record
         self.hidden = source.detach()
-        self.used = False
         self.vocabulary: int = full_shape(recipe.weight)[0]
         self.wide = torch.promote_types(source.dtype, torch.float32)
         self.inputs: HeadInputs = make_inputs(
@@ -185,8 +182,9 @@ class Hub:
     def _remember(self, projection: Projection, positions: Tensor, found: Sequence[Tensor]) -> None:
         if projection not in self._known:
             count = self.hidden.shape[0]
-            zeros = (self.hidden.new_zeros(count, dtype=self.wide) for _ in found)
-            self._known[projection] = (*zeros, torch.zeros(count, dtype=torch.bool, device=self.hidden.device))
+            with torch.inference_mode(False):  # what a program asks for in it may be added to afterwards
+                zeros = [self.hidden.new_zeros(count, dtype=dtype) for dtype in (self.wide, self.wide, torch.bool)]
+            self._known[projection] = tuple(zeros)
         *values, known = self._known[projection]
         for value, part in zip(values, found, strict=True):
             value[positions] = part
@@ -319,8 +317,6 @@ def result(calculation: Statistic | Function, node: Node, graded: bool) -> tuple
     inputs = inputs_of(node)
     if graded and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)
-        for reading in readings(node):
-            reading.head.used = True
         return values
     with torch.no_grad():
         return calculation.run()
