@@ -321,6 +321,24 @@ def test_detached_logits_as_a_leaf():
     assert bool((real.grad != 0).any())
 
 
+@pytest.mark.parametrize("loss", [F.nll_loss, F.cross_entropy])
+def test_losses_have_autocasts_dtype(loss):
+    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = model(input_ids=IDS, use_cache=False).logits.view(-1, VOCABULARY)
+        assert rows.dtype == torch.bfloat16
+        found = loss(rows, IDS.flatten())
+        assert found.dtype == loss(rows.detach().cumsum(-1), IDS.flatten()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("more", [{"reduction": "average"}, {"label_smoothing": 1.5}])
+def test_arguments_that_torch_refuses_are_refused(more):
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    logits = model(input_ids=IDS, use_cache=False).logits
+    with pytest.raises((ValueError, RuntimeError), match=r"average|label_smoothing"):
+        F.cross_entropy(logits.view(-1, VOCABULARY), IDS.flatten(), **more)
+
+
 def test_a_label_beyond_the_vocabulary_is_an_error():
     model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
     logits = model(input_ids=IDS, use_cache=False).logits
