@@ -124,6 +124,14 @@ def taught_in_inference_mode(logits, ids):
     return F.kl_div(logits.log_softmax(-1), p.clone(), reduction="batchmean") + cross_entropy(logits, best.clone())
 
 
+def one_token(logits, ids):
+    row = logits[0, -1]
+    best = (
+        row.max(-1).values + row.logsumexp(-1) + row.log_softmax(-1).sum(0) + row.topk(3).values.sum() + row[row.argmax(-1)]
+    )
+    return best + F.cross_entropy(row, ids[0, 0]) + row.log_softmax(-1).gather(0, ids[0, :1])[0] + row.square().mean(-1)
+
+
 def part_hooked_beside_the_whole(logits, ids):
     """The hook is the part's alone."""
     whole = cross_entropy(logits, ids)
@@ -141,7 +149,7 @@ def hooked_after_a_metric(logits, ids):
 PROGRAMS = (
     scaled_without_grad, masked_without_grad, contiguous_part, copied_part, counted, a_constant_object, by_numpy, by_tuple,
     rectified, added_to_a_constant, named_arguments, classes_second, masks_that_are_used_again, looked_at_in_inference_mode,
-    taught_in_inference_mode, part_hooked_beside_the_whole, hooked_after_a_metric,
+    taught_in_inference_mode, one_token, part_hooked_beside_the_whole, hooked_after_a_metric,
 )  # fmt: skip
 
 
