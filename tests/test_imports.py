@@ -25,7 +25,7 @@ ORDER = (
     "layer.whole", "layer.exhausted",
     "layer.function", "layer.sharded_call", "layer.sharded", "head.triton_fold", "head.triton_gradient",
     "head.blocks", "head.log_probs", "head.one_pass", "head.recipe", "head.late_hooks", "head.deferred",
-    "head.rows", "head.sweep", "head.hub", "head.lazy_rows", "head.row_rules", "head.loss_rules",
+    "head.rows", "head.seen", "head.sweep", "head.hub", "head.lazy_rows", "head.row_rules", "head.loss_rules",
     "head.index_rules", "head.token_rules", "head.lazy",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.transfers", "offload.auto", "offload.stores",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streambp import causal_lm
-from streambp.head import hub, late_hooks, lazy, lazy_rows, loss_rules, row_rules, rows, sweep
+from streambp.head import hub, late_hooks, lazy, lazy_rows, loss_rules, row_rules, rows, seen, sweep
 from tests.head import test_lazy, test_lazy_labels
 from tests.head import test_lazy_like_torch as like_torch
 from tests.head.losses_on_logits import FRAMEWORKS
@@ -100,6 +100,10 @@ def is_refused_after_a_step():
     assert test_lazy.weights_changed()
 
 
+def is_refused_before_backward():
+    assert test_lazy.changed_before_backward()
+
+
 def left_in_one_place(monkeypatch):
     monkeypatch.setattr(hub.Hub, "take", lambda self: self._left.pop(0, []))
 
@@ -145,6 +149,7 @@ MUTANTS = {
     "hooks that a Function passes by": (lazy, "HOOKS", (), lost(like_torch.hooked_before_a_function)),
     "a mask as it is later": (rows.Beside, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
     "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
+    "weights written by a pointer": (seen.Seen, "changed", lambda self: None, is_refused_before_backward),
     "what a Function does with the gradient": (
         lazy_rows.LazyRows, "known", lambda self: True, builds("autograd.Function that returns logits"),
     ),
