@@ -124,6 +124,13 @@ def taught_in_inference_mode(logits, ids):
     return F.kl_div(logits.log_softmax(-1), p.clone(), reduction="batchmean") + cross_entropy(logits, best.clone())
 
 
+def with_its_gradient(logits, ids):
+    logits.retain_grad()
+    loss = cross_entropy(logits[:, :-1], ids[:, 1:])
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    return loss * gradient.square().sum()
+
+
 def one_token(logits, ids):
     row = logits[0, -1]
     best = (
@@ -149,7 +156,7 @@ def hooked_after_a_metric(logits, ids):
 PROGRAMS = (
     scaled_without_grad, masked_without_grad, contiguous_part, copied_part, counted, a_constant_object, by_numpy, by_tuple,
     rectified, added_to_a_constant, named_arguments, classes_second, masks_that_are_used_again, looked_at_in_inference_mode,
-    taught_in_inference_mode, one_token, part_hooked_beside_the_whole, hooked_after_a_metric,
+    taught_in_inference_mode, one_token, with_its_gradient, part_hooked_beside_the_whole, hooked_after_a_metric,
 )  # fmt: skip
 
 
