@@ -186,7 +186,7 @@ def _what_became_of(head: CausalLMForward) -> str:
         return "builds the logits (head=False)"
     use = head.use
     if use.told is None:
-        return f"{BLOCKWISE} when labels are given; no call yet"
+        return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
     missing = f" ({use.unlabelled} of {use.trained} training calls came without labels)" if use.unlabelled else ""
     return use.told + missing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -132,6 +132,19 @@ class LayerForward(InstanceForward):
         return record is not None and any(norm is own for own in record.norms) and not wants_gradients(norm)
 
 
+def refuse_replicas() -> NoReturn:
+    """What nn.DataParallel calls to copy a module to another device.
+
+    Raises:
+        StreamBPError: always. A replica's forward is the original's, wrapper and all, which has its weights elsewhere.
+    """
+    raise StreamBPError(
+        "nn.DataParallel would run replicas of a streamed model, which this does not support. HF Trainer uses it where a "
+        "process sees several GPUs: start one process for each with torchrun or accelerate launch, or show one GPU to the "
+        "process (CUDA_VISIBLE_DEVICES=0)."
+    )
+
+
 class BackboneForward(InstanceForward):
     """The model around the layers: decides whether this call streams, and keeps caches and masks out of the way."""
 
@@ -140,6 +153,10 @@ class BackboneForward(InstanceForward):
         self.state = state
         self.layers = layers
         self.checkpointed: list[nn.Module] = []
+
+    def install(self) -> None:
+        super().install()
+        self.module._replicate_for_data_parallel = refuse_replicas  # type: ignore[assignment]
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,6 +216,7 @@ class BackboneForward(InstanceForward):
 
     def remove(self) -> None:
         super().remove()
+        self.module.__dict__.pop("_replicate_for_data_parallel", None)
         for layer in self.checkpointed:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 

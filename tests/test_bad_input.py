@@ -152,6 +152,16 @@ def test_inner_fsdp_unit():
         model(**make_batch("plain"), use_cache=False)
 
 
+def test_replicas_of_data_parallel():
+    """Their forwards would be the original's, whose weights are on another device."""
+    model = build("qwen3")
+    streambp.patch(model)
+    with pytest.raises(streambp.StreamBPError, match="torchrun"):
+        [module._replicate_for_data_parallel() for module in model.modules()]
+    streambp.unpatch(model)
+    assert all(module._replicate_for_data_parallel() for module in model.modules())
+
+
 def test_offloaded_weights():
     model = streamed()
     projection = model.model.layers[0].mlp.up_proj

@@ -143,6 +143,10 @@ def fused_loss():
     assert test_stand_ins.raises(test_stand_ins.step_of_a_patched_model, test_stand_ins.fused)
 
 
+def kept_too_long():
+    assert test_stand_ins.raises(test_stand_ins.used_after_an_update)
+
+
 def written_alias():
     name = "written through detach"
     assert test_stand_ins.raises(test_stand_ins.step_of_a_patched_model, test_stand_ins.RAISES[name])
@@ -464,6 +468,7 @@ MUTANTS = {
         deferred.Link, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
     ),
     "other libraries' forwards taken for transformers'": (causal_lm, "foreign_forward", lambda *_: None, foreign_forward),
+    "weights that changed since a hook kept what they made": (deferred.Deferred, "check", lambda *_: None, kept_too_long),
     "writes to what shares memory with logits unseen": (deferred.Memory, "watch", lambda self, tensor: None, written_alias),
     "final norm left out": (
         recipe, "make_inputs",

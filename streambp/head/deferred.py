@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.distributed.zero import full_shape
 from streambp.errors import BackwardError, StreamBPError
+from streambp.head.late_hooks import note_use, refuse_late
 from streambp.head.recipe import Recipe, blockwise_loss
 
 
@@ -82,7 +83,8 @@ class Deferred(Tensor):
     """Shape, dtype and device of a tensor [..., h] or [..., V]; `source` [..., h] and `recipe` say how to compute it.
 
     Made by `Deferred.make`. written: the real tensor, once it has taken this one's place. derived: a slice or a view of
-    another, with which it shares `memory`. cut: made under no_grad of what requires a gradient.
+    another, with which it shares `memory`. cut: made under no_grad of what requires a gradient. followed: something with a
+    gradient was made of it. made_of: what it is computed from, and the versions of that.
     """
 
     source: Tensor
@@ -91,6 +93,8 @@ class Deferred(Tensor):
     written: Tensor | None
     derived: bool
     cut: bool
+    followed: bool
+    made_of: list[tuple[Tensor, int]]
 
     @staticmethod
     def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
@@ -100,7 +104,8 @@ class Deferred(Tensor):
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
         )  # type: ignore[attr-defined]
         self.source, self.recipe, self.memory = source, recipe, Memory()
-        self.written, self.derived, self.cut = None, False, False
+        self.written, self.derived, self.cut, self.followed = None, False, False, False
+        self.made_of = [(x, x._version) for x in (source, *recipe.inputs()) if not x.is_inference()]
         return self
 
     @classmethod
@@ -123,6 +128,19 @@ class Deferred(Tensor):
         if source is not None:
             result.derived, result.memory = True, self.memory
         return result
+
+    def check(self, operation: str) -> None:
+        """Raise if it can no longer be computed as it was, or if what shares its memory was written to."""
+        if self.written is not None:
+            return
+        self.memory.check(operation)
+        for tensor, version in self.made_of:
+            if tensor._version != version:
+                raise StreamBPError(
+                    f"{operation} asks for logits or for the final norm's output after the weights or hidden states "
+                    f"{list(tensor.shape)} that they are computed from changed, as in optimizer.step(). Keep a copy "
+                    f"(.clone()) of them before that, or use {self.memory.instead}."
+                )
 
     def follows_rules(self) -> bool:
         return self.written is None and not (self.cut and torch.is_grad_enabled())
@@ -154,19 +172,21 @@ class Deferred(Tensor):
             args = (kwargs.pop("input"), *args)
         stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Deferred)]
         for deferred in stand_ins:
-            if deferred.written is None:
-                deferred.memory.check(name)
+            deferred.check(name)
+        refuse_late(func, name, args, kwargs, stand_ins, Memory.instead)
         if args and isinstance(args[0], Deferred) and writes(name):
             args[0].write_for(name)
         elif rule is not None and all(deferred.follows_rules() for deferred in stand_ins):
             result = rule(*args, **kwargs)
             if result is not NotImplemented:
+                note_use(stand_ins, result)
                 return result
         built = {id(deferred): (deferred, deferred._build_for(name)) for deferred in stand_ins}
         args, kwargs = tree_map_only(Deferred, lambda deferred: built[id(deferred)][1], (args, kwargs))
         result = func(*args, **kwargs)
         for deferred, real in built.values():
             remember(deferred, real, result)
+        note_use(stand_ins, result)
         return result
 
     @classmethod

@@ -21,6 +21,7 @@ from streambp.head.blocks import Products, Projection, Statistics, Wanted, token
 from streambp.head.log_probs import HeadInputs, make_inputs, no_data
 from streambp.head.recipe import Recipe, within
 from streambp.head.rows import Node, Reading, evaluate, inputs_of, readings
+from streambp.head.seen import Seen
 from streambp.head.sweep import NodeTerm, StatisticsGradient, StatisticsTerm, rows_at_once, sweep, values_beside
 
 Weights = Callable[[Tensor, Tensor | None], tuple[Any, ...]]
@@ -42,6 +43,7 @@ class Handle(torch.autograd.Function):
         left = ctx.hub.take()
         if not left:
             return (None,) * len(ctx.needs_input_grad)
+        ctx.hub.check()
         return None, *sweep(ctx.hub.inputs, ctx.hub.terms(left, source), source, weight, bias, ctx.needs_input_grad[1:])
 
 
@@ -90,21 +92,19 @@ class Hub:
 
     Args:
         source: [M, h], what the logits are made of; recipe: how. They must not be written to while the logits are used.
-
-    used: something differentiable was computed from the logits.
     """
 
     def __init__(self, source: Tensor, recipe: Recipe) -> None:
         assert recipe.weight is not None
         self.recipe, self.record = recipe, recipe.record
         self.hidden = source.detach()
-        self.used = False
         self.vocabulary: int = full_shape(recipe.weight)[0]
         self.wide = torch.promote_types(source.dtype, torch.float32)
         self.inputs: HeadInputs = make_inputs(
             source, source.new_empty(0, dtype=torch.long), Projection(), recipe.norm, -100
         )
-        self._seen = [(tensor, tensor._version) for tensor in (self.hidden, *recipe.inputs()) if not tensor.is_inference()]
+        # Under ZeRO-3 weights come and go.
+        self._seen = Seen((self.hidden, *recipe.inputs()), recipe.inputs() if recipe.head is None else ())
         self._left: dict[int, list[Any]] = {}
         self._known: dict[Projection, tuple[Tensor, ...]] = {}  # [M] each: logsumexp, mean, and where they are known
 
@@ -129,19 +129,20 @@ class Hub:
 
     def check(self) -> None:
         """Raise if the logits can no longer be computed as they were."""
-        for tensor, version in self._seen:
-            if tensor._version != version:
-                raise StreamBPError(
-                    f"The head's weights or inputs {list(tensor.shape)} changed since the model was called, and its logits "
-                    "are computed where they are used. Use them before optimizer.step() or any other update, or set "
-                    "StreamConfig(lazy_logits=False)."
-                )
+        changed = self._seen.written()
         weight = self.recipe.weight
         assert weight is not None
-        if self.recipe.head is None and not no_data(weight) and not weight.untyped_storage().size():
+        if changed is None and self.recipe.head is None and not no_data(weight) and not weight.untyped_storage().size():
             raise StreamBPError(
                 "The output projection's weight is no longer on this rank where the logits are used: an engine has freed "
                 "it after the forward. Set StreamConfig(lazy_logits=False)."
+            )
+        changed = self._seen.changed() if changed is None else changed
+        if changed is not None:
+            raise StreamBPError(
+                f"The head's weights or inputs {list(changed.shape)} changed since the model was called, and its logits "
+                "are computed where they are used. Use them before optimizer.step() or any other update, or set "
+                "StreamConfig(lazy_logits=False)."
             )
 
     def with_weights(self, compute: Weights) -> tuple[Any, ...]:
@@ -185,8 +186,9 @@ class Hub:
     def _remember(self, projection: Projection, positions: Tensor, found: Sequence[Tensor]) -> None:
         if projection not in self._known:
             count = self.hidden.shape[0]
-            zeros = (self.hidden.new_zeros(count, dtype=self.wide) for _ in found)
-            self._known[projection] = (*zeros, torch.zeros(count, dtype=torch.bool, device=self.hidden.device))
+            with torch.inference_mode(False):  # what a program asks for in it may be added to afterwards
+                zeros = [self.hidden.new_zeros(count, dtype=dtype) for dtype in (self.wide, self.wide, torch.bool)]
+            self._known[projection] = tuple(zeros)
         *values, known = self._known[projection]
         for value, part in zip(values, found, strict=True):
             value[positions] = part
@@ -319,8 +321,6 @@ def result(calculation: Statistic | Function, node: Node, graded: bool) -> tuple
     inputs = inputs_of(node)
     if graded and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)
-        for reading in readings(node):
-            reading.head.used = True
         return values
     with torch.no_grad():
         return calculation.run()

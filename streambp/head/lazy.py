@@ -22,11 +22,11 @@ from streambp.errors import StreamBPError
 from streambp.head.deferred import METADATA, Deferred, remember, writes
 from streambp.head.hub import Hub
 from streambp.head.index_rules import index
-from streambp.head.lazy_rows import LazyRows
+from streambp.head.late_hooks import HOOKS, note_use, refuse_late
+from streambp.head.lazy_rows import LazyRows, Shared
 from streambp.head.loss_rules import cross_entropy, kl_div, nll_loss
 from streambp.head.recipe import HeadRecord
 from streambp.head.row_rules import DIM, along_rows, elementwise, scale
-from streambp.head.rows import readings
 
 METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
 
@@ -39,8 +39,9 @@ class LazyLogits(LazyRows):
         """What a model's forward has made of its deferred hidden states, for its caller; record: of what this does."""
         source = deferred.source.reshape(-1, deferred.source.shape[-1])
         hub = Hub(source, dataclasses.replace(deferred.recipe, record=record))
-        hub.used = deferred.recipe.record is not record  # the model's own loss is computed
-        return cls.make(hub.read(source, deferred.shape[:-1]), hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
+        made = cls.make(hub.read(source, deferred.shape[:-1]), hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
+        made.followed = deferred.recipe.record is not record  # by the model's own loss
+        return made
 
     @classmethod
     @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value
@@ -60,14 +61,18 @@ class LazyLogits(LazyRows):
         for x in rows:
             x.check(name)
             x.heed()
+        refuse_late(func, name, args, kwargs, rows, Shared.instead)
         follow = all(x.written is None and x.known() for x in rows)
         if isinstance(given, LazyRows) and (writes(name) or name == "requires_grad_" or kwargs.get("inplace") is True):
             return _write(given, func, name, args, kwargs, follow)
         if follow and kwargs.get("out") is None:
             result = _by_rule(func, name, args, kwargs)
             if result is not NotImplemented:
+                note_use(rows, result)
                 return result
-        return _on_real(func, name, args, kwargs, rows)
+        result = _on_real(func, name, args, kwargs, rows)
+        note_use(rows, result)
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -115,11 +120,6 @@ def _takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows]) -> Any:
     """An operation without a rule, on real tensors."""
-    if name in HOOKS and any(reading.head.used for x in rows for reading in readings(x.node)):
-        raise StreamBPError(
-            f"{name} comes after a loss was computed from these logits, whose gradient it would not see: they are computed "
-            "where they are used. Call it before, or use StreamConfig(lazy_logits=False)."
-        )
     built: dict[int, tuple[LazyRows, Tensor]] = {}
     for x in rows:
         if id(x) not in built:
@@ -129,6 +129,8 @@ def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows])
     result = func(*args, **kwargs)
     for x, real in built.values():
         remember(x, real, result)
+        if name in HOOKS and x.link is not None:
+            x.link.passed_by = f"a hook ({name}) was put on"
     return result
 
 
@@ -176,7 +178,6 @@ def _alike(made: LazyRows, before: LazyRows) -> bool:
     return made.shape == before.shape and made.dtype == before.dtype and made.graded == before.graded
 
 
-HOOKS = ("register_hook", "retain_grad")
 ELEMENTWISE = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "neg", "negative", "abs", "absolute", "sigmoid", "logsigmoid",
     "tanh", "square", "sqrt", "rsqrt", "reciprocal", "relu", "softplus", "clamp", "clamp_min", "clamp_max", "clip", "pow",

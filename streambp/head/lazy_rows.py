@@ -48,16 +48,17 @@ class Link(torch.autograd.Function):
         made = make()
         ctx.set_materialize_grads(False)
         ctx.node, ctx.classes = made.node, made.classes
-        ctx.changed = False
+        ctx.passed_by = None
         return made
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
         if upstream is not None:
-            if ctx.changed:
+            if ctx.passed_by:
                 raise BackwardError(
-                    "A gradient arrived at logits that were changed in place after something other than torch's own "
-                    "operations took them. Use StreamConfig(lazy_logits=False)."
+                    "A gradient arrived at logits from something other than torch's own operations (an autograd.Function, "
+                    f"a kernel), which took them as they were made; but {ctx.passed_by} them. Use "
+                    "StreamConfig(lazy_logits=False)."
                 )
             of_rows = upstream if ctx.classes is None else upstream.movedim(ctx.classes, -1)
             leave_for_node(flat(ctx.node), [of_rows.reshape(-1, of_rows.shape[-1])])
@@ -105,7 +106,7 @@ class LazyRows(Tensor):
 
     Made by `make`. classes: the dimension of the W, if it is not the last. written: the real tensor, once it has taken this
     one's place. derived: it shares the memory of another. seen: the writes to that memory that it knows of. now: what it is
-    since it was written to. link: its own place in the graph.
+    since it was written to. link: its own place in the graph. followed: something with a gradient was made of it.
     """
 
     node: Node
@@ -118,6 +119,7 @@ class LazyRows(Tensor):
     now: LazyRows | None
     link: Any
     heeded: bool
+    followed: bool
 
     @staticmethod
     def __new__(cls, node: Node, width: int, dtype: torch.dtype, classes: int | None = None) -> LazyRows:
@@ -129,7 +131,7 @@ class LazyRows(Tensor):
         )  # type: ignore[attr-defined]
         self.node, self.width, self.classes = node, width, classes
         self.memory, self.seen, self.link = Shared(), 0, None
-        self.written, self.derived, self.now, self.heeded = None, False, None, False
+        self.written, self.derived, self.now, self.heeded, self.followed = None, False, None, False, False
         return self
 
     @classmethod
@@ -235,7 +237,7 @@ class LazyRows(Tensor):
         """Be written to. [Note: writes to lazy rows]"""
         self.memory.writes += 1
         if self.link is not None:
-            self.link.changed = True
+            self.link.passed_by = "something was written to"
         if isinstance(other, LazyRows):
             self.now = other
             other.memory, other.derived, other.seen = self.memory, self.derived, self.memory.writes

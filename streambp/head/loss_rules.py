@@ -30,7 +30,7 @@ def _kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    if size_average is not None or reduce is not None or reduction not in ("none", "sum", "batchmean", "mean"):
+    if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
         return NotImplemented
     each = elementwise("kl_div", func, (x, target), {"reduction": "none", "log_target": log_target})
     if each is NotImplemented or reduction == "none":
@@ -52,11 +52,11 @@ def _nll(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    if weight is not None or size_average is not None or reduce is not None or not _is_target(x, target):
+    if weight is not None or not _is_reduction(size_average, reduce, reduction) or not _is_target(x, target):
         return NotImplemented
     note(x, "nll_loss")
-    x = last(x)
-    return _from_picked(x, target, ignore_index, reduction, 0.0, x.dtype)
+    dtype = nominal(F.nll_loss, (sample_of(x), target.reshape(-1)[:0]), {"reduction": "none"}).dtype
+    return _from_picked(last(x), target, ignore_index, reduction, 0.0, dtype)
 
 
 def cross_entropy(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -73,13 +73,18 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if weight is not None or size_average is not None or reduce is not None or not _is_target(x, target):
+    if weight is not None or not _is_reduction(size_average, reduce, reduction) or not _is_target(x, target):
         return NotImplemented
-    dtype = nominal(F.cross_entropy, (sample_of(x), target.reshape(-1)[:0]), {"reduction": "none"}).dtype
+    each = {"reduction": "none", "label_smoothing": label_smoothing}
+    dtype = nominal(F.cross_entropy, (sample_of(x), target.reshape(-1)[:0]), each).dtype
     x = last(x)
     log_probs = elementwise("log_softmax", F.log_softmax, (x,), {"dim": -1})
     note(x, "cross_entropy")
     return _from_picked(log_probs, target, ignore_index, reduction, label_smoothing, dtype)
+
+
+def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
+    return size_average is None and reduce is None and reduction in ("none", "sum", "mean")
 
 
 def _is_target(x: Any, target: Any) -> bool:

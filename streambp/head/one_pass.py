@@ -11,7 +11,8 @@ find it saving the same tensors.
 [Note: expected scale] A late factor that is no power of two rounds dhidden a second time: a loss divided by 3 for gradient
 accumulation cost 7 % of the whole gradient's precision in bf16. The expected scale is 1 / number of labels (or
 1 / num_items_in_batch) times what the last backward's upstream gradient was of that. So the factor is 1 from the second
-backward on, whatever an engine or a trainer divides losses by, if only it is always the same.
+backward on, whatever an engine or a trainer divides losses by, if only it is always the same. A factor that no engine has
+is not expected again: at a scale of 1e-36 the next loss's gradients would underflow.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch import Tensor
 from streambp.errors import BackwardError
 from streambp.head.blocks import Products, Softmax, Upstream, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
+
+SMALLEST = 2.0**-64
 
 
 class Pending:
@@ -47,7 +50,8 @@ class Pending:
     def learn(self, factor: Tensor) -> None:
         """`factor`, []: the upstream gradient that came, over the `scale` of its forward."""
         if type(factor) is Tensor and not factor.is_meta:  # fake tensors would outlive their mode
-            self._factor = torch.where(factor.isfinite() & (factor != 0), factor, 1.0)
+            size = factor.abs()
+            self._factor = torch.where((size > SMALLEST) & (size < 1 / SMALLEST), factor, 1.0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_work": None, "_factor": None}  # a copied or pickled model has nothing pending

@@ -85,7 +85,7 @@ class Recipe:
 
     def build(self, source: Tensor) -> Tensor:
         """The value for `source` [..., h]: [..., h], or [..., V] with a weight; differentiable."""
-        value: Tensor = source if self.norm is None else self.norm(source)
+        value: Tensor = source if self.norm is None else self.norm.forward(source)  # its hooks ran in the model's own call
         if self.scale_hidden != 1.0:
             value = value * self.scale_hidden
         if self.weight is not None:

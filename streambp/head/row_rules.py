@@ -165,7 +165,7 @@ def _shaped(values: Any, sample: Any, x: LazyRows) -> Any:
     """Results [N, ...] with the tokens' shape and the dtypes and type of the sample."""
     several = isinstance(sample, tuple | list)
     samples = sample if several else (sample,)
-    shaped = [v.reshape(*x.tokens, *s.shape[1:]).to(s.dtype) for v, s in zip(values, samples, strict=True)]
+    shaped = [v.reshape((*x.tokens, *s.shape[1:])).to(s.dtype) for v, s in zip(values, samples, strict=True)]
     return type(sample)(shaped) if several else shaped[0]
 
 

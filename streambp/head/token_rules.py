@@ -53,8 +53,7 @@ def unbind(x: LazyRows, dim: int = 0) -> Any:
 
 
 def iterate(x: LazyRows) -> Any:
-    found = unbind(x) if x.dim() > 1 else NotImplemented
-    return found if found is NotImplemented else iter(found)
+    return iter(x.unbind(0)) if x.dim() > 1 else NotImplemented
 
 
 def split(x: LazyRows, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 from streambp.errors import ConfigError
 from streambp.launch.hook import VARIABLE
 from streambp.launch.place import place, remove
-from streambp.launch.report import FOLDER, collect, say, streamed, table
+from streambp.launch.report import FOLDER, collect, leave, say, streamed, table
 from streambp.launch.settings import Settings, add_flags, from_flags
 
 SITE = Path(__file__).parent / "site"
@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="streambp-launch-") as folder:
         code = call(program, environment(settings, folder))
         accounts = collect(Path(folder))
+    for account in accounts:
+        leave(account)  # for the launch that this one may be run by
     say(f"end of {shlex.join(program)}")
     say(table(accounts))
     return judge(code, streamed(accounts), arguments.allow_unpatched)

@@ -52,10 +52,11 @@ def test_gradients_are_exact_whatever_came_before(float64_oracle):
         assert scale != 0 or not any(g.any() for g in found.values())
 
 
-def test_a_loss_that_overflowed_does_not_reach_the_next_step():
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, 1e-37, 1e37])
+def test_a_loss_of_no_usual_size_does_not_reach_the_next_step(scale):
     ours = streambp.patch(build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
     batch = make_batch("plain")
     _, expected = gradients(ours, **batch)
-    gradients(ours, math.inf, **batch)
+    gradients(ours, scale, **batch)
     _, found = gradients(ours, **batch)
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

@@ -306,20 +306,43 @@ def test_what_was_given_must_stay():
     assert refused(changed_mask)
 
 
-def weights_changed():
+def weights_changed(change=lambda model: model.lm_head.weight.mul_(2.0), use=lambda logits: logits.logsumexp(-1)):
     model = lazy(build("qwen3", torch.float64))
+    logits = model(input_ids=IDS, use_cache=False).logits
+    loss = logits.logsumexp(-1).mean()
     with torch.no_grad():
-        logits = model(input_ids=IDS, use_cache=False).logits
-        model.lm_head.weight.mul_(2.0)
+        change(model)
     try:
-        logits.logsumexp(-1)
+        loss.backward() if use is None else use(logits)
     except streambp.StreamBPError as error:
         return "optimizer.step" in str(error)
     return False
 
 
-def test_weights_that_changed_are_refused():
-    assert weights_changed()
+def data_of_the_norm(model):
+    """As a weight average swaps weights for an evaluation."""
+    model.model.norm.weight.data = model.model.norm.weight.data * 2.0
+
+
+CHANGES = {
+    "counted": lambda model: model.lm_head.weight.mul_(2.0),
+    "through data": lambda model: model.lm_head.weight.data.add_(1e-6),
+    "other data": data_of_the_norm,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_changed_are_refused(change):
+    assert weights_changed(CHANGES[change])
+    assert weights_changed(CHANGES[change], lambda logits: (logits / 2.0).softmax(-1).square().sum(-1))
+
+
+def changed_before_backward():
+    return weights_changed(CHANGES["through data"], use=None)
+
+
+def test_weights_that_changed_before_backward_are_refused():
+    assert changed_before_backward()
 
 
 def test_second_derivatives_are_refused():

@@ -110,9 +110,53 @@ def masks_that_are_used_again(logits, ids):
     return total
 
 
+def looked_at_in_inference_mode(logits, ids):
+    """Metrics before the loss; what they leave behind is added to by the loss, and read by the next one."""
+    with torch.inference_mode():
+        mean = float(logits[:1].logsumexp(-1).mean() + logits[1:].log_softmax(-1).mean(-1).sum())
+    return (cross_entropy(logits, ids) + logits.logsumexp(-1).mean()) * mean
+
+
+def taught_in_inference_mode(logits, ids):
+    with torch.inference_mode():
+        best = logits.argmax(-1)
+        p = (logits * 2.0).softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), p.clone(), reduction="batchmean") + cross_entropy(logits, best.clone())
+
+
+def with_its_gradient(logits, ids):
+    logits.retain_grad()
+    loss = cross_entropy(logits[:, :-1], ids[:, 1:])
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    return loss * gradient.square().sum()
+
+
+def one_token(logits, ids):
+    row = logits[0, -1]
+    best = (
+        row.max(-1).values + row.logsumexp(-1) + row.log_softmax(-1).sum(0) + row.topk(3).values.sum() + row[row.argmax(-1)]
+    )
+    return best + F.cross_entropy(row, ids[0, 0]) + row.log_softmax(-1).gather(0, ids[0, :1])[0] + row.square().mean(-1)
+
+
+def part_hooked_beside_the_whole(logits, ids):
+    """The hook is the part's alone."""
+    whole = cross_entropy(logits, ids)
+    part = logits[:, 2:]
+    part.register_hook(lambda gradient: gradient * 0.5)
+    return whole + cross_entropy(part, ids[:, 2:])
+
+
+def hooked_after_a_metric(logits, ids):
+    best = logits.detach().argmax(-1), logits.float() > 0
+    logits.register_hook(lambda gradient: gradient * 0.5)
+    return cross_entropy(logits, ids) * (best[0] == ids).double().mean()
+
+
 PROGRAMS = (
     scaled_without_grad, masked_without_grad, contiguous_part, copied_part, counted, a_constant_object, by_numpy, by_tuple,
-    rectified, added_to_a_constant, named_arguments, classes_second, masks_that_are_used_again,
+    rectified, added_to_a_constant, named_arguments, classes_second, masks_that_are_used_again, looked_at_in_inference_mode,
+    taught_in_inference_mode, one_token, with_its_gradient, part_hooked_beside_the_whole, hooked_after_a_metric,
 )  # fmt: skip
 
 
@@ -179,6 +223,51 @@ def gradient_asked_for_afterwards(logits, ids):
     return loss
 
 
+def hooked_after(make):
+    """What `make` makes of logits is taken before the hook, and the loss computed after it."""
+
+    def program(logits, ids):
+        rows = make(logits)
+        logits.register_hook(lambda gradient: gradient * 2.0)
+        return rows.square().mean()
+
+    program.__name__ = "hooked_after_" + make.__name__
+    return program
+
+
+def a_part(logits):
+    return logits[:, :-1]
+
+
+def a_quotient(logits):
+    return logits / 2.0
+
+
+def rows_of_each(logits):
+    return next(iter(logits)).log_softmax(-1)
+
+
+def an_operation_without_a_rule(logits):
+    return logits.cumsum(-1)
+
+
+def asked_for(logits, ids):
+    loss = cross_entropy(logits, ids)
+    (gradient,) = torch.autograd.grad(loss, [logits], retain_graph=True, allow_unused=True)
+    return loss * (0.0 if gradient is None else gradient.square().sum())
+
+
+def hooked_before_a_function(logits, ids):
+    logits.register_hook(lambda gradient: gradient * 2.0)
+    return Mean.apply(logits)
+
+
+def hooked_after_a_function(logits, ids):
+    loss = Mean.apply(logits)
+    logits.register_hook(lambda gradient: gradient * 2.0)
+    return loss
+
+
 def another_shape(logits, ids):
     return cross_entropy(logits[:1].squeeze_(0), ids[:1])
 
@@ -188,6 +277,13 @@ REFUSED = {
     written_by_a_function_on_the_way: "marks them dirty",
     hooked_afterwards: "register_hook comes after",
     gradient_asked_for_afterwards: "retain_grad comes after",
+    **{
+        hooked_after(make): "register_hook comes after"
+        for make in (a_part, a_quotient, rows_of_each, an_operation_without_a_rule)
+    },
+    asked_for: "grad comes after",
+    hooked_before_a_function: "a hook (register_hook) was put on them",
+    hooked_after_a_function: "a hook (register_hook) was put on them",
     another_shape: "squeeze_ changes the shape",
 }
 
@@ -238,6 +334,24 @@ def test_detached_logits_as_a_leaf():
     cross_entropy(real, IDS).backward()
     assert torch.equal(taken.grad, real.grad)
     assert bool((real.grad != 0).any())
+
+
+@pytest.mark.parametrize("loss", [F.nll_loss, F.cross_entropy])
+def test_losses_have_autocasts_dtype(loss):
+    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = model(input_ids=IDS, use_cache=False).logits.view(-1, VOCABULARY)
+        assert rows.dtype == torch.bfloat16
+        found = loss(rows, IDS.flatten())
+        assert found.dtype == loss(rows.detach().cumsum(-1), IDS.flatten()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("more", [{"reduction": "average"}, {"label_smoothing": 1.5}])
+def test_arguments_that_torch_refuses_are_refused(more):
+    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    logits = model(input_ids=IDS, use_cache=False).logits
+    with pytest.raises((ValueError, RuntimeError), match=r"average|label_smoothing"):
+        F.cross_entropy(logits.view(-1, VOCABULARY), IDS.flatten(), **more)
 
 
 def test_a_label_beyond_the_vocabulary_is_an_error():

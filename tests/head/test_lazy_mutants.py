@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streambp import causal_lm
-from streambp.head import hub, lazy, lazy_rows, loss_rules, row_rules, rows, sweep
+from streambp.head import hub, late_hooks, lazy, lazy_rows, loss_rules, row_rules, rows, seen, sweep
 from tests.head import test_lazy, test_lazy_labels
 from tests.head import test_lazy_like_torch as like_torch
 from tests.head.losses_on_logits import FRAMEWORKS
@@ -100,6 +100,10 @@ def is_refused_after_a_step():
     assert test_lazy.weights_changed()
 
 
+def is_refused_before_backward():
+    assert test_lazy.changed_before_backward()
+
+
 def left_in_one_place(monkeypatch):
     monkeypatch.setattr(hub.Hub, "take", lambda self: self._left.pop(0, []))
 
@@ -140,9 +144,12 @@ MUTANTS = {
     "writes by a Function unseen": (
         lazy_rows.LazyRows, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
     ),
-    "hooks that see nothing": (lazy, "HOOKS", (), lost(like_torch.hooked_afterwards)),
+    "hooks that see nothing": (late_hooks, "HOOKS", (), lost(like_torch.hooked_afterwards)),
+    "what was made of logits forgotten": (lazy, "note_use", lambda *_: None, lost(like_torch.asked_for)),
+    "hooks that a Function passes by": (lazy, "HOOKS", (), lost(like_torch.hooked_before_a_function)),
     "a mask as it is later": (rows.Beside, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
     "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
+    "weights written by a pointer": (seen.Seen, "changed", lambda self: None, is_refused_before_backward),
     "what a Function does with the gradient": (
         lazy_rows.LazyRows, "known", lambda self: True, builds("autograd.Function that returns logits"),
     ),

@@ -144,6 +144,11 @@ RAISES = {
     "written through data": writing(lambda z: z.data.mul_(0.5)),
     "written through a view": writing(lambda z: z.transpose(0, 1)[3].mul_(0.5)),
     "written through a view of a part": writing(lambda z: z[:, 3:].detach()[0].zero_()),
+    "hooked after a part was taken": lambda z, y: (
+        part := z[:, 2:],
+        z.register_hook(torch.neg),
+        cross_entropy(part, y[:, 2:]),
+    )[2],
     "a part that was taken before a write": lambda z, y: (z[:, 2:], z.mul_(0.5))[0].sigmoid().sum(),
 }
 
@@ -217,3 +222,30 @@ def test_backward_hooks_on_the_modules_around_a_stand_in(where):
     _, found = gradients(ours, **make_batch("plain"))
     assert worst_error(found, expected) <= 1e-10
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("where", ["model.norm", "lm_head"])
+@pytest.mark.parametrize("change", [lambda x: x * 1.5 + 0.1, lambda x: x * 1.5], ids=["no rule", "rules"])
+def test_forward_hooks_that_change_what_a_module_returns_run_once(where, change):
+    found = []
+    for model in runs_of(cross_entropy):
+        model.get_submodule(where).register_forward_hook(lambda module, given, output: change(output))
+        found.append(gradients(model, **make_batch("plain")))
+    (expected_loss, expected), (loss, ours) = found
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(ours, expected) <= 1e-10
+
+
+def used_after_an_update():
+    """What a forward hook has kept of a call, used when the weights are others."""
+    kept = []
+    *_, model = runs_of(cross_entropy)
+    model.model.norm.register_forward_hook(lambda module, given, output: kept.append(output))
+    model(**make_batch("plain"), use_cache=False)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    return kept[0].abs().mean()
+
+
+def test_what_a_hook_kept_is_refused_after_an_update():
+    assert raises(used_after_an_update)

@@ -209,6 +209,18 @@ def test_settings_that_are_no_json_stop_the_program_that_needs_them(tmp_path, mo
         read()
 
 
+def test_a_launch_in_a_launch_tells_the_outer_one(tmp_path, monkeypatch, capfd):
+    account = {"process": 11, "rank": None, "program": "train.py", "models": [{"kind": "A", "description": "streams"}]}
+    leaving = f"""
+import json, os
+with open(os.path.join(os.environ["STREAMBP_LAUNCH_REPORT"], "11.json"), "w") as file:
+    json.dump({account!r}, file)
+"""
+    monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path))
+    assert launch(sys.executable, "-c", leaving) == 0
+    assert table(collect(tmp_path)).splitlines()[1:] == ["  program     train.py", "  model       A, patched", "  streams"]
+
+
 def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch):
     monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path))
     models = [Model("A", "layers  streams"), Model("A", "layers  streams"), Model("B", left="why")]
