@@ -190,7 +190,8 @@ def test_exception_in_a_step_leaves_the_model_usable(where, monkeypatch):
 
     def failing(self, x):
         calls.append(torch.is_grad_enabled())
-        if (where == "forward" and len(calls) == 7) or (where == "backward" and calls.count(True) == 9):
+        # 6 and 12 of them on trial
+        if (where == "forward" and len(calls) == 9) or (where == "backward" and calls.count(True) == 13):
             raise ZeroDivisionError("injected")
         return real(self, x)
 
