@@ -7,8 +7,9 @@ gives the right output. What it cannot see: effects of positions far beyond thes
 positions get a `ChunkCache`.
 
 [Note: a trial] Comparing misses a mixing of tokens that is less than rounding, or none as yet because its weights start at
-zero. So another run has other weights where they are zero, and attention that does not cross the chunk's end: then nothing
-may cross it, which gradients show to the bit. The same run, in the layer's own mode, shows its side effects.
+zero. So all runs have other weights where they are zero, and one has attention that does not cross the chunk's end: then
+nothing may cross it, which gradients show to the bit, but in layers that hand on states or read a cache. The same run, in
+the layer's own mode, shows its side effects.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
     certain = hidden_states.shape[-2] > CHUNK
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
     random = RandomState.capture(hidden_states.device).replayed()
-    with apart, call.streaming(), random:
+    with apart, call.streaming(), random, _nothing_cached():
         with torch.no_grad():
             x, upstream = _random_like(hidden_states), _random_like(hidden_states)
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
@@ -102,7 +103,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
                 because = _try(call, x, upstream, chunk_size)
                 if because is not None:
                     return because, certain
-                with _evaluated(call.layer):
+                with _evaluated(call.layer), _as_trained(call):
                     whole = _run(call, x, upstream, x.shape[-2], None)
                     pieces = _run(call, x, upstream, chunk_size, {})
             with _evaluated(call.layer):
@@ -133,8 +134,8 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     """Why chunks would compute something else, as far as one run of x [..., B, TOKENS, h] tells. [Note: a trial]"""
-    if torch.is_inference_mode_enabled() or any(parameter.is_inference() for parameter in call.layer.parameters()):
-        return None  # without a graph nothing is to be seen
+    if not _may_have_graphs(call):
+        return None
     origin = Origin()
     kept = weakref.ref(origin)
     before = buffers_of(call.layer)
@@ -160,7 +161,7 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
     layout = Spans.apart(x.shape[-3], x.shape[-2], cut)
-    with Parameters(call.layer, x.device).shadowed(_stirred), torch.enable_grad():
+    with _as_trained(call), torch.enable_grad():
         for there, here in ((before, behind), (behind, before)):
             leaf, output = _on_trial(call, x, layout, origin)
             if output.requires_grad:
@@ -176,26 +177,44 @@ def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tupl
     prefix = Prefix(layout, x.shape[-2], "math")
     prefix.overwritten = True  # whether the layer writes to its attention's output is not known yet
     leaf = x.detach().requires_grad_()
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # it would keep what stands for weights until the model's forward is over
-    try:
-        with torch.enable_grad():
-            x = origin.of(leaf)
-            output, _ = call.compute(x, Chunk(0, 0, x.shape[-2]), Stage.RECOMPUTE, prefix, states={})
-    finally:
-        torch.set_autocast_cache_enabled(cache)
+    with torch.enable_grad():
+        x = origin.of(leaf)
+        output, _ = call.compute(x, Chunk(0, 0, x.shape[-2]), Stage.RECOMPUTE, prefix, states={})
     assert output is not None
     return leaf, output.hidden_states
+
+
+def _may_have_graphs(call: LayerCall) -> bool:
+    return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.layer.parameters())
+
+
+def _as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
+    """Within, the layer has weights as training might make them. [Note: a trial]"""
+    if not _may_have_graphs(call):
+        return contextlib.nullcontext()
+    return Parameters(call.layer, call.device).shadowed(_stirred)
 
 
 def _stirred(parameter: Tensor) -> Tensor:
     """The parameter's value with other numbers where it is zero, or, in vectors and numbers, everywhere: gates start at
     values for which they do nothing."""
     value = parameter.detach()
-    if value.dim() > 1 and int(value.count_nonzero()) == value.numel():
+    if value.dim() < 2:
+        return value + torch.randn_like(value) * 0.1
+    if type(parameter) not in PLAIN or int(value.count_nonzero()) == value.numel():
         return value
-    noise = torch.randn_like(value) * 0.1
-    return value + noise if value.dim() < 2 else torch.where(value == 0, noise, value)
+    return torch.where(value == 0, torch.randn_like(value) * value.shape[-1] ** -0.5, value)
+
+
+@contextlib.contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Within, autocast keeps no copies of weights: those of stand-ins would stay until the model's forward ends."""
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
 
 
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:

@@ -87,7 +87,7 @@ class Shifted(Wrapped):
 
     def __init__(self, inner, gate=0.0, by=1):
         super().__init__(inner)
-        self.gate = nn.Parameter(torch.full((), gate, dtype=inner.up_proj.weight.dtype))
+        self.gate = nn.Parameter(torch.full((), gate, dtype=next(inner.parameters()).dtype))
         self.by = by
 
     def forward(self, x):
@@ -221,6 +221,19 @@ def test_a_gate_that_is_closed_at_first(change, float64_oracle):
                 layer.mlp.gate.add_(0.5)
     check_agree(stock, ours, **batch)
     assert paths(ours) == {"checkpoints"}
+
+
+@pytest.mark.parametrize("name", ["gptj", "bamba"])
+def test_a_closed_gate_in_layers_that_read_a_cache_or_hand_on_states(name):
+    """Something is right to cross a chunk's end there, so that numbers have to tell."""
+    model = zoo.build(name)
+    layers = model.transformer.h if name == "gptj" else model.model.layers
+    for layer in layers:
+        place = "mlp" if name == "gptj" else "feed_forward"
+        setattr(layer, place, Shifted(getattr(layer, place)))
+    streambp.patch(model, CONFIG)
+    model(**make_batch("plain"), use_cache=False).loss.backward()
+    assert paths(model) == {"checkpoints"}
 
 
 @pytest.mark.parametrize("graph", [True, False])
