@@ -210,6 +210,18 @@ def test_a_loss_of_what_hooks_collect(before, float64_oracle):
     assert paths(ours) == {"streams"}
 
 
+def test_a_hook_for_the_last_token_that_comes_after_the_first_call(float64_oracle):
+    """Of each chunk it would be another one."""
+    stock, ours = pair(lambda layer: None)
+    batch = make_batch("plain")
+    check_agree(stock, ours, **batch)
+    for model in (stock, ours):
+        steer = lambda m, a, out: torch.cat((out[:, :-1], out[:, -1:] + 1), 1)  # noqa: E731
+        model.model.layers[1].mlp.register_forward_hook(steer)
+    check_agree(stock, ours, **batch)
+    assert [layer.path for layer in streambp.describe(ours).layers] == ["streams", "checkpoints"]
+
+
 @pytest.mark.parametrize("change", [around_mlp(Shifted), around_mlp(Shifted, by=-1), around_mlp(Interpolated, gate=1.0)])
 def test_a_gate_that_is_closed_at_first(change, float64_oracle):
     stock, ours = pair(change)
