@@ -215,6 +215,8 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
             "calls in eval mode with gradients and without use_cache ran as unpatched, because they return a cache; pass "
             "use_cache=False to stream them"
         )
+    if found.state.given_cache:
+        notes.append("calls in training that were given a cache (prefix tuning) ran as unpatched")
     if hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules()):
         notes.append("streamed layers stay eager under torch.compile; the rest of the model is compiled")
     return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

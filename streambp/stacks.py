@@ -151,7 +151,9 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) ->
 
     encoded: they are part of an encoder-decoder, whose decoder reads the encoder's output with a mask that cannot be cut.
     """
-    if getattr(backbone.config, "is_encoder_decoder", False) or getattr(backbone.config, "is_causal", True) is False:
+    if getattr(backbone.config, "is_encoder_decoder", False):
+        return "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads its output"
+    if getattr(backbone.config, "is_causal", True) is False:
         return "its attention is bidirectional, a chunk would read what later chunks hold"
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer) != isinstance(layers[0], GradientCheckpointingLayer):

@@ -46,6 +46,7 @@ class PatchState:
     warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
     unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
+    given_cache: a call in training was given a cache, and ran as unpatched.
     shares_through_cache: without a cache the unpatched model would compute something else.
     """
 
@@ -62,6 +63,7 @@ class PatchState:
     split_over: int = 1
     warned_of_padding: bool = False
     unasked_cache: bool = False
+    given_cache: bool = False
     shares_through_cache: bool = False
 
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
@@ -113,7 +115,7 @@ class LayerForward(InstanceForward):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.retired or self.state.bypass or has_cache(kwargs):
+        if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
             return self.original(*args, **kwargs)
         if self.state.shards is None:
             output = stream_layer(self.site, args, kwargs)
@@ -126,6 +128,13 @@ class LayerForward(InstanceForward):
             self.state.deferring.install()
             self.state.defer_norm = None
         return output
+
+    def _reads_all(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether queries read later keys, too: eager attention without a mask, which a model always gives it and who calls
+        a layer by itself may not."""
+        if not self.site.attends or len(args) > 1 or kwargs.get("attention_mask") is not None:
+            return False
+        return any(config._attn_implementation == "eager" for config in attention_configs(self.module))
 
     def _defers(self, norm: nn.Module) -> bool:
         record = self.state.defer_norm
@@ -195,6 +204,7 @@ class BackboneForward(InstanceForward):
         Not in a training step: there the unpatched model's cache is never read, and checkpointing gives none either.
         """
         if has_cache(kwargs):
+            self.state.given_cache |= torch.is_grad_enabled() and self.module.training
             return False
         attentions = kwargs.get("output_attentions")
         if attentions or (attentions is None and getattr(self._config, "output_attentions", False)):

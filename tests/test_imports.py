@@ -19,7 +19,7 @@ ORDER = (
     "attention.halves", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.written", "layer.documents", "layer.arguments", "layer.states",
     "layer.scans",
-    "layer.outputs", "layer.shadows",
+    "layer.outputs", "layer.shadows", "layer.side_effects",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.site", "layer.carried", "layer.kept",
     "layer.call", "layer.reached", "layer.gradients", "layer.probe",
     "layer.whole", "layer.exhausted",

@@ -28,7 +28,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import streambp
 from tests import zoo
 from tests.families import LENGTH, VOCABULARY, make_batch
-from tests.oracle import relative_l2, worst_error
+from tests.oracle import gradients, relative_l2, worst_error
 from tests.seeds import seed_torch, seeded
 
 IMAGE = VOCABULARY - 1
@@ -295,3 +295,15 @@ def test_quantised_base_with_lora(quantise):
     streamed, unpatched = torch.tensor(errors).mean(0).tolist()
     print(f"error against float64: {streamed:.3e}, unpatched {unpatched:.3e}")
     assert streamed <= 1.05 * unpatched
+
+
+def test_describe_tells_of_calls_with_a_cache(float64_oracle):
+    """Prefix tuning trains keys and values that come in as a cache."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    stock = peft.get_peft_model(zoo.build("qwen3"), prefix).double()
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    assert "given a cache" not in str(streambp.describe(ours))
+    (_, expected), (_, found) = (gradients(model, **make_batch("plain")) for model in (stock, ours))
+    assert worst_error(found, expected) <= 1e-10
+    assert "calls in training that were given a cache (prefix tuning) ran as unpatched" in str(streambp.describe(ours))

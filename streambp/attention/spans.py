@@ -156,6 +156,11 @@ class Spans:
     def causal(cls, batch_size: int, length: int, window: int | None = None) -> Spans:
         return cls(length, ((Run(0, length, 0),),) * batch_size, window)
 
+    @classmethod
+    def apart(cls, batch_size: int, length: int, cut: int) -> Spans:
+        """Causal, and no query from `cut` on reads a key before it."""
+        return cls(length, ((Run(0, cut, 0), Run(cut, length, cut)),) * batch_size)
+
     def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
         """The blocks of queries [start, stop)."""
         for b0, b1, runs in self._row_groups():

@@ -125,6 +125,27 @@ class LayerKeys:
         return self.keys.shape[-2]
 
 
+class Versions:
+    """Named tensors as they are now, so that it can be told if they are written to, as the next batch may be."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, Tensor, int]] = []
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        if not tensor.is_inference():
+            self._seen.append((name, tensor, tensor._version))
+
+    def check_unchanged(self) -> None:
+        """Raise if one of them was written to since it was noted."""
+        for name, tensor, version in self._seen:
+            if tensor._version != version:
+                raise BackwardError(
+                    f"{name} [{', '.join(map(str, tensor.shape))}], an argument of a streamed layer, was changed in place "
+                    "between forward and backward, so recomputing the layer would give the gradient of another batch. Call "
+                    "backward before, or work on a copy (tensor.clone())."
+                )
+
+
 class Arguments:
     """The arguments of one call, by name and without hidden_states and caches.
 
@@ -149,12 +170,12 @@ class Arguments:
         self.differentiable: list[Differentiable] = []
         # Mappings that the layer reads and writes, as given: what it adds to a chunk's copy is an output of the layer.
         self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
-        self._versions: list[tuple[str, Tensor, int]] = []
+        self.versions = Versions()
         for name, value in self.named.items():
             self.named[name] = rebuilt(value, functools.partial(self._detach, name))
         kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
         shape = (first, (given.dim(), len(self.token_shape)))
-        self.kind = frozenset({*kinds, shape, ("a graph", torch.is_grad_enabled())})
+        self.kind = frozenset({*kinds, shape, ("a graph", torch.is_grad_enabled()), *_state_of(layer)})
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
         self._documents: Documents | None = None
 
@@ -181,24 +202,14 @@ class Arguments:
         return value if isinstance(value, bool) else type(value)
 
     def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
-        if torch.is_grad_enabled() and not tensor.is_inference():
-            self._versions.append((name, tensor, tensor._version))
+        if torch.is_grad_enabled():
+            self.versions.note(name, tensor)
         if not (tensor.requires_grad and torch.is_grad_enabled()) or name == "attention_mask":
             return tensor  # a mask that wants a gradient is refused where it is read
         self.inputs.append(tensor)
         self.differentiable.append(Differentiable(tensor.detach(), TOKEN_DIMS.get(name)))
         self._check_length(name, tensor)
         return Slot(len(self.inputs) - 1)
-
-    def check_unchanged(self) -> None:
-        """Raise if an argument was written to since this object was built, as the next batch may be into its buffers."""
-        for name, tensor, version in self._versions:
-            if tensor._version != version:
-                raise BackwardError(
-                    f"{name} [{', '.join(map(str, tensor.shape))}], an argument of a streamed layer, was changed in place "
-                    "between forward and backward, so recomputing the layer would give the gradient of another batch. Call "
-                    "backward before, or work on a copy (tensor.clone())."
-                )
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
         """The differentiable arguments of this chunk, as leaves; those that are wanted require a gradient."""
@@ -253,6 +264,12 @@ class Arguments:
             raise StreamBPError(
                 f"{name} has {tensor.shape[dim]} positions, the sequence has {self.length}. They must be the same."
             )
+
+
+def _state_of(layer: nn.Module) -> set[tuple[str, int]]:
+    """What else of a layer decides whether its chunks compute what the whole does: its mode, and hooks inside it."""
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in layer.modules() if m is not layer)
+    return {("in train mode", layer.training), ("hooks", hooks)}
 
 
 def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -190,30 +190,45 @@ class LayerCall:
 
         def probe() -> list[tuple[Tensor, Tensor]]:
             nonlocal goes_on
-            found, goes_on = self._probe(needs_input, Stage.RECOMPUTE, None)
+            found, goes_on = self._probe(needs_input, Stage.RECOMPUTE, None, None)
             kv.extend(found)
             return kv
 
         found = dataclasses.replace(trace_unread(linears, probe), states=goes_on)
+        known = has_data(self.kept.store.peek("x", 0))
+        if known and found.recompute and not self._differentiates_without(linears, found.recompute, needs_input):
+            found = dataclasses.replace(found, recompute=frozenset())
         if len(kv) != 1 or not found.refill:  # of several attention calls all but the last are computed in a refill
             return found
         width = kv[0][0].shape[-1]
         try:
             with left_out(linears, found.refill, width=width):
-                again, _ = self._probe(False, Stage.REFILL, len(kv))
+                again, _ = self._probe(False, Stage.REFILL, len(kv), None)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # the layer wants its queries whole
             return found
         return dataclasses.replace(found, width=width) if all(map(_same, kv, again)) else found
 
-    def _probe(self, needs_input: bool, stage: Stage, calls: int | None) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+    def _differentiates_without(self, linears: dict[str, nn.Linear], names: frozenset[str], needs_input: bool) -> bool:
+        """Whether gradients are finite where these products are NaN. A trace cannot see who reads them if autograd does not
+        save them: a checkpoint inside the layer, a custom Function that keeps tensors by itself."""
+        parameters = [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
+        finite: list[bool] = []
+        with left_out(linears, names):
+            self._probe(needs_input, Stage.RECOMPUTE, None, lambda x, y: finite.append(has_gradients(y, [x, *parameters])))
+        return all(finite)
+
+    def _probe(
+        self, needs_input: bool, stage: Stage, calls: int | None, see: Callable[[Tensor, list[Tensor]], None] | None
+    ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         """The layer over its first few tokens; K and V of its attention calls, and whether its end states have a graph.
 
         If they have, a second chunk starts from them as leaves: it saves for backward what the first does not.
 
         Args:
             calls: how many attention calls there are, if known.
+            see: gets the input and all outputs of both chunks.
         """
         tokens = min(PROBE_TOKENS, self.plan[0].stop)
         length = tokens if len(self.plan) == 1 else 2 * tokens
@@ -221,22 +236,40 @@ class LayerCall:
         prefix = Prefix(Spans.causal(x.shape[-3], length), length, self.carried.prefix.attention)
         prefix.calls = calls
         goes_on = False
+        outputs: list[ChunkOutput] = []
         with torch.set_grad_enabled(stage is Stage.RECOMPUTE), self.kept.random[0].replayed():
             hidden_chunk = x.detach().requires_grad_(needs_input)
             output, _ = self.compute(hidden_chunk, Chunk(0, 0, tokens), stage, prefix, states={})
             if output is not None:
+                outputs.append(output)
                 goes_on = any(state.requires_grad for state in output.states.values())
                 if goes_on and length > tokens:
                     states = leaves_of(output.states)
-                    self.compute(hidden_chunk, Chunk(1, tokens, length), stage, prefix, states=states)
+                    second, _ = self.compute(hidden_chunk, Chunk(1, tokens, length), stage, prefix, states=states)
+                    outputs += [] if second is None else [second]
+            if see is not None:
+                see(hidden_chunk, [y for o in outputs for y in (o.hidden_states, *o.extras.values(), *o.states.values())])
         kv = [(site.k[:, :tokens], site.v[:, :tokens]) for site in prefix.sites if isinstance(site, CallSite)]
         return kv, goes_on
+
+
+def has_data(x: Tensor) -> bool:
+    return x.device.type != "meta" and not isinstance(x, FakeTensor)
+
+
+def has_gradients(outputs: list[Tensor], leaves: list[Tensor]) -> bool:
+    """Whether the outputs' sum has finite gradients by those leaves that it depends on."""
+    outputs, leaves = ([x for x in found if x.requires_grad] for found in (outputs, leaves))
+    if not outputs or not leaves:
+        return True
+    found = torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
+    return all(bool(grad.isfinite().all()) for grad in found if grad is not None)
 
 
 def _same(pair: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
     """Whether K and V are the same to the bit; without data, whether they have the same shapes."""
     if any(x.shape != y.shape for x, y in zip(pair, other, strict=True)):
         return False
-    if pair[0].device.type == "meta" or isinstance(pair[0], FakeTensor):
+    if not has_data(pair[0]):
         return True
     return all(torch.equal(x, y) for x, y in zip(pair, other, strict=True))

@@ -25,6 +25,7 @@ from streambp.layer.outputs import Whole, deliver
 from streambp.layer.probe import can_stream
 from streambp.layer.products import left_out, plain_linears, summed
 from streambp.layer.reached import refuse_other_leaves
+from streambp.layer.recompute import check_mode
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.scans import scans_selectively
 from streambp.layer.shadows import GradientSum, Parameters
@@ -203,13 +204,9 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
             "The input of a streamed layer was changed in place between forward and backward. "
             "Work on a copy (tensor.clone()) instead."
         )
-    if call.layer.training != call.training:
-        raise BackwardError(
-            f"The layer was in {'train' if call.training else 'eval'} mode in forward and is in the other mode in "
-            "backward, so its recomputation would differ. Call model.train() or model.eval() outside of a step."
-        )
+    check_mode(call.layer, call.training)
     ctx.parameters.check_unchanged()
-    call.arguments.check_unchanged()
+    call.arguments.versions.check_unchanged()
     return call, ctx.parameters
 
 

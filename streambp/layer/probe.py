@@ -5,11 +5,17 @@ silently. So the first call of every layer, and of every new kind, runs a few to
 compares outputs and, where a graph is wanted, the gradient of the input: a state that is handed on without its gradient
 gives the right output. What it cannot see: effects of positions far beyond these tokens, which is why layers that count
 positions get a `ChunkCache`.
+
+[Note: a trial] Comparing misses a mixing of tokens that is less than rounding, or none as yet because its weights start at
+zero. So all runs have other weights where they are zero, and one has attention that does not cross the chunk's end: then
+nothing may cross it, which gradients show to the bit, but in layers that hand on states or read a cache. The same run, in
+the layer's own mode, shows its side effects.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +33,10 @@ from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one, in_several
 from streambp.layer.outputs import ChunkOutput
+from streambp.layer.products import PLAIN
 from streambp.layer.recompute import RandomState
+from streambp.layer.shadows import Parameters
+from streambp.layer.side_effects import Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
 from streambp.layer.states import LEAST_TOKENS, States, leaves_of
 
 TOKENS = 12
@@ -35,6 +44,7 @@ CHUNK = 5
 SAMPLES = 64  # positions that show how large hidden states are
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
+MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
 
@@ -82,7 +92,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
     certain = hidden_states.shape[-2] > CHUNK
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
     random = RandomState.capture(hidden_states.device).replayed()
-    with apart, call.streaming(), _evaluated(call.layer), random:
+    with apart, call.streaming(), random, _nothing_cached():
         with torch.no_grad():
             x, upstream = _random_like(hidden_states), _random_like(hidden_states)
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
@@ -90,8 +100,14 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
             named, length = call.arguments.named, x.shape[-2]
             documents = in_several(named, length) if call.packed else {}
             with call.arguments.replaced({**_nothing_masked(named, length), **documents}):
-                whole, pieces = _run(call, x, upstream, x.shape[-2], None), _run(call, x, upstream, chunk_size, {})
-            because = None if call.site.states is None else _unread_state(call, x)
+                because = _try(call, x, upstream, chunk_size)
+                if because is not None:
+                    return because, certain
+                with _evaluated(call.layer), _as_trained(call):
+                    whole = _run(call, x, upstream, x.shape[-2], None)
+                    pieces = _run(call, x, upstream, chunk_size, {})
+            with _evaluated(call.layer):
+                because = None if call.site.states is None else _unread_state(call, x)
         except (torch.OutOfMemoryError, AttentionChoiceError):
             raise
         except Exception as error:
@@ -113,7 +129,92 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
         return None, certain
     if not all(bool(part.isfinite().all()) for part in whole):  # weights that are still to be loaded
         return None, False
-    return "it mixes tokens outside of its attention (a convolution, a recurrence?)", certain
+    return MIXES, certain
+
+
+def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
+    """Why chunks would compute something else, as far as one run of x [..., B, TOKENS, h] tells. [Note: a trial]"""
+    if not _may_have_graphs(call):
+        return None
+    origin = Origin()
+    kept = weakref.ref(origin)
+    before = buffers_of(call.layer)
+    with in_place_of_buffers(copies(before)):
+        mixes = _crosses(call, x, upstream, cut, origin)
+        written = sorted({name for _, name in written_since(before)})
+    origin.trying = False
+    del origin
+    if torch.is_grad_enabled() and is_kept(kept):
+        return (
+            "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
+            "which chunks would give no gradient"
+        )
+    if written:
+        return f"its forward writes to buffers ({', '.join(written)}), and would for each chunk and once more in backward"
+    return MIXES if mixes else None
+
+
+def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Origin) -> bool:
+    """Whether anything but attention and states takes a gradient from before `cut` to behind it or back."""
+    before, behind = slice(cut), slice(cut, x.shape[-2])
+    if call.site.cache is not None or call.site.states is not None:
+        _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
+        return False
+    layout = Spans.apart(x.shape[-3], x.shape[-2], cut)
+    with _as_trained(call), torch.enable_grad():
+        for there, here in ((before, behind), (behind, before)):
+            leaf, output = _on_trial(call, x, layout, origin)
+            if output.requires_grad:
+                (grad,) = torch.autograd.grad(output[..., here, :], leaf, upstream[..., here, :], retain_graph=True)
+                across = grad[..., there, :]
+                if bool(across.isfinite().all()) and bool(across.any()):
+                    return True
+    return False
+
+
+def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tuple[Tensor, Tensor]:
+    """A leaf of the values x [..., B, TOKENS, h], and what the layer gives for it with a graph that starts at `origin`."""
+    prefix = Prefix(layout, x.shape[-2], "math")
+    prefix.overwritten = True  # whether the layer writes to its attention's output is not known yet
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        x = origin.of(leaf)
+        output, _ = call.compute(x, Chunk(0, 0, x.shape[-2]), Stage.RECOMPUTE, prefix, states={})
+    assert output is not None
+    return leaf, output.hidden_states
+
+
+def _may_have_graphs(call: LayerCall) -> bool:
+    return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.layer.parameters())
+
+
+def _as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
+    """Within, the layer has weights as training might make them. [Note: a trial]"""
+    if not _may_have_graphs(call):
+        return contextlib.nullcontext()
+    return Parameters(call.layer, call.device).shadowed(_stirred)
+
+
+def _stirred(parameter: Tensor) -> Tensor:
+    """The parameter's value with other numbers where it is zero, or, in vectors and numbers, everywhere: gates start at
+    values for which they do nothing."""
+    value = parameter.detach()
+    if value.dim() < 2:
+        return value + torch.randn_like(value) * 0.1
+    if type(parameter) not in PLAIN or int(value.count_nonzero()) == value.numel():
+        return value
+    return torch.where(value == 0, torch.randn_like(value) * value.shape[-1] ** -0.5, value)
+
+
+@contextlib.contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Within, autocast keeps no copies of weights: those of stand-ins would stay until the model's forward ends."""
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
 
 
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:
@@ -260,9 +361,9 @@ def _run(call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: 
 def _evaluated(layer: nn.Module) -> Iterator[None]:
     """Dropout draws other numbers for other chunks; without it the two runs must agree.
 
-    Modules that only hold weights keep their mode: quantised ones repack their weights when they are run in eval mode.
+    Modules of quantised weights keep their mode: some repack them when they are run in eval mode.
     """
-    modules = [m for m in layer.modules() if next(m.children(), None) is not None or not m._parameters]
+    modules = [m for m in layer.modules() if all(map(_is_plain, m._parameters.values()))]
     before = [(module, module.training) for module in modules]
     try:
         for module, _ in before:
@@ -271,3 +372,7 @@ def _evaluated(layer: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+def _is_plain(parameter: Tensor | None) -> bool:
+    return parameter is None or (type(parameter) in PLAIN and parameter.is_floating_point())

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from streambp.errors import BackwardError
+
 
 @dataclasses.dataclass(frozen=True)
 class Autocast:
@@ -73,6 +75,15 @@ class RandomState:
 def _generators(device: torch.device) -> Any:
     """The module that holds a device's random state (torch.cuda, torch.xpu); None where the CPU's is all there is."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+def check_mode(layer: nn.Module, training: bool) -> None:
+    """Raise if the layer is in another mode than it was in forward."""
+    if layer.training != training:
+        raise BackwardError(
+            f"The layer was in {'train' if training else 'eval'} mode in forward and is in the other mode in "
+            "backward, so its recomputation would differ. Call model.train() or model.eval() outside of a step."
+        )
 
 
 @contextlib.contextmanager

@@ -83,10 +83,14 @@ class Parameters:
                 )
 
     @contextlib.contextmanager
-    def shadowed(self) -> Iterator[list[Tensor]]:
-        """Put shadows into every slot; yields them in the order of `current`. [Note: shadows]"""
+    def shadowed(self, change: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[list[Tensor]]:
+        """Put shadows into every slot; yields them in the order of `current`. [Note: shadows]
+
+        Args:
+            change: gives a shadow's value from the parameter's.
+        """
         before = self.current()
-        shadows = [parameter.detach().requires_grad_() for parameter in before]
+        shadows = [change(parameter).requires_grad_() for parameter in before]
         try:
             for slots, shadow in zip(self.groups, shadows, strict=True):
                 for slot in slots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from streambp.config import StreamConfig
 from streambp.distributed.shards import Shards
 from streambp.errors import StreamBPError, UnsupportedMaskError
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import PROBE_TOKENS, LayerCall
+from streambp.layer.call import PROBE_TOKENS, LayerCall, has_data, has_gradients
 from streambp.layer.carried import Carried
 from streambp.layer.kept import Kept, linear_of
-from streambp.layer.products import UnreadInHalves, plain_linears, trace
+from streambp.layer.products import UnreadInHalves, left_out, plain_linears, trace
 from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
@@ -141,6 +142,20 @@ class ShardedCall(LayerCall):
 
         first, second = trace(linears, before), trace(linears, after)
         unreached = second.called - second.reached
-        return UnreadInHalves(
+        found = UnreadInHalves(
             first.called - first.reached, unreached, first.called - first.read, unreached | (second.called - second.read)
         )
+        if not has_data(x):
+            return found
+        # As in `LayerCall._differentiates_without`.
+        leaves = [x, *self.layer.parameters()]
+        with left_out(linears, found.to_differentiate_after):
+            if not has_gradients(after(), leaves):
+                found = dataclasses.replace(found, to_differentiate_after=frozenset())
+        with left_out(linears, found.to_differentiate_before):
+            before()
+            made = point.projected
+            assert made is not None
+            if not has_gradients([made.q, made.k, made.v], leaves):
+                found = dataclasses.replace(found, to_differentiate_before=frozenset())
+        return found

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
 from streambp.errors import UnsupportedModelError
-from streambp.layer.arguments import CACHES
-from streambp.layer.recompute import checkpointing_off
+from streambp.layer.arguments import CACHES, Versions
+from streambp.layer.recompute import check_mode, checkpointing_off, parametrizations_computed
+from streambp.layer.shadows import Parameters
+from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since
 from streambp.layer.site import LayerSite, attention_configs
 
 
@@ -25,13 +30,14 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
     configs = [] if site.cache else attention_configs(site.layer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with routed(configs), checkpointing_off(site.layer):  # the recomputation runs after the model's forward is over
+        # The recomputation runs after the model's forward is over.
+        with routed(configs), checkpointing_off(site.layer), parametrizations_computed():
             return site.forward(site.layer, *args, **kwargs)
 
     try:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(Repeatable(site.layer, run, args, kwargs), *args, use_reentrant=False, **kwargs)
     except (AttributeError, TypeError) as error:
         if LazyMask.__name__ not in str(error):
             raise
@@ -39,3 +45,33 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
             f"{type(site.layer).__name__} cannot stream: {site.because}. Nor can it run whole, because it reads the "
             f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
         ) from error
+
+
+class Repeatable:
+    """A layer's forward for torch's checkpoint, which would recompute another model or batch without a word.
+
+    The recomputation raises if parameters, arguments or the mode are others than before, and starts from the same buffers.
+    """
+
+    def __init__(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        self._layer, self._run = layer, run
+        self._training = layer.training
+        given = [(name, x) for name, value in {"input": args, **kwargs}.items() for x in tree_leaves(value)]
+        tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
+        self._parameters = Parameters(layer, tensors[0][1].device)
+        self._arguments = Versions()
+        for name, tensor in tensors:
+            self._arguments.note(name, tensor)
+        self._buffers: Buffers | None = None  # those that the forward has written to, as they were before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._buffers is None:
+            before = copies(buffers_of(self._layer))
+            result = self._run(*args, **kwargs)
+            self._buffers = written_since(before)
+            return result
+        check_mode(self._layer, self._training)
+        self._parameters.check_unchanged()
+        self._arguments.check_unchanged()
+        with in_place_of_buffers(copies(self._buffers)):
+            return self._run(*args, **kwargs)
