@@ -41,6 +41,7 @@ from streambp.layer.states import LEAST_TOKENS, States, leaves_of
 
 TOKENS = 12
 CHUNK = 5
+LARGE = 2**24  # elements of a matrix that the device may well hold thrice
 SAMPLES = 64  # positions that show how large hidden states are
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
@@ -197,13 +198,16 @@ def _as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
 
 def _stirred(parameter: Tensor) -> Tensor:
     """The parameter's value with other numbers where it is zero, or, in vectors and numbers, everywhere: gates start at
-    values for which they do nothing."""
+    values for which they do nothing. Of a large matrix nothing is copied, unless all of it is zero."""
     value = parameter.detach()
+    if type(parameter) not in PLAIN or not value.is_floating_point() or value.itemsize < 2:
+        return value
     if value.dim() < 2:
         return value + torch.randn_like(value) * 0.1
-    if type(parameter) not in PLAIN or int(value.count_nonzero()) == value.numel():
+    zeros = value == 0 if value.numel() <= LARGE else ~value.any()
+    if not bool(zeros.any()):
         return value
-    return torch.where(value == 0, torch.randn_like(value) * value.shape[-1] ** -0.5, value)
+    return torch.where(zeros, torch.randn_like(value) * value.shape[-1] ** -0.5, value)
 
 
 @contextlib.contextmanager

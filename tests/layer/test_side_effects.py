@@ -15,7 +15,7 @@ from streambp.layer import probe
 from tests import zoo
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
-from tests.seeds import seed_torch
+from tests.seeds import seed_torch, seeded
 from tests.test_contract import check_agree
 
 CONFIG = streambp.StreamConfig(chunk_size=5)
@@ -303,3 +303,14 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch, float64_oracle):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         test()
+
+
+def test_large_matrices_are_not_copied(monkeypatch):
+    monkeypatch.setattr(probe, "LARGE", 32)
+    some, whole = torch.randn(8, 8, generator=seeded()), torch.zeros(8, 8)
+    some[2] = 0
+    assert probe._stirred(nn.Parameter(some)).data_ptr() == some.data_ptr()
+    for zeros in (whole, whole[:4], some[1:4]):
+        assert bool(probe._stirred(nn.Parameter(zeros)).all())
+    quantised = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    assert torch.equal(probe._stirred(quantised), quantised)
