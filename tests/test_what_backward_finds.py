@@ -79,3 +79,20 @@ def test_a_tensor_that_is_no_parameter_is_not_left_without_its_gradient(config, 
         gradients(ours, **batch)
     mlp.scale.requires_grad_(False)
     check_agree(copy.deepcopy(streambp.unpatch(copy.deepcopy(ours))), ours, **batch)
+
+
+def test_a_parameter_that_wanted_no_gradient_in_forward():
+    """As when adapters are switched: unpatched, its graph has the old one."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("qwen3", torch.float64), config, adapter_name="first")
+    model.add_adapter("second", config)
+    streambp.patch(model, CONFIG)
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    model.set_adapter("second")
+    with pytest.raises(BackwardError, match=r"Linear\.weight \[2, 32\] wants a gradient .* before set_adapter"):
+        loss.backward()
+    model.set_adapter("first")
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".first." in name)

@@ -61,6 +61,7 @@ class Parameters:
                     self.names.append(f"{path}.{name}")
                 groups.setdefault(id(parameter), []).append(Slot(owner, name))
         self.groups = list(groups.values())
+        self._module = module
         self._versions = [(id(p), p._version) for p in self.current()]
 
     def current(self) -> list[Tensor]:
@@ -68,7 +69,8 @@ class Parameters:
         return [slots[0].get() for slots in self.groups]
 
     def check_unchanged(self) -> None:
-        """Raise if a parameter was written to since this object was built, as by an optimizer step, or is another one."""
+        """Raise if a parameter was written to since this object was built, as by an optimizer step, or is another one; or
+        if another wants a gradient, as of another adapter."""
         for name, parameter, (identity, version) in zip(self.names, self.current(), self._versions, strict=True):
             if id(parameter) != identity:
                 raise BackwardError(
@@ -81,6 +83,15 @@ class Parameters:
                     f"{name} was changed in place between forward and backward, so recomputing the layer would give "
                     "the gradient of another model. Call backward before optimizer.step() or any other update."
                 )
+        known = {identity for identity, _ in self._versions}
+        for owner in self._module.modules():
+            for name, now in owner._parameters.items():
+                if now is not None and now.requires_grad and id(now) not in known:
+                    raise BackwardError(
+                        f"{type(owner).__name__}.{name} {list(now.shape)} wants a gradient in backward and wanted none in "
+                        "forward (another adapter is active?), so recomputing the layer would give the gradient of another "
+                        "model. Call backward before set_adapter or requires_grad_."
+                    )
 
     @contextlib.contextmanager
     def shadowed(self, change: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[list[Tensor]]:
