@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertForMaskedLM, Trainer
+from transformers import BertConfig, BertForMaskedLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import streambp
 from streambp import StreamConfig
@@ -117,6 +117,26 @@ def test_predictions_are_those_of_the_program_alone(trainer_class, tmp_path, lab
     )
     assert set(expected.metrics) == set(found.metrics)
     assert not labels or abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
+
+
+def test_generated_predictions(hook, tmp_path):
+    """As LLaMA-Factory's `predict_with_generate`: a patched model generates in evaluation, with a cache."""
+    module = SimpleNamespace(Trainer=type("Trainer", (Seq2SeqTrainer,), {}))
+    hook.change_trainer(module)
+    runs = []
+    for kind in (Seq2SeqTrainer, module.Trainer):
+        told = Seq2SeqTrainingArguments(
+            str(tmp_path / "out"), report_to=[], max_steps=2, optim="sgd", save_strategy="no", use_cpu=True,
+            predict_with_generate=True, generation_max_length=40,
+        )  # fmt: skip
+        made = kind(model_of(), told, train_dataset=rows(), eval_dataset=rows(2))
+        made.train()
+        runs.append(made.predict(rows(2)))
+    assert is_patched(made.model)
+    expected, found = runs
+    assert found.predictions.shape[1] > len(rows(1)[0]["input_ids"])
+    assert (found.predictions == expected.predictions).all()
+    assert abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
 
 
 def test_metrics_that_trainers_compute_from_logits_beside_the_loss(trainer_class, tmp_path):
