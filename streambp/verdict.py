@@ -16,7 +16,9 @@ to noise as one draw of a noise to another, and the verdict says whether it look
   in every dtype. One draw cannot bear a tighter bar. In half precision a ratio above `NOTABLE` gets a note: if several
   seeds agree on it, streaming loses precision, though no term is missing.
 - Each parameter's error is at most `EACH` times the largest of three noises: its own, that of the same parameter in another
-  layer, the whole gradient's. A norm's weight or a bias has few elements: its own noise may be small by luck.
+  layer, the whole gradient's. A norm's weight or a bias has few elements: its own noise may be small by luck. Of n elements
+  the ratio of two norms has a logarithm with a spread of about 1 / sqrt(n - 1), so under 8 elements (a router's bias) the
+  factor is exp(`SPREADS` / sqrt(n - 1)), which chance passes once in ten thousand.
 - The loss is off by at most `EACH` times what the unpatched loss is, or by a little. It is a mean over hundreds of tokens:
   the unpatched one may be right by luck, but both are far better than a gradient.
 
@@ -32,17 +34,19 @@ import re
 
 NEGLIGIBLE = 1e-6
 WHOLE, NOTABLE, EACH = 2.0, 1.05, 4.0
+SPREADS = 3.72  # of a normal distribution: one in ten thousand is beyond
 FLOOR = 1e-10  # differences that say nothing in any dtype
 LOSS_FLOOR = 2.0**-20  # sixteen roundings of float32, in which the loss is computed
 
 
 @dataclasses.dataclass(frozen=True)
 class Distances:
-    """Norms of one parameter's gradients: the truth's, and how far the other two lie from it."""
+    """Norms of one parameter's gradients: the truth's, and how far the other two lie from it; elements: of the gradient."""
 
     truth: float
     streamed: float
     unpatched: float
+    elements: int = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Verification:
 
 def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], ParameterError]:
     """Every parameter's errors and bar, worst error first; then the whole gradient's."""
-    columns = zip(*(dataclasses.astuple(d) for d in distances.values()), strict=True)
+    columns = zip(*((d.truth, d.streamed, d.unpatched) for d in distances.values()), strict=True)
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
     norm = max(norm, 1e-300)
     whole = ParameterError("whole gradient", streamed / norm, unpatched / norm, WHOLE * unpatched / norm + FLOOR)
@@ -134,10 +138,16 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
     for name, d in distances.items():
         noises[_role(name)] = max(noises.get(_role(name), whole.unpatched), d.unpatched / sizes[name])
     rated = [
-        ParameterError(name, d.streamed / sizes[name], d.unpatched / sizes[name], EACH * noises[_role(name)] + FLOOR)
+        ParameterError(
+            name, d.streamed / sizes[name], d.unpatched / sizes[name], _factor(d.elements) * noises[_role(name)] + FLOOR
+        )
         for name, d in distances.items()
     ]
     return tuple(sorted(rated, key=lambda p: -math.inf if math.isnan(p.streamed) else -p.streamed)), whole
+
+
+def _factor(elements: int) -> float:
+    return max(EACH, math.exp(SPREADS / math.sqrt(max(elements - 1, 1))))
 
 
 def _role(name: str) -> str:

@@ -336,7 +336,7 @@ def _run_truth(
     def compare(name: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         streamed, unpatched = (_distance(gradient, run.gradients.get(name)) for run in runs)
-        found[name] = Distances(_distance(gradient, None), streamed, unpatched)
+        found[name] = Distances(_distance(gradient, None), streamed, unpatched, parameter.numel())
 
     for name, parameter in truth.named_parameters():
         if parameter.requires_grad:

@@ -273,6 +273,14 @@ def test_a_lucky_parameter_is_judged_by_its_kind():
     assert find_problems(rated, whole, Losses(1.0, 1.0, 1.0), {"a"}, {"a"}) == ()
 
 
+@pytest.mark.parametrize(
+    ("elements", "ratio", "exact"), [(4, 8.0, True), (4, 9.0, False), (64, 4.0, True), (64, 4.1, False)]
+)
+def test_few_elements_may_be_lucky(elements, ratio, exact):
+    rated, _ = rate({"bias": Distances(1e-3, ratio * 1e-8, 1e-8, elements), "weight": Distances(1.0, 1e-8, 1e-8)})
+    assert next(p for p in rated if p.name == "bias").exact == exact
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_sinks_in_half_precision_are_not_blamed(number):
     """Plain products take the output before rounding, as eager attention does. [Note: rounded outputs]"""
