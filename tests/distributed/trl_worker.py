@@ -5,6 +5,7 @@ Rank 0 saves the losses and the weights, before and after, to FOLDER/TRAINER.pt.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -56,7 +57,11 @@ def main(trainer, objective, engine, folder):
         weights = {name.removeprefix("module."): value.float() for name, value in after.items() if name in before}
         found = {"log": [entry["loss"] for entry in log], "before": before, "after": weights, "engines": sorted(engines)}
         torch.save(found, f"{folder}/{trainer}.pt")
+    dist.barrier()
     dist.destroy_process_group()
+    # At exit threads of gloo or DeepSpeed abort one process in some dozens ("terminate called without an active exception"
+    # with TRL's own trainers, too); what is compared has been written.
+    os._exit(0)
 
 
 if __name__ == "__main__":
