@@ -31,6 +31,8 @@ def python(tmp_path_factory):
     """Of an environment without packages, whose start imports as little as can be."""
     folder = tmp_path_factory.mktemp("start") / "v"
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    # From 3.13 on the first such file of an environment imports its encoding.
+    (next(folder.rglob("site-packages")) / "other.pth").write_text("\n")
     return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
 
 
