@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node 2 -m tests.distributed.trainer_script LOOP CONFIG OUTPUT
+"""torchrun --nproc-per-node 2 -m tests.distributed.trainer_script LOOP CONFIG OUTPUT, for DDP with - for CONFIG
 
 Trains under HF Trainer or a loop on accelerate, with a DeepSpeed config; rank 0 saves weights and what was seen.
 accelerate is not told to use the CPU (`Accelerator(cpu=True)`, ACCELERATE_USE_CPU): it would choose DDP.
@@ -32,11 +32,12 @@ def examples():
 
 def with_trainer(model, config, output):
     arguments = TrainingArguments(
-        str(output.parent / "trainer"), report_to=[], deepspeed=config, per_device_train_batch_size=1,
+        str(output.parent / "trainer"), report_to=[], per_device_train_batch_size=1,
+        **({"use_cpu": True, "ddp_backend": "gloo"} if config == "-" else {"deepspeed": config}),
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, seed=seed_of(3),
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=examples(), callbacks=[plugin.StreamCallback()])
+    trainer = Trainer(model, arguments, train_dataset=examples(), callbacks=[plugin.StreamCallback()] * (config != "-"))
     trainer.train()
     return trainer.state.log_history[-1]["train_loss"], trainer.accelerator.distributed_type
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -45,5 +46,32 @@ def test_zero_3_trains_as_without_launch(loop, flags, tmp_path, monkeypatch, cap
     before = {name: p.detach().double() for name, p in build("qwen3").named_parameters()}
     weights = [{name: w.double() for name, w in run["weights"].items()} for run in (ours, stock)]
     print(f"{loop}: weights moved by {distance(weights[1], before):.1e}, apart {distance(*weights):.1e}")
+    assert distance(*weights) <= 1e-4 * distance(weights[1], before)
+    assert ours["loss"] == pytest.approx(stock["loss"], abs=1e-5)
+
+
+@pytest.mark.full
+def test_ddp_trains_as_without_launch(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")  # the script imports it
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    runs = []
+    for launch in ([], ["launch", "--chunk-size", "5", "--"]):
+        output = tmp_path / f"output{len(runs)}.pt"
+        command = [*torchrun, "tests.distributed.trainer_script", "trainer", "-", str(output)]
+        capfd.readouterr()
+        assert (main([*launch, *command]) if launch else subprocess.run(command, check=False).returncode) == 0
+        runs.append(torch.load(output, weights_only=True))
+    stock, ours = runs
+    assert [run["engines"] for run in runs] == [["ddp"], ["ddp"]]
+    assert (stock["chunks"], LENGTH in ours["chunks"]) == ([], False)
+    report = capfd.readouterr().err.partition("end of")[2]
+    assert "streams: 2 x" in report
+    assert "blockwise loss, no logits" in report
+    before = {name: p.detach().double() for name, p in build("qwen3").named_parameters()}
+    weights = [{name: w.double() for name, w in run["weights"].items()} for run in (ours, stock)]
+    print(f"DDP: weights moved by {distance(weights[1], before):.1e}, apart {distance(*weights):.1e}")
     assert distance(*weights) <= 1e-4 * distance(weights[1], before)
     assert ours["loss"] == pytest.approx(stock["loss"], abs=1e-5)
