@@ -21,7 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._decomp import decompositions
-from torch._subclasses.fake_tensor import FakeTensor
+
+from streambp.device import has_data
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -48,7 +49,7 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
             return aten.mm.dtype(left, right, wide)
         return (left @ right).to(wide)
     sums_inside = total.dtype == wide and _sums_inside(left)
-    if total.dtype == left.dtype or (sums_inside and not RUNS_WITHOUT_DATA and _has_no_data(left)):
+    if total.dtype == left.dtype or (sums_inside and not RUNS_WITHOUT_DATA and not has_data(left)):
         return total.addmm_(left, right)
     if sums_inside:
         aten.addmm.dtype_out(total, left, right, wide, out=total)
@@ -61,7 +62,3 @@ def _sums_inside(x: Tensor) -> bool:
     if x.is_meta:
         return True
     return x.is_cuda and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
-
-
-def _has_no_data(x: Tensor) -> bool:
-    return x.is_meta or isinstance(x, FakeTensor)

@@ -7,6 +7,8 @@ import re
 import traceback
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def memory_limit(device: torch.device) -> int:
@@ -52,3 +54,8 @@ def raised_among_kernels(error: BaseException) -> bool:
     """Whether it came through a module of `KERNELS`."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(module.startswith(KERNELS) for module in modules)
+
+
+def has_data(x: Tensor) -> bool:
+    """Whether x has values: tensors on meta and fake ones, of which steps are counted, have none."""
+    return not x.is_meta and not isinstance(x, FakeTensor)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "streambp"
 TREES = ("streambp", "paper_repro", "examples", "tests")
 ORDER = (
-    "errors", "accumulate", "config", "chunks", "device", "distributed.zero", "distributed.host",
+    "errors", "device", "accumulate", "config", "chunks", "distributed.zero", "distributed.host",
     "distributed.sequence_parallel", "attention.reading",
     "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.backend",
     "attention.triton_merge", "attention.merge", "attention.keys", "attention.attend", "attention.prefix",

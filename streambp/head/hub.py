@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.device import has_data
 from streambp.distributed.zero import full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import Products, Projection, Statistics, Wanted, token_blocks
-from streambp.head.log_probs import HeadInputs, make_inputs, no_data
+from streambp.head.log_probs import HeadInputs, make_inputs
 from streambp.head.recipe import Recipe, within
 from streambp.head.rows import Node, Reading, evaluate, inputs_of, readings
 from streambp.head.seen import Seen
@@ -132,7 +133,7 @@ class Hub:
         changed = self._seen.written()
         weight = self.recipe.weight
         assert weight is not None
-        if changed is None and self.recipe.head is None and not no_data(weight) and not weight.untyped_storage().size():
+        if changed is None and self.recipe.head is None and has_data(weight) and not weight.untyped_storage().size():
             raise StreamBPError(
                 "The output projection's weight is no longer on this rank where the logits are used: an engine has freed "
                 "it after the forward. Set StreamConfig(lazy_logits=False)."
@@ -197,7 +198,7 @@ class Hub:
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
         """The logsumexp and the mean of N tokens, if they were computed already with something else."""
         positions = reading.positions.reshape(-1)
-        if reading.projection not in self._known or no_data(positions):
+        if reading.projection not in self._known or not has_data(positions):
             return None
         self.check()
         lse, mean, known = self._known[reading.projection]

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.accumulate import add_product
+from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import (
     BlockSize,
@@ -88,7 +88,7 @@ class HeadInputs:
     def rows(self) -> Tensor | None:
         """Positions with a label, in order; None if all have one. Labels without data (a count of bytes) get what most
         batches get: the last position of a row has no next token, so that not all have one."""
-        if no_data(self.labels):
+        if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
         valid = self.labels != self.ignore_index
         return None if bool(valid.all()) else valid.nonzero().squeeze(-1)
@@ -188,7 +188,7 @@ def _check(hidden_states: Tensor, weight: Tensor, labels: Tensor, ignore_index: 
 
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
     """Raise for a label outside the vocabulary; it would select nothing and look like a log-probability."""
-    if no_data(labels) or labels.numel() == 0:
+    if not has_data(labels) or labels.numel() == 0:
         return
     wrong = (labels < 0) | (labels >= vocabulary)
     ignored = ""
@@ -199,10 +199,6 @@ def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> N
             f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}){ignored}. "
             "Check that the tokenizer belongs to this model."
         )
-
-
-def no_data(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
 
 
 class BlockwiseLogProbs(torch.autograd.Function):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from streambp.head.log_probs import no_data
+from streambp.device import has_data
 
 SAMPLE = 256
 
@@ -22,7 +22,7 @@ class Seen:
 
     def __init__(self, tensors: Sequence[Tensor], sampled: Sequence[Tensor]) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-        plain = [x for x in sampled if type(x) in (Tensor, nn.Parameter) and not no_data(x) and x.numel()]
+        plain = [x for x in sampled if type(x) in (Tensor, nn.Parameter) and has_data(x) and x.numel()]
         self._entries = [(tensor, tensor.shape, _entries(tensor)) for tensor in plain]
 
     def written(self) -> Tensor | None:
@@ -32,7 +32,7 @@ class Seen:
     def changed(self) -> Tensor | None:
         """One that holds something else, of those that are here. [Note: writes that are not counted]"""
         for tensor, shape, before in self._entries:
-            if no_data(tensor):
+            if not has_data(tensor):
                 continue
             if tensor.shape != shape or not torch.allclose(_entries(tensor), before, rtol=0.0, atol=0.0, equal_nan=True):
                 return tensor

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from streambp.device import has_data
 from streambp.head.blocks import (
     LOGITS_PER_BLOCK,
     TOKENS_PER_BLOCK,
@@ -27,7 +28,7 @@ from streambp.head.blocks import (
     product_gradient,
     token_blocks,
 )
-from streambp.head.log_probs import HeadGradients, HeadInputs, no_data
+from streambp.head.log_probs import HeadGradients, HeadInputs
 from streambp.head.rows import Beside, Node, Reading, evaluate, leaves, readings
 
 
@@ -75,7 +76,7 @@ class StatisticsTerm:
         at = given.positions
         if given.pick is not None:
             assert given.labels is not None
-            free = given.unique and (no_data(at) or not bool((self.labels[at] >= 0).any()))
+            free = given.unique and (not has_data(at) or not bool((self.labels[at] >= 0).any()))
             if free:
                 self.labels[at] = given.labels
                 self.pick[at] = given.pick.to(self.pick.dtype)
@@ -175,7 +176,7 @@ class NodeTerm:
         self.row_of = row_of
         rows = self.reading.positions if row_of is None else row_of[self.reading.positions]
         order = torch.argsort(rows)
-        if no_data(rows):
+        if not has_data(rows):
             ends = [min(edge, rows.shape[0]) for edge in edges]
         else:
             ends = torch.searchsorted(rows[order], torch.tensor(edges, device=rows.device)).tolist()
@@ -253,7 +254,7 @@ def sweep(
 
 def _touched(terms: Sequence[Any], hidden: Tensor) -> Tensor | None:
     """The positions that any term adds to, in order; None: all."""
-    if no_data(hidden):
+    if not has_data(hidden):
         return None
     found = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
     for term in terms:

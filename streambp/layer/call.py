@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.interface import routed
 from streambp.attention.keys import CallSite
@@ -21,6 +20,7 @@ from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillD
 from streambp.attention.reading import move_ends
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
+from streambp.device import has_data
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.carried import Carried, layout_of
@@ -251,10 +251,6 @@ class LayerCall:
                 see(hidden_chunk, [y for o in outputs for y in (o.hidden_states, *o.extras.values(), *o.states.values())])
         kv = [(site.k[:, :tokens], site.v[:, :tokens]) for site in prefix.sites if isinstance(site, CallSite)]
         return kv, goes_on
-
-
-def has_data(x: Tensor) -> bool:
-    return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
 def has_gradients(outputs: list[Tensor], leaves: list[Tensor]) -> bool:

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.device import failed_in_a_kernel, raised_among_kernels
+from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.layer.arguments import PICKED, rebuilt
 from streambp.layer.cached import OwnMask
@@ -66,7 +65,7 @@ def can_stream(call: LayerCall) -> bool:
     x = call.hidden_states.detach()
     if kind in site.verdicts:
         return True  # what is known not to stream does not get here
-    if _without_data(x):
+    if not has_data(x):
         if site.states is None and not site.attends:
             return False
         site.because = _judged_without_data(call, x)
@@ -242,10 +241,6 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     if not kinds:
         return None
     return f"it mixes tokens outside of its attention, and goes on from its {' and '.join(kinds)} state with one token only"
-
-
-def _without_data(x: Tensor) -> bool:
-    return x.device.type == "meta" or isinstance(x, FakeTensor)
 
 
 def _first_and_second(call: LayerCall, x: Tensor, size: int, states: States | None = None) -> ChunkOutput:

@@ -14,10 +14,11 @@ from streambp.attention.masks import resolve_whole
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan, plan_chunks
 from streambp.config import StreamConfig
+from streambp.device import has_data
 from streambp.distributed.shards import Shards
 from streambp.errors import StreamBPError, UnsupportedMaskError
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import PROBE_TOKENS, LayerCall, has_data, has_gradients
+from streambp.layer.call import PROBE_TOKENS, LayerCall, has_gradients
 from streambp.layer.carried import Carried
 from streambp.layer.kept import Kept, linear_of
 from streambp.layer.products import UnreadInHalves, left_out, plain_linears, trace

@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from streambp.device import has_data
+
 aten = torch.ops.aten
 
 
@@ -222,10 +224,6 @@ def tensors(value: Any) -> list[Tensor]:
             elif isinstance(part, tuple | list | dict) and part:
                 found += tensors(part)
     return found
-
-
-def has_data(tensor: Tensor) -> bool:
-    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
 def _brings_data(tensor: Tensor, device: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from streambp.planner.count import has_data
+from streambp.device import has_data
 from streambp.planner.delta_rules import CausalConv, delta_rule
 from streambp.planner.state_spaces import FusedMamba, FusedMamba2, Mamba2Scan, SelectiveScan
 
