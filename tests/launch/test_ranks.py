@@ -16,6 +16,14 @@ from tests.distributed.worker import distance
 from tests.families import LENGTH, build
 
 
+def check_trained_alike(ours, stock, name):
+    before = {at: p.detach().double() for at, p in build("qwen3").named_parameters()}
+    weights = [{at: w.double() for at, w in run["weights"].items()} for run in (ours, stock)]
+    print(f"{name}: weights moved by {distance(weights[1], before):.1e}, apart {distance(*weights):.1e}")
+    assert distance(*weights) <= 1e-4 * distance(weights[1], before)
+    assert ours["loss"] == pytest.approx(stock["loss"], abs=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("loop", "flags"), [("trainer", []), ("accelerate", ["--at", "train"])])
 def test_zero_3_trains_as_without_launch(loop, flags, tmp_path, monkeypatch, capfd):
@@ -43,11 +51,7 @@ def test_zero_3_trains_as_without_launch(loop, flags, tmp_path, monkeypatch, cap
     assert "(rank 0); process" in report  # both did the same
     assert "streams: 2 x" in report
     assert "blockwise loss, no logits" in report
-    before = {name: p.detach().double() for name, p in build("qwen3").named_parameters()}
-    weights = [{name: w.double() for name, w in run["weights"].items()} for run in (ours, stock)]
-    print(f"{loop}: weights moved by {distance(weights[1], before):.1e}, apart {distance(*weights):.1e}")
-    assert distance(*weights) <= 1e-4 * distance(weights[1], before)
-    assert ours["loss"] == pytest.approx(stock["loss"], abs=1e-5)
+    check_trained_alike(ours, stock, loop)
 
 
 @pytest.mark.full
@@ -70,8 +74,4 @@ def test_ddp_trains_as_without_launch(tmp_path, monkeypatch, capfd):
     report = capfd.readouterr().err.partition("end of")[2]
     assert "streams: 2 x" in report
     assert "blockwise loss, no logits" in report
-    before = {name: p.detach().double() for name, p in build("qwen3").named_parameters()}
-    weights = [{name: w.double() for name, w in run["weights"].items()} for run in (ours, stock)]
-    print(f"DDP: weights moved by {distance(weights[1], before):.1e}, apart {distance(*weights):.1e}")
-    assert distance(*weights) <= 1e-4 * distance(weights[1], before)
-    assert ours["loss"] == pytest.approx(stock["loss"], abs=1e-5)
+    check_trained_alike(ours, stock, "DDP")
