@@ -74,6 +74,31 @@ class FusedHead(InstanceForward):
         )
 
 
+def add_head(
+    causal: CausalLMForward,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+    head_class: type[FusedHead] = FusedHead,
+) -> None:
+    """Give a patched model a fused head; called like TRL's `add_fused_lm_head`, in its place.
+
+    TRL's own stays where the model's forward was written by another library: it calls the backbone, not that forward.
+
+    Args:
+        causal: the model's streamed forward.
+        temperature, cast_lm_head_to_fp32, outputs: as TRL names them.
+        head_class: what stands in for TRL's head.
+    """
+    from trl.trainer.utils import add_fused_lm_head as add_trls_head
+
+    if causal.foreign is not None and head_class is FusedHead:
+        add_trls_head(causal.module, temperature, cast_lm_head_to_fp32, outputs)
+        return
+    causal.refuse_foreign()
+    head_class(causal, temperature, cast_lm_head_to_fp32, outputs).add()
+
+
 def replaces_trls_head(causal: CausalLMForward) -> FusedHead | None:
     """A head like the one that TRL's `add_fused_lm_head` has given the model before it was patched, to go before it."""
     settings = next((s for f in wrapped_functions(causal.previous) if (s := trls_head(f)) is not None), None)

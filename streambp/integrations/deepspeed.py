@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
-from streambp.patching import patch
+from streambp.planner.auto import patch
 
 SECTION = "streambp"
 FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))

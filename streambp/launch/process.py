@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from streambp.config import StreamConfig
 from streambp.describe import describe
 from streambp.errors import UnsupportedModelError
+from streambp.fused_head import add_head
 from streambp.launch.report import Account, Model, leave, say, table
 from streambp.patching import is_patched, streamed_head
 from streambp.planner.auto import patch
@@ -57,12 +58,11 @@ class Launched:
 
     def head_wanted(self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Where TRL gives a model its fused head (`theirs`): ours, where the model streams and has one."""
-        if not self.streams(model) or not self.config.head or streamed_head(model) is None:
+        causal = streamed_head(model) if self.streams(model) and self.config.head else None
+        if causal is None:
             theirs(model, *args, **kwargs)
             return
-        from streambp.integrations.trl.head import adder
-
-        adder(self.config)(model, *args, **kwargs)
+        add_head(causal, *args, **kwargs)
 
     def training(self, model: nn.Module) -> None:
         """`train()` was called on a model."""

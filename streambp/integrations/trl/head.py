@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 from torch import nn
-from trl.trainer.utils import add_fused_lm_head as add_trls_head
 
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
-from streambp.fused_head import FusedHead
-from streambp.patching import patch, streamed_head
+from streambp.fused_head import FusedHead, add_head
+from streambp.patching import streamed_head
+from streambp.planner.auto import patch
 
 
 @contextlib.contextmanager
@@ -45,10 +45,6 @@ def adder(config: StreamConfig, head_class: type[FusedHead] = FusedHead) -> Call
                 f"{type(model).__name__} has no language-model head of its own, so TRL's losses have nothing to score. "
                 "Pass a causal language model."
             )
-        if causal.foreign is not None and head_class is FusedHead:
-            add_trls_head(model, temperature, cast_lm_head_to_fp32, outputs)  # it calls the backbone, not that forward
-            return
-        causal.refuse_foreign()
-        head_class(causal, temperature, cast_lm_head_to_fp32, outputs).add()
+        add_head(causal, temperature, cast_lm_head_to_fp32, outputs, head_class)
 
     return add_fused_lm_head

@@ -27,7 +27,7 @@ from streambp.integrations.trl.trainer import StreamedTrainer
 from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead, ValueHead
 from streambp.losses.masked import masked_mean
 from streambp.losses.ppo import gae, ppo_loss, whiten
-from streambp.patching import patch
+from streambp.planner.auto import patch
 
 VALUE_FILE = "value.safetensors"
 GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")

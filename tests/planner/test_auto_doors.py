@@ -1,0 +1,97 @@
+"""`chunk_size="auto"` is one rule through every door: the device's memory decides wherever it is known.
+
+Covers: streambp/planner/auto.py and who calls it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.planner import auto
+from tests.families import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def memory_that_is_known(monkeypatch):
+    monkeypatch.setattr(auto, "free_memory", lambda device: 10**12)
+
+
+def model():
+    return build("qwen3", torch.bfloat16)
+
+
+def by_patch():
+    return streambp.patch(model())
+
+
+def by_deepspeeds_section(monkeypatch):
+    import deepspeed
+
+    from streambp.integrations.deepspeed import initialize
+
+    monkeypatch.setattr(deepspeed, "initialize", lambda model, config, **kwargs: model)
+    return initialize(model=model(), config={"streambp": {}})
+
+
+def by_deepspeeds_callback(tmp_path):
+    from streambp.integrations.deepspeed import StreamCallback
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"streambp": {}}))
+    found = model()
+    StreamCallback().on_init_end(type("Arguments", (), {"deepspeed": str(path)})(), None, None, model=found)
+    return found
+
+
+def by_trls_trainers():
+    from streambp.integrations.trl.head import adder
+
+    found = model()
+    adder(streambp.StreamConfig())(found)
+    return found
+
+
+def by_launch(monkeypatch):
+    from streambp.launch import process
+
+    monkeypatch.setattr(process.atexit, "register", lambda function: None)  # the account that it would print at the end
+    found = model()
+    assert process.Launched(streambp.StreamConfig()).streams(found)
+    return found
+
+
+def check(found: nn.Module):
+    assert isinstance(found._streambp.state.chunk_rule, auto.FittingChunk)
+
+
+def test_patch():
+    check(by_patch())
+
+
+def test_deepspeeds_section(monkeypatch):
+    check(by_deepspeeds_section(monkeypatch))
+
+
+def test_deepspeeds_callback(tmp_path):
+    check(by_deepspeeds_callback(tmp_path))
+
+
+def test_trls_trainers():
+    check(by_trls_trainers())
+
+
+def test_launch(monkeypatch):
+    check(by_launch(monkeypatch))
+
+
+def test_ppos_value_model():
+    from streambp.integrations.trl import ppo
+
+    assert ppo.patch is auto.patch is streambp.patch
