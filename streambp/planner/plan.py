@@ -107,7 +107,8 @@ def plan(
     Args:
         gpu_memory: bytes of each GPU, as a number or "80GiB"; `reserve` is the part of it that is left alone.
         host_memory: bytes of host memory for all ranks together; None: no limit.
-        Others as in `estimate`.
+        model_or_config, batch_size, lora, bits, dtype, device, kernels, mixers: as in `estimate`.
+        setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
 
     Raises:
         StreamBPError: the model is unknown or does not stream, or an argument is out of range.

@@ -19,10 +19,10 @@ from packaging.version import Version
 setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 reads this pyproject.toml")
 
 ROOT = Path(__file__).parents[2]
-TREES = (".ci", ".github", "docs", "examples", "paper_repro", "streambp", "tests")
+TREES = (".ci", ".github", "docs", "examples", "paper_repro", "scripts", "streambp", "tests")
 FILES = (
-    ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml",
-    "setup.py",
+    ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "mkdocs.yml",
+    "pyproject.toml", "setup.py",
 )  # fmt: skip
 LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.pyc")
 BUILD = "import sys; from setuptools import build_meta as b; to = sys.argv.pop(); b.build_wheel(to); b.build_sdist(to)"
@@ -82,7 +82,7 @@ def test_requirements(archives):
     found = metadata(archives[0])
     wanted = [Requirement(line) for line in found.get_all("Requires-Dist")]
     assert {r.name for r in wanted if not (r.marker and "extra" in str(r.marker))} == {"torch", "transformers"}
-    assert set(found.get_all("Provides-Extra")) == {"trl", "deepspeed", "peft", "examples", "test"}
+    assert set(found.get_all("Provides-Extra")) == {"trl", "deepspeed", "peft", "examples", "test", "docs"}
     by_extra = {e: {r.name for r in wanted if "extra" in str(r.marker) and r.marker.evaluate({"extra": e})}
                 for e in found.get_all("Provides-Extra")}  # fmt: skip
     assert [by_extra[name] for name in ("trl", "deepspeed", "peft")] == [{"trl"}, {"deepspeed"}, {"peft"}]

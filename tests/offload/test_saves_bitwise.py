@@ -1,0 +1,91 @@
+"""Saves and offloading change no bit in float32: each setting against no saves and no offloading.
+
+In half precision plain products take attention's output before it is rounded, and a saved one is rounded: there saves are
+as precise as none, not equal to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from streambp.layer import store
+from streambp.offload import stores
+from tests import zoo
+from tests.families import build, make_batch
+from tests.offload.runs import assert_same, model_with, sampled, step
+from tests.oracle import assert_as_precise, gradients, relative_l2
+
+EVERYTHING = ("attn_out", "kv", "*")
+SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"), ("*",), EVERYTHING)
+# Fused attention, attention over a cache, states and experts, values of another head size than keys, softcap.
+FAMILIES = ("qwen3", "gptj", "qwen3_next", "deepseek_v3", "gemma2")
+MODES = ("plain", "left-padded", "packed")
+
+
+@functools.cache
+def nothing_saved(family, mode, dtype=torch.float32):
+    return step(model_with((), zoo.build(family, dtype)), mode)
+
+
+def settings(fast):
+    """All but what the others are compared with."""
+    return [case for case in sampled(fast, FAMILIES, MODES, SAVES, ("none", "cpu")) if case.values[2:] != ((), "none")]
+
+
+def some(family, mode, saves, offload):
+    return mode == "packed" and (saves == EVERYTHING or (family == "qwen3" and offload == "none"))
+
+
+@pytest.mark.parametrize(("family", "mode", "saves", "offload"), settings(some))
+def test_gradients_are_bitwise_those_with_nothing_saved(family, mode, saves, offload):
+    model = model_with(saves, zoo.build(family, torch.float32), offload=offload)
+    for _ in range(2):  # the first finds out what backward may leave out
+        assert_same(step(model, mode), nothing_saved(family, mode))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_bf16_on_fused_attention(offload):
+    found = step(model_with(EVERYTHING, zoo.build("qwen3", torch.bfloat16), offload=offload), "packed")
+    assert_same(found, nothing_saved("qwen3", "packed", torch.bfloat16))
+
+
+def errors_with_and_without_saves():
+    """In bf16 on plain products, of one random model after the other."""
+    for seed in itertools.count():
+        truth = gradients(build("qwen3", seed=seed), **make_batch("plain", seed=seed))[1]
+        saved, recomputed = (
+            gradients(
+                model_with(saves, build("qwen3", torch.bfloat16, seed=seed), attention="math"),
+                **make_batch("plain", seed=seed),
+            )[1]
+            for saves in (EVERYTHING, ())
+        )
+        yield relative_l2(saved, truth), relative_l2(recomputed, truth)
+
+
+@pytest.mark.full
+def test_bf16_on_plain_products_is_as_precise():
+    assert_as_precise(errors_with_and_without_saves())
+
+
+@pytest.mark.parametrize(
+    ("offload", "lost"), [*itertools.product(["none"], ["attn_out", "lse", "product"]), *itertools.product(["cpu"], "kvx")]
+)
+def test_mutant_a_store_that_rounds_what_is_saved(offload, lost, monkeypatch):
+    place = store.InMemory if offload == "none" else stores.LayerTensors
+    real, rounded = place.put, []
+
+    def put(self, name, chunk, tensor):
+        if name.split(".")[0] == lost:
+            rounded.append(name)
+            tensor = tensor.to(torch.bfloat16).to(tensor.dtype)
+        real(self, name, chunk, tensor)
+
+    monkeypatch.setattr(place, "put", put)
+    with pytest.raises(AssertionError):
+        test_gradients_are_bitwise_those_with_nothing_saved("qwen3", "packed", EVERYTHING, offload)
+    assert rounded

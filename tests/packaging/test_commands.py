@@ -1,0 +1,95 @@
+"""The commands, files and names that README.md and docs/ show. Covers: scripts/check_commands.py, docs/api.md."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+import streambp
+from scripts.check_commands import PAGES, ROOT, check, commands, missing_files
+from streambp import cli
+from tests.families import build, make_batch
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_parse_and_files_exist(page):
+    text = (ROOT / page).read_text("utf-8")
+    found = {command.text: problem for command in commands(page, text) if (problem := check(command)[1])}
+    assert not found
+    assert not missing_files(page, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("```bash\nstreambp verify PATH --no-such-flag\n```", "unrecognized arguments: --no-such-flag"),
+        ("`streambp launch --chunks 8192 -- trl sft --lr 1`", "unrecognized arguments: --chunks 8192"),
+        ("```bash\nbash .ci/setup && .venv/bin/python examples/none.py\n```", "examples/none.py does not exist"),
+        ("`pytest -s -m full tests/test_oracle.py -k no_such_test`", "no test there is named no_such_test"),
+        ("`python -m paper_repro.predicted --no-such-flag`", "has no flag --no-such-flag"),
+        ("`python -m pytest tests/none`", "tests/none does not exist"),
+    ],
+)
+def test_a_wrong_command_is_found(text, problem):
+    problems = [found for command in commands("README.md", text) if (found := check(command)[1])]
+    assert len(problems) == 1
+    assert problem in problems[0]
+
+
+def test_a_file_that_is_gone_is_found():
+    assert missing_files("README.md", "`layer/function.py`, `examples/{sft,none}.py`, `tests/gpu/*.py`") == [
+        "examples/{sft,none}.py"
+    ]
+
+
+def first_lines():
+    return "\n".join((ROOT / "README.md").read_text("utf-8").splitlines()[:40])
+
+
+def test_the_readmes_first_lines_lead_to_a_patched_model(capsys):
+    (program,) = re.findall(r"```python\n(.*?)```", first_lines(), re.DOTALL)
+    model = build("qwen3")
+    exec(program, {"model": model, **make_batch("plain")})
+    assert "streams: 2 x Qwen3DecoderLayer" in capsys.readouterr().out
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["verify", pytest.param("plan", marks=pytest.mark.full)])
+def test_the_readmes_first_lines_lead_to_a_plan_and_a_verified_model(name, tmp_path, capsys):
+    build("qwen3").save_pretrained(tmp_path)
+    (command,) = [c for c in commands("README.md", first_lines()) if c.words[:2] == ("streambp", name)]
+    arguments = [str(tmp_path) if word == "PATH_OR_ID" else word for word in command.words[1:]]
+    assert cli.main(arguments) == 0, capsys.readouterr()
+    assert {"plan": "chunk_size", "verify": "EXACT"}[name] in capsys.readouterr().out
+
+
+def test_the_readme_is_short_and_has_the_two_commands():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 120
+    assert "\nbash .ci/setup && .venv/bin/python examples/long_context_sft.py\n" in text
+    assert "\nbash .ci/setup && .venv/bin/python -m pytest -n 2\n" in text
+    assert ".venv/bin/python -m pytest -n 2\n" in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+@pytest.mark.parametrize("module", ["streambp", "streambp.head", "streambp.losses", "streambp.integrations.trl"])
+def test_the_api_page_has_every_public_name(module):
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    functions = [name for name in importlib.import_module(module).__all__ if not name.isupper()]
+    assert functions
+    for name in functions:
+        shown = name == "StreamBPError" or re.search(rf"^::: streambp\.[\w.]*\.?{name}$", page, re.MULTILINE)
+        assert shown, f"docs/api.md lacks {module}.{name}"
+
+
+def test_every_page_is_in_the_sites_menu():
+    menu = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert all(f": {page.name}\n" in menu for page in ROOT.glob("docs/*.md"))
+
+
+def test_the_readmes_settings_are_the_defaults():
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
+    assert rows
+    config = streambp.StreamConfig()
+    assert {name: repr(getattr(config, name)).replace("'", '"') for name in rows} == rows
