@@ -33,6 +33,37 @@ def test_config_values(field, value):
         streambp.StreamConfig(**{field: value})
 
 
+@pytest.mark.parametrize("field", ["eval_logits", "lazy_logits"])
+def test_logits_that_are_built_anyway(field):
+    with pytest.raises(streambp.StreamBPError, match=f"{field} is set, but head=False builds the logits"):
+        streambp.StreamConfig(head=False, **{field: True})
+
+
+@pytest.mark.parametrize("value", ["8 gigs", "1e9e9", "GB", "8Gi", "-1GB", "1e999", ""])
+def test_units_of_memory_are_named(value):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"host_memory is .*KB, KiB, MB, MiB, GB, GiB, TB, TiB; a number without"
+    ):
+        streambp.StreamConfig(offload="cpu", host_memory=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("8gb", 8e9),
+        ("8GB", 8e9),
+        ("8 gib", 2**33),
+        ("1.5TiB", 1.5 * 2**40),
+        ("1e9", 1e9),
+        ("1e3kb", 1e6),
+        (" 7 ", 7),
+        (1e9, 1e9),
+    ],
+)
+def test_memory_in_units(value, expected):
+    assert streambp.StreamConfig(offload="cpu", host_memory=value).host_memory == expected
+
+
 def test_saves_that_name_nothing():
     with pytest.raises(streambp.StreamBPError, match=r"'mlp\.gate'.*mlp\.gate_proj"):
         streambp.patch(build("qwen3"), streambp.StreamConfig(saves=("kv", "mlp.gate")))
