@@ -63,8 +63,12 @@ class UnreadInHalves:
 def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     """The layer's Linears that compute x @ W^T + b and nothing else.
 
-    None if anything watches the inside of the layer: a forward hook must see true values in recomputations too.
+    None if anything watches the inside of the layer, or every module (torch's global hooks): a forward hook must see true
+    values in recomputations too.
     """
+    everywhere = torch.nn.modules.module
+    if any(getattr(everywhere, hooks) for hooks in GLOBAL_HOOKS):
+        return {}
     inner = [module for module in layer.modules() if module is not layer]
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in inner):
         return {}
@@ -75,6 +79,12 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
 
 
