@@ -269,9 +269,7 @@ def _narrow(module: nn.Linear, width: int, x: Tensor) -> Tensor:
 
 def _nan(x: Tensor, features: int) -> Tensor:
     """[..., features] in the dtype that a Linear would give for x [..., in]; no weight is cast for it."""
-    device = x.device.type
-    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if half else x.dtype
+    dtype = torch.get_autocast_dtype(x.device.type) if _casts(x) else x.dtype
     return x.new_full((*x.shape[:-1], features), torch.nan, dtype=dtype)
 
 
@@ -288,12 +286,18 @@ def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None,
     return out
 
 
+def _casts(x: Tensor) -> bool:
+    """Whether autocast is on and casts x: it leaves float64 alone."""
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return on and x.dtype != torch.float64
+
+
 def _autocast(x: Tensor, weight: Any, bias: Any, cast: Callable[[torch.dtype], Tensor]) -> tuple[Tensor, Any, Any]:
     """What F.linear works with. cast: gives the weight in another dtype."""
-    device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not _casts(x):
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), cast(dtype), None if bias is None else bias.to(dtype)
 
 
