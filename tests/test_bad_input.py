@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -122,6 +123,30 @@ def test_bidirectional_config():
 
 def streamed(family="qwen3", **overrides):
     return streambp.patch(build(family, **overrides), streambp.StreamConfig(chunk_size=5))
+
+
+ENCODERS = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 64,
+    "input_embedding_size": 32, "embedding_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["MegatronBert", "RemBert", "RoFormer"])
+def test_decoders_that_are_encoders_unless_told(family):
+    config = getattr(transformers, f"{family}Config")(**ENCODERS)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with pytest.raises(streambp.StreamBPError, match=r"bidirectional.*causal with config\.is_decoder=True"):
+        streambp.patch(model)
+    config.is_decoder = True
+    streambp.patch(getattr(transformers, f"{family}ForCausalLM")(config))
+
+
+def test_an_encoders_mask():
+    """Of one row for all queries; nothing else in MarkupLM says that it is an encoder."""
+    model = transformers.MarkupLMModel(transformers.MarkupLMConfig(**ENCODERS)).train()
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    with pytest.raises(streambp.StreamBPError, match=r"one row of keys for all 23 queries.* as an encoder's"):
+        model(input_ids=torch.randint(3, 64, (2, 23)))
 
 
 def test_non_causal_mask():
