@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from streambp.callers import computes_its_own_loss, warn_of_missing_predictions
 from streambp.distributed.sequence_parallel import find_ulysses
 from streambp.distributed.zero import is_partitioned
 from streambp.errors import StreamBPError
@@ -74,12 +75,14 @@ class HeadUse:
     last: how the last call computed its loss, the last one in training if there was one.
     lazy: of that call, if its logits are computed where they are used, the record of that.
     trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
+    warned: that an evaluation has no logits for its metrics.
     """
 
     last: str | None = None
     lazy: HeadRecord | None = None
     trained: int = 0
     unlabelled: int = 0
+    warned: bool = False
 
     @property
     def told(self) -> str | None:
@@ -196,14 +199,18 @@ class CausalLMForward(InstanceForward):
         record.norms = self.norms if lazy is None else self._steady_norms
         record.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, record)
+        output = self._finish(output) if lazy is None else _hand_out(output, lazy)
         self._note(_how(record), lazy=lazy)
-        return self._finish(output) if lazy is None else _hand_out(output, lazy)
+        return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the logits of this call are computed where they are used. Not where a cache is returned, as by the
-        model's config in eval mode; nor in an FSDP unit, which looks at outputs when its weights are gone."""
+        """Whether the logits of this call are computed where they are used, as config or caller ask for. Not where
+        a cache is returned, as by the model's config in eval mode; nor in an FSDP unit, which looks at outputs when its
+        weights are gone."""
         config = self.state.config
-        if not config.lazy_logits or not config.head or self.foreign is not None or has_cache(kwargs):
+        if not config.head or self.foreign is not None or has_cache(kwargs):
+            return False
+        if not config.lazy_logits and (kwargs.get("labels") is None or not computes_its_own_loss()):
             return False
         if config.eval_logits and not self.module.training:
             return False
@@ -271,15 +278,22 @@ class CausalLMForward(InstanceForward):
             head.remove()
 
     def _finish(self, output: Any) -> Any:
-        """The output without deferred logits, or with real ones where they are to be seen."""
-        logits_wanted = self.state.config.eval_logits and not self.module.training
+        """The output without deferred logits, or with real ones where they are to be seen; hidden states are real."""
+        evaluates = not self.module.training
+        logits_wanted = self.state.config.eval_logits and evaluates
+        if evaluates and not logits_wanted and not self.use.warned and not torch.is_grad_enabled():
+            self.use.warned = warn_of_missing_predictions()
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, Deferred) or (value.recipe.weight is not None and not logits_wanted):
+                return value
+            if value.recipe.weight is None:
+                value.recipe.note("output")
+            return value.build()
+
         if isinstance(output, tuple):
-            kept = (part.build() if isinstance(part, Deferred) and logits_wanted else part for part in output)
-            return tuple(part for part in kept if not isinstance(part, Deferred))
-        fields = {
-            name: value.build() if isinstance(value, Deferred) and logits_wanted else value
-            for name, value in output.items()
-        }
+            return tuple(part for part in map(real, output) if not isinstance(part, Deferred))
+        fields = {name: real(value) for name, value in output.items()}
         result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Literal
 
@@ -13,6 +14,7 @@ ATTENTION = ("auto", "cudnn", "flash", "math")
 OFFLOAD = ("none", "cpu", "auto")
 ON_HOST_FULL = ("keep", "recompute", "raise")
 UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
+UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}  # no two of them differ in case alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +100,30 @@ class StreamConfig:
         for field in ("head", "eval_logits", "lazy_logits"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")
+        for field in ("eval_logits", "lazy_logits"):
+            if getattr(self, field) and not self.head:
+                raise ConfigError(
+                    f"{field} is set, but head=False builds the logits in every call, so that it would change nothing; "
+                    f"leave {field} out, or set head=True."
+                )
 
 
 def parse_bytes(field: str, value: int | str) -> int:
-    """Bytes from a number or from text such as "96GiB" or "1.5 TB".
+    """Bytes from a number or from text such as "96GiB", "1.5 TB" or "8e9"; units in capitals or not, KB 1000 and KiB 1024.
 
     Raises:
         ConfigError: it is neither, or not positive.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value) if isinstance(value, str) else None
-    number = float(match[1]) * UNITS[match[2]] if match is not None and match[2] in UNITS else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or number < 1:
-        raise ConfigError(f'{field} is {value!r}; it must be a positive number of bytes, such as "96GiB".')
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+        if isinstance(value, str)
+        else None
+    )
+    number = float(match[1]) * UPPER[match[2].upper()] if match is not None and match[2].upper() in UPPER else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < math.inf:
+        units = ", ".join(unit for unit in UNITS if unit)
+        raise ConfigError(
+            f"{field} is {value!r}; it must be a positive number of bytes, or text of a number and a unit, such as "
+            f'"96GiB". The units are {units}; a number without one is bytes.'
+        )
     return int(number)

@@ -10,19 +10,26 @@ from transformers import PreTrainedModel
 from streambp.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.chunks import AUTO_RULE
 from streambp.distributed.host import HostUse, engine_host_use
-from streambp.errors import StreamBPError
+from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
+from streambp.instance_forward import forwards
 from streambp.layer.site import LayerSite
 from streambp.offload.arena import local_ranks
 from streambp.patching import Patch
+from streambp.stacks import find_stacks
 from streambp.wrappers import LayerForward
 
 OWN_ATTENTION = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
+CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
+TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerDescription:
-    """One decoder layer: where it is, what it is, how its forward runs and why."""
+    """One decoder layer: where it is, what it is, how its forward runs and why.
+
+    path: "streams", "checkpoints", "unpatched" (it came into the model after `patch`) or "removed" (it is not in it now).
+    """
 
     name: str
     kind: str
@@ -73,17 +80,7 @@ def describe(model: nn.Module) -> Description:
     if found is None:
         raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch(model) first.")
     config = found.state.config
-    names = {id(module): name for name, module in model.named_modules()}
-    layers = tuple(
-        LayerDescription(
-            names[id(w.module)],
-            type(w.module).__name__,
-            "checkpoints" if w.site.because else "streams",
-            _reason(w.site),
-        )
-        for w in found.state.wrappers
-        if isinstance(w, LayerForward)
-    )
+    layers = _layers(model, found)
     chunk = str(found.state.chunk_rule or AUTO_RULE) if config.chunk_size == "auto" else str(config.chunk_size)
     return Description(
         layers,
@@ -94,6 +91,42 @@ def describe(model: nn.Module) -> Description:
         _describe_head(found),
         _notes(model, found),
     )
+
+
+def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
+    """Those that are in the model now, in its order, then those of `patch` that no longer are."""
+    names = {id(module): name for name, module in model.named_modules()}
+    places = {module: place for place, module in enumerate(names)}
+    wrappers = [w for w in found.state.wrappers if isinstance(w, LayerForward)]
+    here = [w for w in wrappers if id(w.module) in names]
+    described = [(id(w.module), _streamed(names[id(w.module)], w)) for w in here]
+    later = [layer for layer in _decoder_layers(found) if id(layer) in names and not any(layer is w.module for w in here)]
+    for layer in later:
+        own = [f for module in layer.modules() for f in forwards(module) if isinstance(f, LayerForward) and not f.retired]
+        if not own:
+            unpatched = LayerDescription(names[id(layer)], type(layer).__name__, "unpatched", CAME_LATER)
+            described.append((id(layer), unpatched))
+        elif own[0].module is layer:  # a copy of a streamed layer; others stand around one that is described
+            described.append((id(layer), _streamed(names[id(layer)], own[0])))
+    if later:
+        described.sort(key=lambda pair: places[pair[0]])
+    gone = [w for w in wrappers if id(w.module) not in names]
+    removed = (LayerDescription(f"layer {w.site.index}", type(w.module).__name__, "removed", TAKEN_OUT) for w in gone)
+    return (*(layer for _, layer in described), *removed)
+
+
+def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
+    path = "checkpoints" if wrapper.site.because else "streams"
+    return LayerDescription(name, type(wrapper.module).__name__, path, _reason(wrapper.site))
+
+
+def _decoder_layers(found: Patch) -> list[nn.Module]:
+    """What `patch` would stream now; where it would refuse the model, none."""
+    try:
+        stacks = [] if found.state.root is None else find_stacks(found.state.root).stacks
+    except UnsupportedModelError:
+        return []
+    return [layer for stack in stacks for layer in stack.layers]
 
 
 def _reason(site: LayerSite) -> str:

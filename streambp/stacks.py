@@ -18,6 +18,8 @@ from streambp.layer.cached import biases_positions
 from streambp.layer.states import PROTOCOL
 from streambp.layer.written import written_forward
 
+MASKS = ("create_causal_mask", "create_bidirectional_mask")  # transformers' functions
+
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
@@ -155,6 +157,11 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) ->
         return "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads its output"
     if getattr(backbone.config, "is_causal", True) is False:
         return "its attention is bidirectional, a chunk would read what later chunks hold"
+    if _is_encoder(backbone):
+        return (
+            "its attention is bidirectional, a chunk would read what later chunks hold; it is causal with "
+            "config.is_decoder=True, which is False here"
+        )
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer) != isinstance(layers[0], GradientCheckpointingLayer):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
@@ -181,6 +188,15 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) ->
             "its layers neither attend, through transformers' interface or over what a cache returns, nor keep states there"
         )
     return None
+
+
+def _is_encoder(backbone: PreTrainedModel) -> bool:
+    """Whether the model has a causal mask as a decoder and a bidirectional one as an encoder, and is an encoder."""
+    if getattr(backbone.config, "is_decoder", True) is not False:
+        return False
+    own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
+    codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
+    return {"is_decoder", *MASKS} <= {name for code in codes for name in code.co_names}
 
 
 def _takes_states(layer: nn.Module) -> bool:

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -31,6 +32,37 @@ from tests.families import LENGTH, build, make_batch
 def test_config_values(field, value):
     with pytest.raises(streambp.StreamBPError, match=field):
         streambp.StreamConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["eval_logits", "lazy_logits"])
+def test_logits_that_are_built_anyway(field):
+    with pytest.raises(streambp.StreamBPError, match=f"{field} is set, but head=False builds the logits"):
+        streambp.StreamConfig(head=False, **{field: True})
+
+
+@pytest.mark.parametrize("value", ["8 gigs", "1e9e9", "GB", "8Gi", "-1GB", "1e999", ""])
+def test_units_of_memory_are_named(value):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"host_memory is .*KB, KiB, MB, MiB, GB, GiB, TB, TiB; a number without"
+    ):
+        streambp.StreamConfig(offload="cpu", host_memory=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("8gb", 8e9),
+        ("8GB", 8e9),
+        ("8 gib", 2**33),
+        ("1.5TiB", 1.5 * 2**40),
+        ("1e9", 1e9),
+        ("1e3kb", 1e6),
+        (" 7 ", 7),
+        (1e9, 1e9),
+    ],
+)
+def test_memory_in_units(value, expected):
+    assert streambp.StreamConfig(offload="cpu", host_memory=value).host_memory == expected
 
 
 def test_saves_that_name_nothing():
@@ -91,6 +123,30 @@ def test_bidirectional_config():
 
 def streamed(family="qwen3", **overrides):
     return streambp.patch(build(family, **overrides), streambp.StreamConfig(chunk_size=5))
+
+
+ENCODERS = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 64,
+    "input_embedding_size": 32, "embedding_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["MegatronBert", "RemBert", "RoFormer"])
+def test_decoders_that_are_encoders_unless_told(family):
+    config = getattr(transformers, f"{family}Config")(**ENCODERS)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with pytest.raises(streambp.StreamBPError, match=r"bidirectional.*causal with config\.is_decoder=True"):
+        streambp.patch(model)
+    config.is_decoder = True
+    streambp.patch(getattr(transformers, f"{family}ForCausalLM")(config))
+
+
+def test_an_encoders_mask():
+    """Of one row for all queries; nothing else in MarkupLM says that it is an encoder."""
+    model = transformers.MarkupLMModel(transformers.MarkupLMConfig(**ENCODERS)).train()
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    with pytest.raises(streambp.StreamBPError, match=r"one row of keys for all 23 queries.* as an encoder's"):
+        model(input_ids=torch.randint(3, 64, (2, 23)))
 
 
 def test_non_causal_mask():

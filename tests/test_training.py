@@ -148,6 +148,15 @@ def autocast_errors(saves):
         yield relative_l2(ours, truth), relative_l2(stock, truth)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"saves": ("attn_out", "kv", "*")}, {"head": False}, {"lazy_logits": True}], ids=str
+)
+def test_autocast_leaves_float64_alone(settings, float64_oracle):
+    """As torch's own operations do, so that such a model is exact under it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        compare(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, **settings))
+
+
 def test_autocast_covers_the_recomputation():
     model = streambp.patch(build("qwen3"), CONFIG)
     seen = []

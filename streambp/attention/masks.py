@@ -164,6 +164,13 @@ def resolve_whole(
 
 def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:
     fits = mask.dim() == 4 and mask.shape[0] in (1, batch_size) and tuple(mask.shape[2:]) == (length, length)
+    if mask.dim() == 4 and mask.shape[-2] == 1 < length:
+        raise UnsupportedMaskError(
+            f"The attention mask has shape {tuple(mask.shape)}, one row of keys for all {length} queries: each query reads "
+            "the keys behind it, too. So the attention is bidirectional, as an encoder's, and a chunk would read what "
+            "later chunks hold. Use gradient checkpointing for this model (streambp.unpatch(model)). For a decoder "
+            f"pass the mask 2-D, [{batch_size}, {length}] with 1 for tokens and 0 for padding."
+        )
     if not fits:
         raise UnsupportedMaskError(
             f"The attention mask has shape {tuple(mask.shape)}; for this batch it must be [{batch_size} or 1, heads or 1, "

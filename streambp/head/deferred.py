@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from streambp.distributed.zero import full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.late_hooks import note_use, refuse_late
-from streambp.head.recipe import Recipe, blockwise_loss
+from streambp.head.recipe import Recipe, blockwise_loss, told
 
 
 class Link(torch.autograd.Function):
@@ -181,7 +181,8 @@ class Deferred(Tensor):
             if result is not NotImplemented:
                 note_use(stand_ins, result)
                 return result
-        built = {id(deferred): (deferred, deferred._build_for(name)) for deferred in stand_ins}
+        needed = told(name, args, kwargs)
+        built = {id(deferred): (deferred, deferred._build_for(needed)) for deferred in stand_ins}
         args, kwargs = tree_map_only(Deferred, lambda deferred: built[id(deferred)][1], (args, kwargs))
         result = func(*args, **kwargs)
         for deferred, real in built.values():

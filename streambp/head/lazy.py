@@ -25,7 +25,7 @@ from streambp.head.index_rules import index
 from streambp.head.late_hooks import HOOKS, note_use, refuse_late
 from streambp.head.lazy_rows import LazyRows, Shared
 from streambp.head.loss_rules import cross_entropy, kl_div, nll_loss
-from streambp.head.recipe import HeadRecord
+from streambp.head.recipe import HeadRecord, told
 from streambp.head.row_rules import DIM, along_rows, elementwise, scale
 
 METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
@@ -121,9 +121,10 @@ def _takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows]) -> Any:
     """An operation without a rule, on real tensors."""
     built: dict[int, tuple[LazyRows, Tensor]] = {}
+    needed = told(name, args, kwargs, has_rule=("label_smoothing",))
     for x in rows:
         if id(x) not in built:
-            x.record.built_for = x.record.built_for or name
+            x.record.built_for = x.record.built_for or needed
             built[id(x)] = x, x.build()
     args, kwargs = tree_map_only(LazyRows, lambda x: built[id(x)][1], (args, kwargs))
     result = func(*args, **kwargs)

@@ -105,7 +105,8 @@ class HeadInputs:
         if self.in_float32:
             return torch.promote_types(dtype, torch.float32)
         kind, enabled, autocast_dtype = self.autocast.states[0]
-        return autocast_dtype if enabled and kind == device.type else dtype
+        casts = enabled and kind == device.type and dtype != torch.float64  # which autocast leaves alone
+        return autocast_dtype if casts else dtype
 
     def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> BlockSize:
         """How the logits of `hidden` [N, h] are cut."""

@@ -95,6 +95,42 @@ class Recipe:
         return value
 
 
+LOSSES = {
+    "cross_entropy": (
+        "input",
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    ),
+    "nll_loss": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+}
+
+
+def told(name: str, args: Any, kwargs: Any, has_rule: tuple[str, ...] = ()) -> str:
+    """How `describe` names an operation that builds the logits: of torch's losses with the arguments that are the reason.
+
+    Args:
+        has_rule: arguments that such logits have a rule for.
+    """
+    given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (kwargs if name in LOSSES else {})
+    unusual = [
+        parameter
+        for parameter in ("weight", "size_average", "reduce", "label_smoothing")
+        if parameter not in has_rule and not _is_default(given.get(parameter))
+    ]
+    if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
+        unusual.insert(0, "target")  # probabilities of all classes
+    return f"{name}({', '.join(f'{parameter}=...' for parameter in unusual)})" if unusual else name
+
+
+def _is_default(value: Any) -> bool:
+    return value is None or (isinstance(value, float | int) and not isinstance(value, bool) and value == 0)
+
+
 def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """F.cross_entropy of the logits that `recipe` makes of `source` [N, h], with labels `target` [N], without them.
 

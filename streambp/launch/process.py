@@ -54,7 +54,7 @@ class Launched:
         own = getattr(trainer.args, "stream_config", None)
         config = self.config if own is None else own()
         wanted = trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
-        return dataclasses.replace(config, eval_logits=True) if wanted else config
+        return dataclasses.replace(config, eval_logits=True) if wanted and config.head else config
 
     def head_wanted(self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Where TRL gives a model its fused head (`theirs`): ours, where the model streams and has one."""

@@ -52,7 +52,7 @@ def from_fields(found: dict[str, Any]) -> Settings:
 
 
 def config_from(found: dict[str, Any], source: str) -> StreamConfig:
-    """A `StreamConfig` of its fields by name; logits are lazy if nothing is said of them.
+    """A `StreamConfig` of its fields by name; logits are lazy if nothing is said of them, and the head is ours.
 
     Args:
         source: where they come from, for the message.
@@ -63,7 +63,8 @@ def config_from(found: dict[str, Any], source: str) -> StreamConfig:
     unknown = sorted(set(found) - set(FIELDS))
     if unknown:
         raise ConfigError(f"{source} has the settings {unknown}; it may have {list(FIELDS)}.")
-    return dataclasses.replace(DEFAULTS, **found)
+    lazy_logits = DEFAULTS.lazy_logits and found.get("head") is not False
+    return dataclasses.replace(DEFAULTS, **{"lazy_logits": lazy_logits, **found})
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

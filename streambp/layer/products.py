@@ -63,8 +63,12 @@ class UnreadInHalves:
 def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     """The layer's Linears that compute x @ W^T + b and nothing else.
 
-    None if anything watches the inside of the layer: a forward hook must see true values in recomputations too.
+    None if anything watches the inside of the layer, or every module (torch's global hooks): a forward hook must see true
+    values in recomputations too.
     """
+    everywhere = torch.nn.modules.module
+    if any(getattr(everywhere, hooks) for hooks in GLOBAL_HOOKS):
+        return {}
     inner = [module for module in layer.modules() if module is not layer]
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in inner):
         return {}
@@ -75,6 +79,12 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
 
 
@@ -259,9 +269,7 @@ def _narrow(module: nn.Linear, width: int, x: Tensor) -> Tensor:
 
 def _nan(x: Tensor, features: int) -> Tensor:
     """[..., features] in the dtype that a Linear would give for x [..., in]; no weight is cast for it."""
-    device = x.device.type
-    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if half else x.dtype
+    dtype = torch.get_autocast_dtype(x.device.type) if _casts(x) else x.dtype
     return x.new_full((*x.shape[:-1], features), torch.nan, dtype=dtype)
 
 
@@ -278,12 +286,18 @@ def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None,
     return out
 
 
+def _casts(x: Tensor) -> bool:
+    """Whether autocast is on and casts x: it leaves float64 alone."""
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return on and x.dtype != torch.float64
+
+
 def _autocast(x: Tensor, weight: Any, bias: Any, cast: Callable[[torch.dtype], Tensor]) -> tuple[Tensor, Any, Any]:
     """What F.linear works with. cast: gives the weight in another dtype."""
-    device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not _casts(x):
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), cast(dtype), None if bias is None else bias.to(dtype)
 
 

@@ -194,6 +194,41 @@ def test_metrics_on_logits_are_named_beside_a_blockwise_loss():
     assert "argmax" in streambp.describe(model).head
 
 
+NAMED = {
+    "cross_entropy(weight=...)": {"weight": torch.ones(VOCABULARY)},
+    "cross_entropy(label_smoothing=...)": {"label_smoothing": 0.1},
+    "cross_entropy(weight=..., label_smoothing=...)": {"weight": torch.ones(VOCABULARY), "label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize(("told", "arguments"), NAMED.items(), ids=NAMED)
+def test_arguments_that_need_the_logits_are_named(told, arguments):
+    """Of a loss that is computed blockwise without them; lazy logits have a rule for label_smoothing."""
+    model = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
+    model.loss_function = lambda logits, labels, *_, **__: F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), **arguments
+    )
+    step(model).backward()
+    assert streambp.describe(model).head == f"builds the logits: the loss uses {told} on them, costs memory"
+    lazy = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    batch = make_batch("plain")
+    F.cross_entropy(
+        lazy(input_ids=batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten(), **arguments
+    ).backward()
+    lazily = told.replace(", label_smoothing=...", "")
+    if arguments.keys() == {"label_smoothing"}:
+        assert streambp.describe(lazy).head == "no logits: computed blockwise for cross_entropy"
+    else:
+        assert streambp.describe(lazy).head == f"builds the logits: the program uses {lazily} on them, costs memory"
+
+
+def test_class_probabilities_are_named():
+    model = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    logits = model(input_ids=make_batch("plain")["input_ids"]).logits
+    F.cross_entropy(logits.flatten(0, 1), torch.rand(logits.shape, generator=seeded(0)).flatten(0, 1)).backward()
+    assert "the program uses cross_entropy(target=...) on them" in streambp.describe(model).head
+
+
 def test_lora_on_the_output_projection_builds_logits():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)

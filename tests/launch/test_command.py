@@ -25,11 +25,11 @@ from streambp.launch.report import Account, Model, collect, leave, table
 from streambp.launch.settings import Settings, from_fields
 
 OTHERS = {
-    "attention": "math", "head": False, "eval_logits": True, "offload": "cpu", "host_memory": 2**30, "gpu_memory": 2**20,
+    "attention": "math", "eval_logits": True, "offload": "cpu", "host_memory": 2**30, "gpu_memory": 2**20,
     "on_host_full": "raise", "chunk_size": 100, "saves": ("attn_out", "mlp.*"), "lazy_logits": False,
 }  # fmt: skip
 FLAGS = [
-    "--attention", "math", "--no-head", "--eval-logits", "--offload", "cpu", "--host-memory", "1GiB",
+    "--attention", "math", "--eval-logits", "--offload", "cpu", "--host-memory", "1GiB",
     "--gpu-memory", "1MiB", "--on-host-full", "raise", "--chunk-size", "100", "--saves", "attn_out,mlp.*", "--at", "train",
     "--no-lazy-logits",
 ]  # fmt: skip
@@ -47,12 +47,14 @@ def program(tmp_path, text):
 
 def test_every_setting_is_a_flag_and_reaches_the_program(capfd):
     """A new field of StreamConfig needs a value here that is not launch's default."""
-    assert set(OTHERS) == {field.name for field in dataclasses.fields(StreamConfig)}
+    assert {*OTHERS, "head"} == {field.name for field in dataclasses.fields(StreamConfig)}  # without it no logits are lazy
     shown = f"import os; print(os.environ[{VARIABLE!r}])"
     assert main(["launch", ALLOWED, *FLAGS, "--", sys.executable, "-c", shown]) == 0
     assert from_fields(json.loads(capfd.readouterr().out)) == Settings(StreamConfig(**OTHERS), "train")
     assert Settings().to_json() == "{}"
     assert from_fields({}).config == StreamConfig(lazy_logits=True)
+    assert main(["launch", ALLOWED, "--no-head", "--", sys.executable, "-c", shown]) == 0
+    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(StreamConfig(head=False))
 
 
 def test_only_the_first_two_dashes_are_ours():
@@ -78,7 +80,9 @@ def test_a_command_that_cannot_be_run(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fields", [{"chunksize": 5}, {"at": "loop"}, {"saves": "kv"}])
+@pytest.mark.parametrize(
+    "fields", [{"chunksize": 5}, {"at": "loop"}, {"saves": "kv"}, {"head": False, "lazy_logits": True}]
+)
 def test_settings_that_cannot_be(fields):
     with pytest.raises(ConfigError):
         from_fields(fields)

@@ -1,0 +1,50 @@
+"""What a caller will do with the logits of a call with labels, where only the caller itself can tell.
+
+Most read the loss alone, and test whether there are logits, as they have to with other libraries' fused losses. Two do not
+test: peft's CPT computes a loss of its own from them, and HF Trainer hands them to `compute_metrics` or returns them from
+`predict`. Neither says so in what it passes, so the functions that are running are asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+
+NEAR = 24  # frames between a model's forward and the function that called it: torch's, accelerate's, ours
+
+
+def computes_its_own_loss() -> bool:
+    """Whether peft's CPT is calling the model."""
+    near = itertools.islice(_running(), NEAR)
+    return any(frame.f_code.co_name == "_cpt_forward" and _home(frame).startswith("peft.") for frame in near)
+
+
+def warn_of_missing_predictions() -> bool:
+    """Warn if a Trainer wants the logits of this evaluation, for metrics or as predictions; whether it did."""
+    wanted = any(
+        frame.f_code.co_name == "prediction_step" and frame.f_locals.get("prediction_loss_only") is False
+        for frame in _running()
+    )
+    if wanted:
+        warnings.warn(
+            "This Trainer evaluates a streamed model and wants its logits, for compute_metrics or as predictions, and gets "
+            "none: with labels the loss is computed without them. Set streambp.StreamConfig(eval_logits=True), which "
+            "builds them in eval mode.",
+            stacklevel=2,
+        )
+    return wanted
+
+
+def _running() -> Iterator[FrameType]:
+    """The functions that are running, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _home(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
