@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import routed
 from streambp.config import StreamConfig
+from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_parallelism
 from streambp.distributed.shards import Shards, gather_shards
@@ -25,6 +26,7 @@ from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
 from streambp.layer.arguments import has_cache
+from streambp.layer.documents import ENDS, IDS, PackedRows, packed_rows
 from streambp.layer.function import stream_layer
 from streambp.layer.sharded import stream_shard
 from streambp.layer.sharded_call import keeps_kv
@@ -45,6 +47,8 @@ class PatchState:
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
+    position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
+    packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
     unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
     given_cache: a call in training was given a cache, and ran as unpatched.
     shares_through_cache: without a cache the unpatched model would compute something else.
@@ -60,6 +64,8 @@ class PatchState:
     chunk_rule: object | None = None
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
     shards: Shards | None = None
+    packed_rows: PackedRows | None = None
+    position_ids: Any = None
     split_over: int = 1
     warned_of_padding: bool = False
     unasked_cache: bool = False
@@ -117,6 +123,7 @@ class LayerForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
             return self.original(*args, **kwargs)
+        self.site.packed_rows = self.state.packed_rows
         if self.state.shards is None:
             output = stream_layer(self.site, args, kwargs)
         else:
@@ -161,6 +168,7 @@ class BackboneForward(InstanceForward):
         super().__init__(module)
         self.state = state
         self.layers = layers
+        self.keeps_states = any(states_argument(layer) is not None for layer in layers)
         self.checkpointed: list[nn.Module] = []
 
     def install(self) -> None:
@@ -172,8 +180,8 @@ class BackboneForward(InstanceForward):
         if self.retired:
             return self.original(*args, **kwargs)
         kwargs = {**kwargs, **self._positional(args)}
-        before = self.state.bypass, self.state.shards
-        self.state.bypass, self.state.shards = not self._streams(kwargs), None
+        before = self.state.bypass, self.state.shards, self.state.packed_rows
+        self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:
             if self.state.bypass:
                 return self.original(**kwargs)
@@ -182,6 +190,7 @@ class BackboneForward(InstanceForward):
             self.state.check_cache(self._config, kwargs)
             self._set_host_memory_aside()
             self.state.shards = self._shards(kwargs)
+            self.state.packed_rows = self._packed_rows(kwargs)
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
@@ -189,7 +198,7 @@ class BackboneForward(InstanceForward):
             with routed(self._configs()):
                 return self.original(**kwargs)
         finally:
-            self.state.bypass, self.state.shards = before
+            self.state.bypass, self.state.shards, self.state.packed_rows = before
             if self.state.deferring is not None:
                 self.state.deferring.remove()
                 self.state.deferring = None
@@ -246,6 +255,21 @@ class BackboneForward(InstanceForward):
                 "TRL's activation_offloading=True moves what autograd saves; streamed layers keep their own, which "
                 "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
             )
+
+    def _packed_rows(self, kwargs: dict[str, Any]) -> PackedRows | None:
+        """The documents that layers with states are to find in position_ids; None: they are told, or there is one a row."""
+        positions = kwargs.get("position_ids")
+        positions = self.state.position_ids if positions is None else positions
+        if self.state.config.documents != "from_positions" or not self.keeps_states or not isinstance(positions, Tensor):
+            return None
+        if any(kwargs.get(name) is not None for name in ("attention_mask", IDS, ENDS)) or not has_data(positions):
+            return None
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if positions.dim() == 3 and positions.shape[0] == 4:  # of text, time, height and width
+            positions = positions[0]
+        if tokens is None or positions.dim() != 2 or positions.shape[1] != tokens.shape[1]:
+            return None
+        return packed_rows(positions, tokens.shape[0])
 
     def _shards(self, kwargs: dict[str, Any]) -> Shards | None:
         """How the batch is split over ranks; a collective if it is."""

@@ -18,7 +18,7 @@ ORDER = (
     "attention.triton_merge", "attention.merge", "attention.keys", "attention.attend", "attention.prefix",
     "attention.halves", "attention.interface",
     "layer.cost", "layer.store", "layer.recompute", "layer.written", "layer.documents", "layer.arguments", "layer.states",
-    "layer.scans",
+    "layer.scans", "layer.segments",
     "layer.outputs", "layer.shadows", "layer.side_effects",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.site", "layer.carried", "layer.kept",
     "layer.call", "layer.reached", "layer.gradients", "layer.probe",

@@ -26,12 +26,16 @@ from streambp.errors import UnsupportedMaskError
 
 class LazyMask:
     """A mask as transformers describes it; `layout` and `whole` cache what `resolve` and `resolve_whole` made of it, for
-    all layers that share it."""
+    all layers that share it.
+
+    ends: where the documents of each row end, for models that do not tell their masks; None: what the mask says counts.
+    """
 
     def __init__(self, description: dict[str, Any]) -> None:
         self.description = description
         self.layout: Spans | DenseMask | None = None
         self.whole: Spans | None = None
+        self.ends: tuple[tuple[int, ...], ...] | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
         """The same mask, for models that cut their masks to the queries at hand; all of them are at hand here."""
@@ -205,6 +209,11 @@ def _from_description(
     if padding is not None and bool(padding.all()):
         padding = None
     plain = known["mask_function"] is causal_mask_function and padding is None
+    if mask.ends is not None and padding is None:
+        spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
+        alike = (spans, Spans.causal(batch_size, length, window))  # it tells of documents, or of none
+        if plain or any(_agrees(found, known, None, device) for found in alike):
+            return spans
     if plain and cu_seq_lens is None:
         return Spans.causal(batch_size, length)
     if known.get("use_vmap", False):

@@ -16,16 +16,17 @@ where states are kept.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from streambp.chunks import Chunk
+from streambp.chunks import Barrier, Chunk, merged
 from streambp.layer.written import written_forward
 
 IDS, ENDS = "seq_idx", "cu_seq_lens_q"
@@ -70,6 +71,69 @@ class Documents:
     def goes_on(self, chunk: Chunk) -> bool:
         """Whether the chunk starts within a document."""
         return chunk.start not in self.ends
+
+
+class Segment(NamedTuple):
+    """Tokens `[start, stop)` of a chunk that belong to one document in each of these rows.
+
+    goes_on: the document starts before the chunk.
+    """
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+    goes_on: bool
+
+
+class PackedRows:
+    """The documents of packed rows, read off position_ids.
+
+    Args:
+        ends: where documents end, of each row; rising from 0 to the row's length.
+    """
+
+    def __init__(self, ends: tuple[tuple[int, ...], ...]) -> None:
+        self.ends = ends
+        self.barriers = self._barriers()
+
+    @property
+    def number(self) -> int:
+        """How many documents there are."""
+        return sum(len(row) - 1 for row in self.ends)
+
+    def segments(self, chunk: Chunk) -> list[Segment]:
+        """The chunk's tokens by document, those of a row in their order."""
+        found: dict[tuple[int, int, bool], list[int]] = {}
+        for row, ends in enumerate(self.ends):
+            before, behind = bisect.bisect_left(ends, chunk.start), bisect.bisect_left(ends, chunk.stop)
+            starts = ends[before] == chunk.start
+            edges = (chunk.start, *ends[before + starts : behind], chunk.stop)
+            for start, stop in itertools.pairwise(edges):
+                goes_on = start == chunk.start and not starts
+                found.setdefault((start - chunk.start, stop - chunk.start, goes_on), []).append(row)
+        return [Segment(tuple(rows), *where) for where, rows in found.items()]
+
+    def _barriers(self) -> tuple[Barrier, ...]:
+        """Where no chunk may end: one token of a document would be left to the next chunk. For one token on top of a state
+        mixers take decode kernels, which have no backward."""
+        rows = [(set(row), row[1:]) for row in self.ends]
+        return merged(Barrier(end - 1, end - 1) for known, ends in rows for end in ends if end - 1 not in known)
+
+
+def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
+    """The documents that position_ids [1 or rows, T] mark where they do not grow by one, transformers' own rule for
+    attention's mask; None if each row is one document. Waits for the device."""
+    breaks = (position_ids.diff(dim=-1) != 1).cpu()  # [1 or rows, T - 1]
+    if not bool(breaks.any()):
+        return None
+    length = position_ids.shape[-1]
+    ends = tuple((0, *(row.nonzero().flatten() + 1).tolist(), length) for row in breaks)
+    return PackedRows(ends * (rows // len(ends)))
+
+
+def tried_rows(rows: int, length: int) -> PackedRows:
+    """The same for the probe's rows of `length` tokens: several documents, other ones in every second row."""
+    return PackedRows(tuple((0, *(end - row % 2 for end in TRIED if end < length), length) for row in range(rows)))
 
 
 def documents_of(named: Mapping[str, Any]) -> Documents | None:

@@ -14,7 +14,7 @@ from streambp.attention.masks import LazyMask
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.layer.arguments import Arguments
+from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.cached import PlainMask, biases_positions, own_mask
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
@@ -28,6 +28,7 @@ from streambp.layer.reached import refuse_other_leaves
 from streambp.layer.recompute import check_mode
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.scans import scans_selectively
+from streambp.layer.segments import mixers_of
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.states import leaves_of
@@ -78,7 +79,12 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     passes = passes or IN_CHUNKS
     _refuse_inner_fsdp(site.layer)
     counts_when_alone()
-    arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
+    _refuse_states_given(site)
+    packed_rows = None if site.states is None else site.packed_rows
+    arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions, packed_rows)
+    mask = attention_mask_of(arguments.named)
+    if site.packed_rows is not None and isinstance(mask, LazyMask):
+        mask.ends = site.packed_rows.ends
     site.because = site.verdicts.get(arguments.kind) or _take_mask(site, arguments)
     if site.because is not None:
         return passes.whole(site, args, kwargs)
@@ -302,6 +308,16 @@ def _why_documents_stay_whole(site: LayerSite, arguments: Arguments) -> str | No
         # Told in training its fused kernel mixes them, in eval mode its convolution does not: the mode decides, not chunks.
         return "seq_idx says where documents start, which its selective scan takes no notice of"
     return documents.why_not_cut(arguments.length)
+
+
+def _refuse_states_given(site: LayerSite) -> None:
+    if site.packed_rows is not None and site.states is not None and (site.states == STATE or not mixers_of(site.layer)):
+        raise UnsupportedModelError(
+            f"position_ids mark {site.packed_rows.number} documents in packed rows, but no module inside "
+            f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
+            "would go on from one document to the next. Pass one document per row, or let it go on, as unpatched: "
+            "StreamConfig(documents='as_given')."
+        )
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:
