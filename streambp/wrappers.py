@@ -32,6 +32,7 @@ from streambp.layer.sharded import stream_shard
 from streambp.layer.sharded_call import keeps_kv
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.offload.manager import OffloadManager
+from streambp.packing import warn_of_documents
 from streambp.stacks import attends, cache_argument, counts_positions, states_argument
 
 
@@ -49,6 +50,8 @@ class PatchState:
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
     position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
+    asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
+    warned_of_documents: that the unpatched model would not take a row for several documents.
     unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
     given_cache: a call in training was given a cache, and ran as unpatched.
     shares_through_cache: without a cache the unpatched model would compute something else.
@@ -68,6 +71,8 @@ class PatchState:
     position_ids: Any = None
     split_over: int = 1
     warned_of_padding: bool = False
+    warned_of_documents: bool = False
+    asked_cache: bool = False
     unasked_cache: bool = False
     given_cache: bool = False
     shares_through_cache: bool = False
@@ -78,7 +83,8 @@ class PatchState:
         Raises:
             UnsupportedModelError: unpatched it has one, and needs it.
         """
-        if self.shares_through_cache and wants_cache(config, kwargs):
+        self.asked_cache |= wants_cache(config, kwargs)
+        if self.shares_through_cache and self.asked_cache:
             raise UnsupportedModelError(
                 f"transformers {transformers.__version__} hands keys and values from one layer of this model to another in "
                 "its cache. Streamed calls have none: each layer would use its own, as under gradient checkpointing; "
@@ -195,9 +201,14 @@ class BackboneForward(InstanceForward):
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
+            masked = "flash" not in str(self._config._attn_implementation)
             with routed(self._configs()):
-                return self.original(**kwargs)
+                output = self.original(**kwargs)
+            if torch.is_grad_enabled() and self.module.training:
+                self._warn_of_documents(masked)
+            return output
         finally:
+            self.state.asked_cache = False
             self.state.bypass, self.state.shards, self.state.packed_rows = before
             if self.state.deferring is not None:
                 self.state.deferring.remove()
@@ -255,6 +266,22 @@ class BackboneForward(InstanceForward):
                 "TRL's activation_offloading=True moves what autograd saves; streamed layers keep their own, which "
                 "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
             )
+
+    def _warn_of_documents(self, masked: bool) -> None:
+        """Warn, once, that the unpatched model would take for one document what this call took for several.
+
+        Args:
+            masked: unpatched its attention reads documents off a mask, which knows none where there is a cache.
+        """
+        if self.state.warned_of_documents:
+            return
+        seen = {id(wrapper.module): wrapper.site for wrapper in self.state.wrappers if isinstance(wrapper, LayerForward)}
+        sites = [seen[id(layer)] for layer in self.layers if id(layer) in seen]
+        told = {site.documents[0] for site in sites if site.documents is not None}
+        across = masked and self.state.asked_cache and "position_ids" in told
+        if across or self.state.packed_rows is not None:
+            self.state.warned_of_documents = True
+            warn_of_documents(across, self.state.packed_rows is not None)
 
     def _packed_rows(self, kwargs: dict[str, Any]) -> PackedRows | None:
         """The documents that layers with states are to find in position_ids; None: they are told, or there is one a row."""

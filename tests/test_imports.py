@@ -29,7 +29,7 @@ ORDER = (
     "head.index_rules", "head.token_rules", "head.lazy",
     "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
     "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
-    "offload.manager", "instance_forward", "foreign", "stacks", "padding", "wrappers", "causal_lm", "fused_head",
+    "offload.manager", "instance_forward", "foreign", "stacks", "padding", "packing", "wrappers", "causal_lm", "fused_head",
     "patching", "describe", "integrations.deepspeed",
     "planner.count", "planner.delta_rules", "planner.state_spaces", "planner.mixers",
     "planner.profile", "planner.skeleton", "planner.step", "planner.compose", "planner.tree",

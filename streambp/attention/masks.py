@@ -28,6 +28,7 @@ class LazyMask:
     """A mask as transformers describes it; `layout` and `whole` cache what `resolve` and `resolve_whole` made of it, for
     all layers that share it.
 
+    told: the argument that told `resolve` of packed documents, and how many there are; None: there are none.
     ends: where the documents of each row end, for models that do not tell their masks; None: what the mask says counts.
     """
 
@@ -35,6 +36,7 @@ class LazyMask:
         self.description = description
         self.layout: Spans | DenseMask | None = None
         self.whole: Spans | None = None
+        self.told: tuple[str, int] | None = None
         self.ends: tuple[tuple[int, ...], ...] | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
@@ -213,6 +215,7 @@ def _from_description(
         spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
         alike = (spans, Spans.causal(batch_size, length, window))  # it tells of documents, or of none
         if plain or any(_agrees(found, known, None, device) for found in alike):
+            mask.told = "position_ids", sum(map(len, spans.rows))
             return spans
     if plain and cu_seq_lens is None:
         return Spans.causal(batch_size, length)
@@ -221,8 +224,11 @@ def _from_description(
     packed = None
     if known.get("attention_mask") is None and not plain and position_ids is not None:
         packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
+    if packed is not None:
+        mask.told = "position_ids", sum(map(len, _rows(batch_size, length, None, packed)))
     if cu_seq_lens is not None:
         rows = _rows_of_documents(cu_seq_lens, batch_size, length)
+        mask.told = mask.told or ("cu_seq_lens_q", len(rows[0]))
         if packed is not None and rows != _rows(batch_size, length, None, packed):
             raise UnsupportedMaskError(
                 f"cu_seq_lens ends its documents at {cu_seq_lens.tolist()[:9]}..., but position_ids restart elsewhere. "

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
 
 import streambp
+from streambp import wrappers
+from streambp.errors import UnsupportedModelError
+from streambp.layer import documents, probe, segments
 from tests import zoo
+from tests.families import make_batch
 from tests.layer.test_states import KINDS, OTHERS, patched
-from tests.oracle import worst_error
+from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
 from tests.versions import needs_states
 
@@ -79,6 +84,117 @@ def test_documents_are_alone(name):
     check_one_by_one(name, (5, 7))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba", "lfm2", "recurrent_gemma", "minimax", "zaya"])
 def test_documents_of_several_rows_are_alone(name):
-    check_one_by_one(name, (5,), rows=2)
+    """Each row has its own: those that start together are called together."""
+    check_one_by_one(name, (5, 9), rows=2)
+
+
+@pytest.mark.parametrize("length", [21, 22, 26])
+def test_lengths_and_chunks(length):
+    """One token more than whole chunks, chunks of two tokens, a chunk that holds all."""
+    check_one_by_one("qwen3_next", (2, 3, 4, 5, 6, 20, 32), length=length)
+    check_one_by_one("falcon_h1", (4,), rows=2, length=length)
+
+
+def test_a_layer_that_runs_whole_has_its_documents(monkeypatch):
+    """Such as one whose kernel the trial finds to compute something else in chunks."""
+    monkeypatch.setattr(probe, "_unread_state", lambda call, x: "no reason")
+    stock = zoo.build("bamba")
+    batch, cuts = packed(rows=2)
+    expected_loss, expected = one_by_one(copy.deepcopy(stock), batch, cuts)
+    ours = patched(stock, chunk_size=5)
+    loss, found = differentiated(ours, [summed_loss(ours, batch)])
+    assert "checkpoints" in {layer.path for layer in streambp.describe(ours).layers}
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-12
+
+
+def test_without_a_graph():
+    stock, (batch, cuts) = zoo.build("bamba").eval(), packed()
+    expected, _ = one_by_one(copy.deepcopy(stock), batch, cuts)
+    ours = patched(stock, chunk_size=5)
+    with torch.no_grad():
+        assert abs(summed_loss(ours, batch) - expected) <= 1e-12 * abs(expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "lfm2", "mamba"])
+def test_as_given_goes_on_as_unpatched(name):
+    stock, (batch, _) = zoo.build(name), packed(rows=2)
+    expected = gradients(copy.deepcopy(stock), **batch)[1]
+    ours = patched(stock, chunk_size=5, documents="as_given")
+    assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-12
+    assert "documents of packed rows" not in str(streambp.describe(ours))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
+def test_a_mask_rules_packing_out(name):
+    stock, (batch, _) = zoo.build(name), packed()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    expected = gradients(copy.deepcopy(stock), **batch)[1]
+    assert worst_error(gradients(patched(stock, chunk_size=5), **batch)[1], expected) <= 1e-12
+
+
+def test_describe_and_a_warning():
+    ours, (batch, _) = patched(zoo.build("lfm2"), chunk_size=5), packed()
+    with pytest.warns(UserWarning, match="let its recurrences and convolutions go on from one to the next"):
+        gradients(ours, **batch)
+    said = str(streambp.describe(ours))
+    assert "5 documents of packed rows, told by position_ids: its mixers are called for one after the other" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        gradients(ours, **batch)
+    gradients(ours, **make_batch("plain"))
+    assert "documents" not in str(streambp.describe(ours))
+
+
+def test_states_that_are_an_argument_are_refused():
+    ours, (batch, _) = patched(zoo.build("xlstm"), chunk_size=5), packed()
+    with pytest.raises(UnsupportedModelError, match=r"position_ids mark 5 documents .*documents='as_given'"):
+        gradients(ours, **batch)
+
+
+def shifted(position_ids, rows):
+    found = documents.packed_rows(position_ids, rows)
+    return documents.PackedRows(tuple((0, *(end + 1 for end in row[1:-1]), row[-1]) for row in found.ends))
+
+
+def going_on(self, chunk):
+    """As if every document but a row's first went on from the states that the chunk starts from."""
+    return [documents.Segment(rows, start, stop, chunk.start > 0) for rows, start, stop, _ in SEGMENTS(self, chunk)]
+
+
+def ending_first(parts, rows, tokens):
+    """As if a chunk ended with its first document."""
+    return parts[0][2]
+
+
+SEGMENTS = documents.PackedRows.segments
+MUTANTS = {
+    "states not reset": (wrappers, "packed_rows", lambda position_ids, rows: None),
+    "ends shifted by one": (wrappers, "packed_rows", shifted),
+    "a document goes on from the chunk's states": (documents.PackedRows, "segments", going_on),
+    "end states of the first document": (segments, "_end_states", ending_first),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants(mutant, monkeypatch):
+    check_one_by_one("qwen3_next", (7,))
+    monkeypatch.setattr(*MUTANTS[mutant])
+    with pytest.raises(AssertionError):
+        check_one_by_one("qwen3_next", (7,))
+
+
+def test_a_chunk_that_ends_before_a_documents_last_token(monkeypatch):
+    """The mutant: nothing keeps chunks from ending there, and the next one takes a kernel for decoding."""
+    monkeypatch.setattr(documents.PackedRows, "_barriers", lambda self: ())
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_one_by_one("bamba", (7,))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("saves", [("attn_out",), ("kv",), ("*",), ("attn_out", "kv", "*")], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_documents_with_saves_and_offloading(name, saves, offload):
+    check_one_by_one(name, (5,), rows=2, saves=saves, offload=offload)
