@@ -101,9 +101,12 @@ def _reason(site: LayerSite) -> str:
     if site.because:
         return site.because
     parts = [OWN_ATTENTION] if site.cache else []
-    if site.told:
+    if site.told and site.packed_rows is not None:
+        how = f"told to its kernels as {' and '.join(site.told)}"
+        parts.append(f"{site.packed_rows.number} documents of packed rows as position_ids mark them, {how}")
+    elif site.told:
         parts.append(f"documents of packed rows as {' and '.join(site.told)} tell its kernels")
-    if site.packed_rows is not None and site.states is not None:
+    elif site.packed_rows is not None and site.states is not None:
         parts.append(
             f"{site.packed_rows.number} documents of packed rows, told by position_ids: its mixers are called for one "
             "after the other, which takes longer where they are short"

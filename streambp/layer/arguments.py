@@ -165,6 +165,7 @@ class Arguments:
         packed_rows: PackedRows | None = None,
     ) -> None:
         self.packed_rows = packed_rows
+        self.tells = False
         self.named = _bind(forward, layer, args, kwargs)
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
         given: Tensor = self.named.pop(first)
@@ -187,6 +188,12 @@ class Arguments:
         self.kind = frozenset({*kinds, shape, graph, ("packed rows", packed_rows is not None), *_state_of(layer)})
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
         self._documents: Documents | None = None
+
+    def tell(self, documents: Documents) -> None:
+        """The layer's kernels are told of the documents of packed rows, which the call did not."""
+        self.named.update(documents.arguments)
+        self.kind |= {("told", documents.names)}
+        self._documents, self.tells = documents, True
 
     def one_dimensional(self, hidden_states: Tensor) -> Tensor:
         """[..., T, *token_shape] -> [..., T, h], of M residual streams behind the tokens M * h."""

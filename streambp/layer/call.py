@@ -24,7 +24,7 @@ from streambp.device import has_data
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.carried import Carried, layout_of
-from streambp.layer.documents import in_one, told_of
+from streambp.layer.documents import ENDS, IDS, in_one, told_of
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.kept import Kept
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
@@ -165,9 +165,10 @@ class LayerCall:
         told = None if documents is None else (self.told, documents, chunk)
         rows = self.arguments.packed_rows
         starting: StartingFrom | InSegments
-        if rows is None:
+        if rows is None or (self.arguments.tells and cache is not None):
             starting = StartingFrom(self.scans, cache, told)
         else:
+            named = {name: value for name, value in named.items() if name not in (IDS, ENDS)}
             starting = InSegments(self.mixers, rows.segments(chunk), cache)
         with recording(self.recorded) as recorded, starting:
             try:

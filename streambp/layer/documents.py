@@ -39,17 +39,23 @@ class Documents:
     Args:
         ids: [B, T] int32, the document of each token, rising along a row; None: not told.
         ends: [documents + 1] int32 from 0 to T, of a batch of one row; None: not told.
+        known: the values of `ends`; None: they are read, which waits for the device.
     """
 
-    def __init__(self, ids: Tensor | None, ends: Tensor | None) -> None:
+    def __init__(self, ids: Tensor | None, ends: Tensor | None, known: tuple[int, ...] | None = None) -> None:
         self.ids, self._ends = ids, ends
-        self.ends = () if ends is None else tuple(ends.tolist())
+        self.ends = () if ends is None else tuple(ends.tolist()) if known is None else known
         self._cut: dict[Chunk, Tensor] = {}
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """By name, for a layer that is not given them."""
+        return {name: value for name, value in ((IDS, self.ids), (ENDS, self._ends)) if value is not None}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments that tell them."""
-        return tuple(name for name, value in ((IDS, self.ids), (ENDS, self._ends)) if value is not None)
+        return tuple(self.arguments)
 
     def why_not_cut(self, length: int) -> str | None:
         """Why chunks cannot be told of them; None if they can."""
@@ -95,11 +101,25 @@ class PackedRows:
     def __init__(self, ends: tuple[tuple[int, ...], ...]) -> None:
         self.ends = ends
         self.barriers = self._barriers()
+        self._told: dict[tuple[str, ...], Documents] = {}
 
     @property
     def number(self) -> int:
         """How many documents there are."""
         return sum(len(row) - 1 for row in self.ends)
+
+    def told_as(self, names: tuple[str, ...], device: torch.device) -> Documents:
+        """The same for kernels, by the arguments of these names; one object for all layers of a forward."""
+        if names not in self._told:
+            length = self.ends[0][-1]
+            ids = torch.zeros(len(self.ends), length, dtype=torch.int32)  # [B, T]
+            for row, ends in enumerate(self.ends):
+                ids[row, list(ends[1:-1])] = 1
+            told = ids.cumsum(-1, dtype=torch.int32).to(device)
+            known = self.ends[0] if ENDS in names else None
+            ends_told = None if known is None else torch.tensor(known, dtype=torch.int32, device=device)
+            self._told[names] = Documents(told if IDS in names else None, ends_told, known)
+        return self._told[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
         """The chunk's tokens by document, those of a row in their order."""
@@ -209,6 +229,12 @@ def _telling(function: Any) -> Function | None:
     if parameters >= {"weight", "bias", "activation"} and "conv_state" not in parameters:
         return _tell_convolution
     return None
+
+
+def kind_of(function: Any) -> str | None:
+    """What of a mixer's work across tokens a function does that can be told of documents."""
+    tell = _telling(function)
+    return None if tell is None else "conv" if tell is _tell_convolution else "rule" if tell is _tell_rule else "scan"
 
 
 def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, x: Tensor, *args: Any, **kwargs: Any) -> Any:

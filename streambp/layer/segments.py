@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from streambp.errors import UnsupportedModelError
 from streambp.layer.arguments import rebuilt
-from streambp.layer.documents import Segment
-from streambp.layer.scans import OWN_SCAN, StartingFrom, scans_of
+from streambp.layer.documents import ENDS, IDS, Segment, kind_of
+from streambp.layer.scans import LINEAR_CACHE, OWN_SCAN, StartingFrom, in_torch, scans_of
 from streambp.layer.states import PROTOCOL, StateCache, States
+from streambp.layer.written import written_forward
 
 Part = tuple[Segment, Any, States]  # a segment, what the mixer returned for it, the states it ended with
 
@@ -53,6 +54,32 @@ def _names(module: nn.Module) -> set[str]:
             code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
             found |= set() if code is None else set(code.co_names)
     return found
+
+
+def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
+    """The arguments by which all kernels of these mixers can be told of the documents of so many rows; () if one cannot.
+
+    A convolution and a scan take seq_idx, a delta rule cu_seq_lens_q of a single row; transformers' own code in their place
+    takes neither. Whether they do as they are told the probe finds out: it compares with calls for one document each.
+    """
+    found: set[str] = set()
+    for mixer in mixers:
+        forward, names = written_forward(mixer), _names(mixer)
+        if not hasattr(forward, "__code__") or names & {LINEAR_CACHE, OWN_SCAN}:
+            return ()
+        code = forward.__code__
+        functions = [forward.__globals__.get(name) for name in code.co_names]
+        kinds = {kind_of(function) for function in functions if callable(function) and not in_torch(function)}
+        passes_on = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        if "update_conv_state" in names and not ("conv" in kinds and passes_on):
+            return ()
+        if "update_recurrent_state" in names:
+            rule = "rule" in kinds and ENDS in code.co_consts and rows == 1
+            if not rule and not ("scan" in kinds and passes_on):
+                return ()
+            found.add(ENDS if rule else IDS)
+        found.add(IDS)
+    return tuple(name for name in (IDS, ENDS) if name in found)
 
 
 class InSegments:

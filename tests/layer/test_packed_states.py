@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import warnings
 
@@ -18,6 +19,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.layer import documents, probe, segments
 from tests import zoo
 from tests.families import make_batch
+from tests.layer import reference_kernels
 from tests.layer.test_states import KINDS, OTHERS, patched
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
@@ -198,3 +200,58 @@ def test_a_chunk_that_ends_before_a_documents_last_token(monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 def test_documents_with_saves_and_offloading(name, saves, offload):
     check_one_by_one(name, (5,), rows=2, saves=saves, offload=offload)
+
+
+TOLD = {"qwen3_next": "seq_idx and cu_seq_lens_q", "bamba": "seq_idx", "lfm2": "seq_idx", "falcon_h1": "seq_idx"}
+
+
+def built(monkeypatch, name, **kernels):
+    stock = zoo.build(name)
+    reference_kernels.install(monkeypatch, stock, **kernels)
+    return stock
+
+
+def check_with_kernels(stock, rows, said):
+    batch, cuts = packed(rows)
+    expected_loss, expected = one_by_one(copy.deepcopy(stock), batch, cuts)
+    for chunk_size in (5, 7):
+        ours = patched(stock, chunk_size=chunk_size)
+        loss, found = differentiated(ours, [summed_loss(ours, batch)])
+        assert said in str(streambp.describe(ours))
+        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+        assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+        assert worst_error(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", TOLD)
+def test_kernels_are_told(name, rows, monkeypatch):
+    """A delta rule takes documents of a single row."""
+    calls = rows == 2 and name == "qwen3_next"
+    said = "its mixers are called" if calls else f"told to its kernels as {TOLD[name]}"
+    check_with_kernels(built(monkeypatch, name), rows, said)
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "jamba", "zaya", "recurrent_gemma"])
+def test_kernels_that_cannot_be_told(name, monkeypatch):
+    """A delta rule whose mixer drops cu_seq_lens_q, a selective scan, a state and a convolution of the module's own."""
+    check_with_kernels(built(monkeypatch, name), 1, "its mixers are called")
+
+
+def deaf(*args, seq_idx=None, **kwargs):
+    return reference_kernels.mamba_chunk_scan_combined(*args, **kwargs)
+
+
+def test_a_kernel_that_does_not_do_as_it_is_told_is_called_by_document(monkeypatch):
+    deaf.__name__ = "mamba_chunk_scan_combined"
+    deaf.__signature__ = inspect.signature(reference_kernels.mamba_chunk_scan_combined)
+    check_with_kernels(built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "its mixers are called")
+
+
+def test_a_trial_of_one_document_would_not_find_it(monkeypatch):
+    deaf.__name__ = "mamba_chunk_scan_combined"
+    deaf.__signature__ = inspect.signature(reference_kernels.mamba_chunk_scan_combined)
+    monkeypatch.setattr(probe, "tried_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows))
+    monkeypatch.setattr(probe, "in_several", lambda named, length: documents.in_one(named))
+    with pytest.raises(AssertionError):
+        check_with_kernels(built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "told to its kernels")
