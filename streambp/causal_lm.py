@@ -109,6 +109,13 @@ class CausalLMForward(InstanceForward):
         self.use = HeadUse()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
+        before, self.state.position_ids = self.state.position_ids, kwargs.get("position_ids")
+        try:
+            return self._original(*args, **kwargs)
+        finally:
+            self.state.position_ids = before
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
         trls = trls_head(getattr(self.previous, "__func__", None))
         if trls is not None and not kwargs.get("fused_lm_head") and isinstance(trls["original_forward"], MethodType):
             # Of this model: what TRL's head holds is bound to the one that it was given to, which a copy is not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 AUTO_CHUNKS = 8
@@ -32,6 +32,16 @@ class Barrier:
 
     first: int
     last: int
+
+
+def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
+    """The same ends forbidden by barriers that rise, are disjoint and apart from one another."""
+    found: list[Barrier] = []
+    for barrier in sorted(barriers, key=lambda barrier: barrier.first):
+        if found and barrier.first <= found[-1].last + 1:
+            barrier = Barrier(found[-1].first, max(found.pop().last, barrier.last))
+        found.append(barrier)
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ SAVES = ("attn_out", "kv")
 ATTENTION = ("auto", "cudnn", "flash", "math")
 OFFLOAD = ("none", "cpu", "auto")
 ON_HOST_FULL = ("keep", "recompute", "raise")
+DOCUMENTS = ("from_positions", "as_given")
 UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
 UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}  # no two of them differ in case alone
 
@@ -44,6 +45,10 @@ class StreamConfig:
             device had left in the first step.
         on_host_full: what happens to a tensor that does not fit: "keep" it on the device, "recompute" it in backward (a
             layer's input is kept), or "raise".
+        documents: where recurrences and convolutions start anew in packed rows. "from_positions": where position_ids do not
+            grow by one, as attention's mask has it, unless the call has an attention_mask, seq_idx or cu_seq_lens_q.
+            "as_given": where seq_idx and cu_seq_lens_q tell their kernels to, as unpatched; with position_ids alone they
+            go on from one document to the next.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -59,6 +64,7 @@ class StreamConfig:
     host_memory: int | str | None = None
     gpu_memory: int | str | None = None
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
+    documents: Literal["from_positions", "as_given"] = "from_positions"
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -89,7 +95,8 @@ class StreamConfig:
             raise ConfigError(
                 "saves='auto' chooses by what the link to the host can carry; set offload='cpu' or 'auto' too."
             )
-        for field, choices in (("attention", ATTENTION), ("offload", OFFLOAD), ("on_host_full", ON_HOST_FULL)):
+        named = {"attention": ATTENTION, "offload": OFFLOAD, "on_host_full": ON_HOST_FULL, "documents": DOCUMENTS}
+        for field, choices in named.items():
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")
         for field in ("host_memory", "gpu_memory"):

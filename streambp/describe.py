@@ -134,8 +134,16 @@ def _reason(site: LayerSite) -> str:
     if site.because:
         return site.because
     parts = [OWN_ATTENTION] if site.cache else []
-    if site.told:
+    if site.told and site.packed_rows is not None:
+        how = f"told to its kernels as {' and '.join(site.told)}"
+        parts.append(f"{site.packed_rows.number} documents of packed rows as position_ids mark them, {how}")
+    elif site.told:
         parts.append(f"documents of packed rows as {' and '.join(site.told)} tell its kernels")
+    elif site.packed_rows is not None and site.states is not None:
+        parts.append(
+            f"{site.packed_rows.number} documents of packed rows, told by position_ids: its mixers are called for one "
+            "after the other, which takes longer where they are short"
+        )
     if site.longest is not None:
         parts.append(f"chunks of up to {site.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
     return "; ".join(parts)
@@ -243,6 +251,12 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
     if found.state.split_over > 1:
         notes.append(f"sequences are split over {found.state.split_over} ranks (DeepSpeed Ulysses), each streams its shard")
+    packed = next(
+        (w.site.documents for w in found.state.wrappers if isinstance(w, LayerForward) and w.site.documents), None
+    )
+    if packed is not None:
+        how = "do not grow by one" if packed[0] == "position_ids" else "are given"
+        notes.append(f"{packed[0]} {how}: attention took the last call's rows for {packed[1]} documents")
     if found.state.unasked_cache:
         notes.append(
             "calls in eval mode with gradients and without use_cache ran as unpatched, because they return a cache; pass "

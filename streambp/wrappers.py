@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import routed
 from streambp.config import StreamConfig
+from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_parallelism
 from streambp.distributed.shards import Shards, gather_shards
@@ -25,11 +26,13 @@ from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
 from streambp.layer.arguments import has_cache
+from streambp.layer.documents import ENDS, IDS, PackedRows, packed_rows
 from streambp.layer.function import stream_layer
 from streambp.layer.sharded import stream_shard
 from streambp.layer.sharded_call import keeps_kv
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.offload.manager import OffloadManager
+from streambp.packing import warn_of_documents
 from streambp.stacks import attends, cache_argument, counts_positions, states_argument
 
 
@@ -45,6 +48,10 @@ class PatchState:
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
+    position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
+    packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
+    asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
+    warned_of_documents: that the unpatched model would not take a row for several documents.
     unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
     given_cache: a call in training was given a cache, and ran as unpatched.
     shares_through_cache: without a cache the unpatched model would compute something else.
@@ -60,8 +67,12 @@ class PatchState:
     chunk_rule: object | None = None
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
     shards: Shards | None = None
+    packed_rows: PackedRows | None = None
+    position_ids: Any = None
     split_over: int = 1
     warned_of_padding: bool = False
+    warned_of_documents: bool = False
+    asked_cache: bool = False
     unasked_cache: bool = False
     given_cache: bool = False
     shares_through_cache: bool = False
@@ -72,7 +83,8 @@ class PatchState:
         Raises:
             UnsupportedModelError: unpatched it has one, and needs it.
         """
-        if self.shares_through_cache and wants_cache(config, kwargs):
+        self.asked_cache |= wants_cache(config, kwargs)
+        if self.shares_through_cache and self.asked_cache:
             raise UnsupportedModelError(
                 f"transformers {transformers.__version__} hands keys and values from one layer of this model to another in "
                 "its cache. Streamed calls have none: each layer would use its own, as under gradient checkpointing; "
@@ -117,6 +129,7 @@ class LayerForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
             return self.original(*args, **kwargs)
+        self.site.packed_rows = self.state.packed_rows
         if self.state.shards is None:
             output = stream_layer(self.site, args, kwargs)
         else:
@@ -161,6 +174,7 @@ class BackboneForward(InstanceForward):
         super().__init__(module)
         self.state = state
         self.layers = layers
+        self.keeps_states = any(states_argument(layer) is not None for layer in layers)
         self.checkpointed: list[nn.Module] = []
 
     def install(self) -> None:
@@ -172,8 +186,8 @@ class BackboneForward(InstanceForward):
         if self.retired:
             return self.original(*args, **kwargs)
         kwargs = {**kwargs, **self._positional(args)}
-        before = self.state.bypass, self.state.shards
-        self.state.bypass, self.state.shards = not self._streams(kwargs), None
+        before = self.state.bypass, self.state.shards, self.state.packed_rows
+        self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:
             if self.state.bypass:
                 return self.original(**kwargs)
@@ -182,14 +196,20 @@ class BackboneForward(InstanceForward):
             self.state.check_cache(self._config, kwargs)
             self._set_host_memory_aside()
             self.state.shards = self._shards(kwargs)
+            self.state.packed_rows = self._packed_rows(kwargs)
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
+            masked = "flash" not in str(self._config._attn_implementation)
             with routed(self._configs()):
-                return self.original(**kwargs)
+                output = self.original(**kwargs)
+            if torch.is_grad_enabled() and self.module.training:
+                self._warn_of_documents(masked)
+            return output
         finally:
-            self.state.bypass, self.state.shards = before
+            self.state.asked_cache = False
+            self.state.bypass, self.state.shards, self.state.packed_rows = before
             if self.state.deferring is not None:
                 self.state.deferring.remove()
                 self.state.deferring = None
@@ -246,6 +266,37 @@ class BackboneForward(InstanceForward):
                 "TRL's activation_offloading=True moves what autograd saves; streamed layers keep their own, which "
                 "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
             )
+
+    def _warn_of_documents(self, masked: bool) -> None:
+        """Warn, once, that the unpatched model would take for one document what this call took for several.
+
+        Args:
+            masked: unpatched its attention reads documents off a mask, which knows none where there is a cache.
+        """
+        if self.state.warned_of_documents:
+            return
+        seen = {id(wrapper.module): wrapper.site for wrapper in self.state.wrappers if isinstance(wrapper, LayerForward)}
+        sites = [seen[id(layer)] for layer in self.layers if id(layer) in seen]
+        told = {site.documents[0] for site in sites if site.documents is not None}
+        across = masked and self.state.asked_cache and "position_ids" in told
+        if across or self.state.packed_rows is not None:
+            self.state.warned_of_documents = True
+            warn_of_documents(across, self.state.packed_rows is not None)
+
+    def _packed_rows(self, kwargs: dict[str, Any]) -> PackedRows | None:
+        """The documents that layers with states are to find in position_ids; None: they are told, or there is one a row."""
+        positions = kwargs.get("position_ids")
+        positions = self.state.position_ids if positions is None else positions
+        if self.state.config.documents != "from_positions" or not self.keeps_states or not isinstance(positions, Tensor):
+            return None
+        if any(kwargs.get(name) is not None for name in ("attention_mask", IDS, ENDS)) or not has_data(positions):
+            return None
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if positions.dim() == 3 and positions.shape[0] == 4:  # of text, time, height and width
+            positions = positions[0]
+        if tokens is None or positions.dim() != 2 or positions.shape[1] != tokens.shape[1]:
+            return None
+        return packed_rows(positions, tokens.shape[0])
 
     def _shards(self, kwargs: dict[str, Any]) -> Shards | None:
         """How the batch is split over ranks; a collective if it is."""

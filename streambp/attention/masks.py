@@ -26,12 +26,18 @@ from streambp.errors import UnsupportedMaskError
 
 class LazyMask:
     """A mask as transformers describes it; `layout` and `whole` cache what `resolve` and `resolve_whole` made of it, for
-    all layers that share it."""
+    all layers that share it.
+
+    told: the argument that told `resolve` of packed documents, and how many there are; None: there are none.
+    ends: where the documents of each row end, for models that do not tell their masks; None: what the mask says counts.
+    """
 
     def __init__(self, description: dict[str, Any]) -> None:
         self.description = description
         self.layout: Spans | DenseMask | None = None
         self.whole: Spans | None = None
+        self.told: tuple[str, int] | None = None
+        self.ends: tuple[tuple[int, ...], ...] | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
         """The same mask, for models that cut their masks to the queries at hand; all of them are at hand here."""
@@ -212,6 +218,12 @@ def _from_description(
     if padding is not None and bool(padding.all()):
         padding = None
     plain = known["mask_function"] is causal_mask_function and padding is None
+    if mask.ends is not None and padding is None:
+        spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
+        alike = (spans, Spans.causal(batch_size, length, window))  # it tells of documents, or of none
+        if plain or any(_agrees(found, known, None, device) for found in alike):
+            mask.told = "position_ids", sum(map(len, spans.rows))
+            return spans
     if plain and cu_seq_lens is None:
         return Spans.causal(batch_size, length)
     if known.get("use_vmap", False):
@@ -219,8 +231,11 @@ def _from_description(
     packed = None
     if known.get("attention_mask") is None and not plain and position_ids is not None:
         packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
+    if packed is not None:
+        mask.told = "position_ids", sum(map(len, _rows(batch_size, length, None, packed)))
     if cu_seq_lens is not None:
         rows = _rows_of_documents(cu_seq_lens, batch_size, length)
+        mask.told = mask.told or ("cu_seq_lens_q", len(rows[0]))
         if packed is not None and rows != _rows(batch_size, length, None, packed):
             raise UnsupportedMaskError(
                 f"cu_seq_lens ends its documents at {cu_seq_lens.tolist()[:9]}..., but position_ids restart elsewhere. "

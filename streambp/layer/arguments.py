@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, StreamBPError
-from streambp.layer.documents import Documents, documents_of
+from streambp.layer.documents import Documents, PackedRows, documents_of
 
 # Where the tokens are, by argument name; whatever is not named here is handed to every chunk whole.
 TOKEN_DIMS = {
@@ -152,11 +152,20 @@ class Arguments:
     Args:
         forward: the layer class's forward.
         counts_positions: the layer asks its cache for positions and gets a `ChunkCache`.
+        packed_rows: the documents that its mixers are called for one by one. [Note: segments]
     """
 
     def __init__(
-        self, forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any, counts_positions: bool = False
+        self,
+        forward: Callable[..., Any],
+        layer: nn.Module,
+        args: Any,
+        kwargs: Any,
+        counts_positions: bool = False,
+        packed_rows: PackedRows | None = None,
     ) -> None:
+        self.packed_rows = packed_rows
+        self.tells = False
         self.named = _bind(forward, layer, args, kwargs)
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
         given: Tensor = self.named.pop(first)
@@ -175,9 +184,16 @@ class Arguments:
             self.named[name] = rebuilt(value, functools.partial(self._detach, name))
         kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
         shape = (first, (given.dim(), len(self.token_shape)))
-        self.kind = frozenset({*kinds, shape, ("a graph", torch.is_grad_enabled()), *_state_of(layer)})
+        graph = ("a graph", torch.is_grad_enabled())
+        self.kind = frozenset({*kinds, shape, graph, ("packed rows", packed_rows is not None), *_state_of(layer)})
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
         self._documents: Documents | None = None
+
+    def tell(self, documents: Documents) -> None:
+        """The layer's kernels are told of the documents of packed rows, which the call did not."""
+        self.named.update(documents.arguments)
+        self.kind |= {("told", documents.names)}
+        self._documents, self.tells = documents, True
 
     def one_dimensional(self, hidden_states: Tensor) -> Tensor:
         """[..., T, *token_shape] -> [..., T, h], of M residual streams behind the tokens M * h."""
@@ -245,14 +261,15 @@ class Arguments:
         return named
 
     @contextlib.contextmanager
-    def replaced(self, changes: dict[str, Any]) -> Iterator[None]:
-        """Within, the call has other arguments by these names."""
-        before = self.named, self._parts, self._documents
+    def replaced(self, changes: dict[str, Any], packed_rows: PackedRows | None = None) -> Iterator[None]:
+        """Within, the call has other arguments by these names, and other documents; None: a row is one."""
+        before = self.named, self._parts, self._documents, self.packed_rows
         self.named, self._parts, self._documents = {**self.named, **changes}, {}, None
+        self.packed_rows = packed_rows
         try:
             yield
         finally:
-            self.named, self._parts, self._documents = before
+            self.named, self._parts, self._documents, self.packed_rows = before
 
     def check_lengths(self) -> None:
         """Raise if an argument has other positions than the sequence."""

@@ -19,18 +19,19 @@ from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.reading import move_ends
 from streambp.attention.spans import Spans
-from streambp.chunks import Chunk, plan_chunks
+from streambp.chunks import Chunk, merged, plan_chunks
 from streambp.device import has_data
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.carried import Carried, layout_of
-from streambp.layer.documents import in_one, told_of
+from streambp.layer.documents import ENDS, IDS, in_one, told_of
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.kept import Kept
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.products import UnreadProducts, left_out, trace_unread
 from streambp.layer.recompute import Autocast, checkpointing_off, parametrizations_computed
 from streambp.layer.scans import StartingFrom, scans_of
+from streambp.layer.segments import InSegments, mixers_of
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.states import LEAST_TOKENS, States, leaves_of, take_returned, whole_blocks
 from streambp.layer.store import Offloader
@@ -64,12 +65,15 @@ class LayerCall:
         self.scans = scans_of(site.layer) if site.states is not None else []
         self.packed = bool(site.told)  # the site tells of its last call, a backward may be an earlier one's
         self.told = told_of(site.layer) if self.packed else []
+        self.mixers = [] if arguments.packed_rows is None else mixers_of(site.layer)
         self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
         self.extras: list[Place] = []
         self.carried = self._carry()
         self.plan = move_ends(self.plan, self.carried.barriers)
+        if arguments.packed_rows is not None:
+            self.plan = self.plan.avoiding(merged((*self.carried.barriers, *arguments.packed_rows.barriers)))
         if site.states is not None:
             self.plan = self.plan.with_least(LEAST_TOKENS)
         site.longest = self.plan.longest if self.plan.longest > self.plan.size else None
@@ -159,7 +163,14 @@ class LayerCall:
         named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states, documents)
         before = {name: dict(named[name]) for name in self.arguments.mappings}
         told = None if documents is None else (self.told, documents, chunk)
-        with recording(self.recorded) as recorded, StartingFrom(self.scans, cache, told):
+        rows = self.arguments.packed_rows
+        starting: StartingFrom | InSegments
+        if rows is None or (self.arguments.tells and cache is not None):
+            starting = StartingFrom(self.scans, cache, told)
+        else:
+            named = {name: value for name, value in named.items() if name not in (IDS, ENDS)}
+            starting = InSegments(self.mixers, rows.segments(chunk), cache)
+        with recording(self.recorded) as recorded, starting:
             try:
                 result = self.site.forward(self.layer, self.arguments.as_given(hidden_chunk), **named)
             except RefillDone:

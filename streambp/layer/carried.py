@@ -134,4 +134,5 @@ def layout_of(
         return Spans.causal(batch_size, length), ()  # nobody reads it
     positions, cu_seq_lens = named.get("position_ids"), named.get("cu_seq_lens_q")
     layout = resolve(mask, batch_size, length, positions, cu_seq_lens, hidden_states.device)
+    site.documents = mask.told if isinstance(mask, LazyMask) else None
     return layout, layout.barriers if isinstance(layout, DenseMask) else ()

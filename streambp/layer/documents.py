@@ -16,16 +16,17 @@ where states are kept.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from streambp.chunks import Chunk
+from streambp.chunks import Barrier, Chunk, merged
 from streambp.layer.written import written_forward
 
 IDS, ENDS = "seq_idx", "cu_seq_lens_q"
@@ -38,17 +39,23 @@ class Documents:
     Args:
         ids: [B, T] int32, the document of each token, rising along a row; None: not told.
         ends: [documents + 1] int32 from 0 to T, of a batch of one row; None: not told.
+        known: the values of `ends`; None: they are read, which waits for the device.
     """
 
-    def __init__(self, ids: Tensor | None, ends: Tensor | None) -> None:
+    def __init__(self, ids: Tensor | None, ends: Tensor | None, known: tuple[int, ...] | None = None) -> None:
         self.ids, self._ends = ids, ends
-        self.ends = () if ends is None else tuple(ends.tolist())
+        self.ends = () if ends is None else tuple(ends.tolist()) if known is None else known
         self._cut: dict[Chunk, Tensor] = {}
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """By name, for a layer that is not given them."""
+        return {name: value for name, value in ((IDS, self.ids), (ENDS, self._ends)) if value is not None}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments that tell them."""
-        return tuple(name for name, value in ((IDS, self.ids), (ENDS, self._ends)) if value is not None)
+        return tuple(self.arguments)
 
     def why_not_cut(self, length: int) -> str | None:
         """Why chunks cannot be told of them; None if they can."""
@@ -70,6 +77,83 @@ class Documents:
     def goes_on(self, chunk: Chunk) -> bool:
         """Whether the chunk starts within a document."""
         return chunk.start not in self.ends
+
+
+class Segment(NamedTuple):
+    """Tokens `[start, stop)` of a chunk that belong to one document in each of these rows.
+
+    goes_on: the document starts before the chunk.
+    """
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+    goes_on: bool
+
+
+class PackedRows:
+    """The documents of packed rows, read off position_ids.
+
+    Args:
+        ends: where documents end, of each row; rising from 0 to the row's length.
+    """
+
+    def __init__(self, ends: tuple[tuple[int, ...], ...]) -> None:
+        self.ends = ends
+        self.barriers = self._barriers()
+        self._told: dict[tuple[str, ...], Documents] = {}
+
+    @property
+    def number(self) -> int:
+        """How many documents there are."""
+        return sum(len(row) - 1 for row in self.ends)
+
+    def told_as(self, names: tuple[str, ...], device: torch.device) -> Documents:
+        """The same for kernels, by the arguments of these names; one object for all layers of a forward."""
+        if names not in self._told:
+            length = self.ends[0][-1]
+            ids = torch.zeros(len(self.ends), length, dtype=torch.int32)  # [B, T]
+            for row, ends in enumerate(self.ends):
+                ids[row, list(ends[1:-1])] = 1
+            told = ids.cumsum(-1, dtype=torch.int32).to(device)
+            known = self.ends[0] if ENDS in names else None
+            ends_told = None if known is None else torch.tensor(known, dtype=torch.int32, device=device)
+            self._told[names] = Documents(told if IDS in names else None, ends_told, known)
+        return self._told[names]
+
+    def segments(self, chunk: Chunk) -> list[Segment]:
+        """The chunk's tokens by document, those of a row in their order."""
+        found: dict[tuple[int, int, bool], list[int]] = {}
+        for row, ends in enumerate(self.ends):
+            before, behind = bisect.bisect_left(ends, chunk.start), bisect.bisect_left(ends, chunk.stop)
+            starts = ends[before] == chunk.start
+            edges = (chunk.start, *ends[before + starts : behind], chunk.stop)
+            for start, stop in itertools.pairwise(edges):
+                goes_on = start == chunk.start and not starts
+                found.setdefault((start - chunk.start, stop - chunk.start, goes_on), []).append(row)
+        return [Segment(tuple(rows), *where) for where, rows in found.items()]
+
+    def _barriers(self) -> tuple[Barrier, ...]:
+        """Where no chunk may end: one token of a document would be left to the next chunk. For one token on top of a state
+        mixers take decode kernels, which have no backward."""
+        rows = [(set(row), row[1:]) for row in self.ends]
+        return merged(Barrier(end - 1, end - 1) for known, ends in rows for end in ends if end - 1 not in known)
+
+
+def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
+    """The documents that position_ids [1 or rows, T] mark where they do not grow by one, transformers' own rule for
+    attention's mask; None if each row is one document. Waits for the device."""
+    breaks = (position_ids.diff(dim=-1) != 1).cpu()  # [1 or rows, T - 1]
+    if not bool(breaks.any()):
+        return None
+    length = position_ids.shape[-1]
+    ends = tuple((0, *(row.nonzero().flatten() + 1).tolist(), length) for row in breaks)
+    return PackedRows(ends * (rows // len(ends)))
+
+
+def tried_rows(rows: int, length: int) -> PackedRows:
+    """The same for the probe's rows of `length` tokens: several documents, other ones in every second row."""
+    return PackedRows(tuple((0, *(end - row % 2 for end in TRIED if end < length), length) for row in range(rows)))
 
 
 def documents_of(named: Mapping[str, Any]) -> Documents | None:
@@ -145,6 +229,12 @@ def _telling(function: Any) -> Function | None:
     if parameters >= {"weight", "bias", "activation"} and "conv_state" not in parameters:
         return _tell_convolution
     return None
+
+
+def kind_of(function: Any) -> str | None:
+    """What of a mixer's work across tokens a function does that can be told of documents."""
+    tell = _telling(function)
+    return None if tell is None else "conv" if tell is _tell_convolution else "rule" if tell is _tell_rule else "scan"
 
 
 def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -14,10 +14,11 @@ from streambp.attention.masks import LazyMask
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.layer.arguments import Arguments
+from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.cached import PlainMask, biases_positions, own_mask
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
+from streambp.layer.documents import PackedRows
 from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
 from streambp.layer.exhausted import explained
 from streambp.layer.gradients import InputGradients, OutputGradients
@@ -28,6 +29,7 @@ from streambp.layer.reached import refuse_other_leaves
 from streambp.layer.recompute import check_mode
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.scans import scans_selectively
+from streambp.layer.segments import arguments_that_tell, mixers_of
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.states import leaves_of
@@ -78,7 +80,11 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     passes = passes or IN_CHUNKS
     _refuse_inner_fsdp(site.layer)
     counts_when_alone()
-    arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
+    _refuse_states_given(site)
+    packed_rows = None if site.states is None else site.packed_rows
+    arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions, packed_rows)
+    if site.packed_rows is not None:
+        _tell_of_documents(site, site.packed_rows, arguments)
     site.because = site.verdicts.get(arguments.kind) or _take_mask(site, arguments)
     if site.because is not None:
         return passes.whole(site, args, kwargs)
@@ -86,6 +92,9 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer, hidden_states.device)
     if not can_stream(call):
+        if arguments.tells:  # its kernels do something else than they are told
+            site.kernels_told = False
+            return stream_layer(site, args, kwargs, passes)
         return passes.whole(site, args, kwargs)
     inputs = call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
@@ -302,6 +311,27 @@ def _why_documents_stay_whole(site: LayerSite, arguments: Arguments) -> str | No
         # Told in training its fused kernel mixes them, in eval mode its convolution does not: the mode decides, not chunks.
         return "seq_idx says where documents start, which its selective scan takes no notice of"
     return documents.why_not_cut(arguments.length)
+
+
+def _tell_of_documents(site: LayerSite, packed_rows: PackedRows, arguments: Arguments) -> None:
+    """Attention's mask, and kernels that can be told, learn of documents that position_ids mark."""
+    mask = attention_mask_of(arguments.named)
+    if isinstance(mask, LazyMask):
+        mask.ends = packed_rows.ends
+    if site.states is not None and site.kernels_told:
+        names = arguments_that_tell(mixers_of(site.layer), len(packed_rows.ends))
+        if names:
+            arguments.tell(packed_rows.told_as(names, arguments.hidden_states.device))
+
+
+def _refuse_states_given(site: LayerSite) -> None:
+    if site.packed_rows is not None and site.states is not None and (site.states == STATE or not mixers_of(site.layer)):
+        raise UnsupportedModelError(
+            f"position_ids mark {site.packed_rows.number} documents in packed rows, but no module inside "
+            f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
+            "would go on from one document to the next. Pass one document per row, or let it go on, as unpatched: "
+            "StreamConfig(documents='as_given')."
+        )
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

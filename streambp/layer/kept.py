@@ -191,12 +191,12 @@ class Kept:
                     tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
         elif "kv" not in self.saves and sites:
             order += [(name, chunk) for chunk in chunks[:-1] for name in ("x", *(states if chunk else ()))]
-        products = [name for name in self.product_names if self.store.has(name, 0)]
+        products = [[name for name in self.product_names if self.store.has(name, chunk)] for chunk in chunks]
         attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
         for chunk in reversed(chunks):
-            order += [(name, chunk) for name in ("x", *(states if chunk else ()), *products, *attended)]
+            order += [(name, chunk) for name in ("x", *(states if chunk else ()), *products[chunk], *attended)]
             order += tiled if chunk == chunks[-1] else []
-        return order, 1 + len(states) + len(products) + len(attended)
+        return order, 1 + len(states) + max(map(len, products)) + len(attended)
 
     def restore_kv(self) -> bool:
         """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""

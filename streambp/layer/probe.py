@@ -30,7 +30,7 @@ from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.layer.arguments import PICKED, rebuilt
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
-from streambp.layer.documents import in_one, in_several
+from streambp.layer.documents import in_one, in_several, tried_rows
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.products import PLAIN
 from streambp.layer.recompute import RandomState
@@ -99,7 +99,8 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
         try:
             named, length = call.arguments.named, x.shape[-2]
             documents = in_several(named, length) if call.packed else {}
-            with call.arguments.replaced({**_nothing_masked(named, length), **documents}):
+            rows = None if call.arguments.packed_rows is None else tried_rows(x.shape[-3], length)
+            with call.arguments.replaced({**_nothing_masked(named, length), **documents}, rows):
                 because = _try(call, x, upstream, chunk_size)
                 if because is not None:
                     return because, certain
@@ -343,6 +344,8 @@ def _run(call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: 
     prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
     prefix.overwritten = judged  # whether the layer writes to its attention's output is not known yet
     plan = ChunkPlan(length, chunk_size)
+    if states is not None and call.arguments.packed_rows is not None:
+        plan = plan.avoiding(call.arguments.packed_rows.barriers)
     parts = []
     for chunk in plan if states is None else plan.with_least(LEAST_TOKENS):
         output, _ = call.compute(x[..., chunk.start : chunk.stop, :], chunk, stage, prefix, states=states)

@@ -70,7 +70,7 @@ def _is_selective_scan(function: Any) -> bool:
     return parameters_of(function) >= SELECTIVE_SCAN
 
 
-def _in_torch(function: Any) -> bool:
+def in_torch(function: Any) -> bool:
     """Whether it is transformers' own code, for want of a kernel; its wrapper alone knows."""
     function = function.forward if isinstance(function, nn.Module) else function
     function = getattr(function, "__func__", function)
@@ -194,7 +194,7 @@ class SelectiveScan:
 
     def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The scan's own arguments and results."""
-        if u.dtype.itemsize >= 4 or not _in_torch(self._scan):
+        if u.dtype.itemsize >= 4 or not in_torch(self._scan):
             return self._start_and_end(u, *args, **kwargs)
         wide: list[Any] = [x.float() if isinstance(x, Tensor) else x for x in args]
         named: dict[str, Any] = {name: x.float() if isinstance(x, Tensor) else x for name, x in kwargs.items()}

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
+from streambp.layer.documents import PackedRows
 from streambp.layer.products import UnreadInHalves, UnreadProducts
 from streambp.layer.store import Offloader
 
@@ -28,6 +29,9 @@ class LayerSite:
         verdicts: the same, of the layer itself, for each kind of call that was tried (`probe.py`).
         longest: tokens of its last call's longest chunk, if that is longer than asked for. [Note: chunk ends]
         told: the arguments that told its last call where documents of packed rows start. [Note: documents]
+        documents: the argument that told attention of packed documents in its last call, and how many there were.
+        kernels_told: documents that position_ids mark are told to its kernels, if these can be.
+        packed_rows: the documents of its last call, where its mixers are called for each of them. [Note: segments]
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
     """
@@ -42,6 +46,9 @@ class LayerSite:
     verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=dict)
     longest: int | None = None
     told: tuple[str, ...] = ()
+    documents: tuple[str, int] | None = None
+    packed_rows: PackedRows | None = None
+    kernels_told: bool = True
     offloader: Offloader | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None

@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
+from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.arguments import CACHES, Versions
 from streambp.layer.recompute import check_mode, checkpointing_off, parametrizations_computed
+from streambp.layer.segments import InSegments, mixers_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since
 from streambp.layer.site import LayerSite, attention_configs
@@ -28,10 +30,14 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
     """
     kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
     configs = [] if site.cache else attention_configs(site.layer)
+    rows = site.packed_rows  # the site's change with its next call
+    mixers = [] if rows is None else mixers_of(site.layer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # The recomputation runs after the model's forward is over.
-        with routed(configs), checkpointing_off(site.layer), parametrizations_computed():
+        segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
+        in_segments = InSegments(mixers, segments, None)
+        with routed(configs), checkpointing_off(site.layer), parametrizations_computed(), in_segments:
             return site.forward(site.layer, *args, **kwargs)
 
     try:

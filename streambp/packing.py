@@ -1,0 +1,31 @@
+"""What is said where position_ids make documents of a row that the unpatched model takes for one."""
+
+from __future__ import annotations
+
+import warnings
+
+
+def warn_of_documents(attention: bool, states: bool) -> None:
+    """Warn that streamed layers take rows for several documents.
+
+    Args:
+        attention: the unpatched model would attend across them.
+        states: its recurrences and convolutions would go on from one to the next.
+    """
+    unpatched, cure = [], ""
+    if attention:
+        unpatched.append(
+            "attend across them, because its config makes a cache for this call, with which transformers does not look for "
+            "documents (with use_cache=False it does)"
+        )
+    if states:
+        unpatched.append("let its recurrences and convolutions go on from one to the next")
+        cure = " StreamConfig(documents='as_given') lets recurrences and convolutions alone go on."
+    warnings.warn(
+        "position_ids do not grow by one everywhere, which marks several documents in a row. Streamed layers compute them "
+        f"apart. The unpatched model would {' and '.join(unpatched)}. If a row is one document all the same (positions "
+        "that skip), pass attention_mask=torch.ones_like(input_ids): where there is a mask transformers looks for no "
+        "documents."
+        f"{cure}",
+        stacklevel=2,
+    )
