@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import routed
+from streambp.attention.masks import LazyMask
 from streambp.config import StreamConfig
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
@@ -202,7 +204,7 @@ class BackboneForward(InstanceForward):
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
             masked = "flash" not in str(self._config._attn_implementation)
-            with routed(self._configs()):
+            with routed(self._configs()), self._layers_known():
                 output = self.original(**kwargs)
             if torch.is_grad_enabled() and self.module.training:
                 self._warn_of_documents(masked)
@@ -213,6 +215,19 @@ class BackboneForward(InstanceForward):
             if self.state.deferring is not None:
                 self.state.deferring.remove()
                 self.state.deferring = None
+
+    @contextlib.contextmanager
+    def _layers_known(self) -> Iterator[None]:
+        """Within, a layer that is not ours and takes our mask for a tensor is named."""
+        try:
+            yield
+        except (AttributeError, TypeError) as error:
+            if LazyMask.__name__ not in str(error):
+                raise
+            raise StreamBPError(
+                f"A layer of {type(self.module).__name__} reads the attention mask of streamed layers, and is none of "
+                f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch(model) again."
+            ) from error
 
     def _positional(self, args: tuple[Any, ...]) -> dict[str, Any]:
         return dict(inspect.signature(self).bind_partial(*args).arguments) if args else {}
