@@ -226,7 +226,7 @@ class BackboneForward(InstanceForward):
                 raise
             raise StreamBPError(
                 f"A layer of {type(self.module).__name__} reads the attention mask of streamed layers, and is none of "
-                f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch(model) again."
+                f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch again."
             ) from error
 
     def _positional(self, args: tuple[Any, ...]) -> dict[str, Any]:
