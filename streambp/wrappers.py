@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from streambp.attention.interface import routed
+from streambp.attention.interface import own_implementation, routed
 from streambp.config import StreamConfig
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_parallelism
@@ -249,7 +249,7 @@ class BackboneForward(InstanceForward):
 
     def _shards(self, kwargs: dict[str, Any]) -> Shards | None:
         """How the batch is split over ranks; a collective if it is."""
-        ulysses = find_ulysses(self._config._attn_implementation_internal)
+        ulysses = find_ulysses(own_implementation(self._config))
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if ulysses is None or tokens is None or not ulysses.splits(self.module.training):
             return None
