@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from streambp.attention.interface import own_implementation
 from streambp.callers import computes_its_own_loss, warn_of_missing_predictions
 from streambp.distributed.sequence_parallel import find_ulysses
 from streambp.distributed.zero import is_partitioned
@@ -131,7 +132,7 @@ class CausalLMForward(InstanceForward):
             kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
         labels = kwargs.get("labels")
         if not self.state.warned_of_padding:
-            attention = self.module.config.get_text_config()._attn_implementation  # type: ignore[operator, union-attr]
+            attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
             averages = attention == "eager" or self._biased
             self.state.warned_of_padding = warn_of_labels_after_padding(averages, kwargs)
         if labels is None and want_log_probs:
@@ -251,7 +252,7 @@ class CausalLMForward(InstanceForward):
 
     def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
         """Split over ranks, a shard's last token has its label on the next rank, where shifting here cannot find it."""
-        ulysses = find_ulysses(self.module.config.get_text_config()._attn_implementation_internal)  # type: ignore[operator, union-attr]
+        ulysses = find_ulysses(own_implementation(self.module.config.get_text_config()))  # type: ignore[operator, union-attr]
         given = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
         if ulysses is not None and given and ulysses.splits(self.module.training):
             raise StreamBPError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from streambp.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.chunks import AUTO_RULE
+from streambp.config import StreamConfig
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
@@ -87,7 +89,7 @@ def describe(model: nn.Module) -> Description:
         chunk,
         _saves(found),
         _describe_offload(found),
-        config.attention,
+        _describe_attention(config),
         _describe_head(found),
         _notes(model, found),
     )
@@ -155,6 +157,13 @@ def _saves(found: Patch) -> tuple[str, ...]:
     if config.chooses_saves and manager is not None and manager.auto is not None and manager.auto.latest is not None:
         return manager.auto.latest.saves
     return config.named_saves
+
+
+def _describe_attention(config: StreamConfig) -> str:
+    """As configured, and what "auto" does without."""
+    if config.attention != "auto" or torch.backends.cuda.flash_sdp_enabled():
+        return config.attention
+    return "auto: FlashAttention is switched off (torch.backends.cuda), so plain products attend where cuDNN does not"
 
 
 def _describe_offload(found: Patch) -> str:

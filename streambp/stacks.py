@@ -48,6 +48,7 @@ def find_stacks(model: nn.Module) -> Found:
             f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
         )
     _refuse_fsdp1(model)
+    _refuse_wrapped_layers(model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
     stacks: list[Stack] = []
@@ -97,6 +98,36 @@ def _refuse_fsdp1(model: nn.Module) -> None:
             "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
             "DDP."
         )
+
+
+def _refuse_wrapped_layers(model: nn.Module) -> None:
+    """What is around a layer (torch's checkpoint_wrapper, a module of the program's own) would be taken for the layer."""
+    for layers in model.modules():
+        for layer in layers if isinstance(layers, nn.ModuleList) else ():
+            inner = _wrapped(layer)
+            if inner is not None:
+                raise UnsupportedModelError(
+                    f"A {type(layer).__name__} is around each {type(inner).__name__} of {type(model).__name__}, or around "
+                    f"some, so that streambp cannot tell what the layer itself is. Call streambp.patch first and put the "
+                    f"{type(layer).__name__} around the patched layers then, or leave it out: streamed layers need no "
+                    "gradient checkpointing."
+                )
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The decoder layer inside a module that is around one alone; None if it is none, or is not around a layer."""
+    if isinstance(module, GradientCheckpointingLayer | nn.ModuleList):
+        return None
+    children = list(module.children())
+    layers = [child for child in children if isinstance(child, GradientCheckpointingLayer)]
+    if len(layers) == 1:
+        return layers[0]
+    if len(children) != 1:
+        return None
+    # Some layers are none that transformers checkpoints: known by what they are made of.
+    [inner] = children
+    holds = not _attends_itself(inner) and bool(list(inner.children())) and (attends(inner) or cache_argument(inner))
+    return _wrapped(inner) or (inner if holds else None)
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:

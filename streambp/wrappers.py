@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from streambp.attention.interface import routed
+from streambp.attention.interface import own_implementation, routed
 from streambp.attention.masks import LazyMask
 from streambp.config import StreamConfig
 from streambp.device import has_data
@@ -315,7 +315,7 @@ class BackboneForward(InstanceForward):
 
     def _shards(self, kwargs: dict[str, Any]) -> Shards | None:
         """How the batch is split over ranks; a collective if it is."""
-        ulysses = find_ulysses(self._config._attn_implementation_internal)
+        ulysses = find_ulysses(own_implementation(self._config))
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if ulysses is None or tokens is None or not ulysses.splits(self.module.training):
             return None

@@ -10,7 +10,15 @@ import torch
 
 import streambp
 from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
-from tests.oracle import assert_as_precise, gradients, lift_float32_casts, relative_l2, worst_error
+from tests.oracle import (
+    NOT_PACKED,
+    assert_as_precise,
+    gradients,
+    lift_float32_casts,
+    relative_l2,
+    skipped_where_unpatched_fails,
+    worst_error,
+)
 
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
 
@@ -53,7 +61,8 @@ def bf16_errors(attention="auto", length=256, chunk_size=29, layers=3):
         batch = make_batch("plain", length=length, seed=seed)
         _, truth = gradients(model, **batch)
         model.to(torch.bfloat16)
-        _, stock = gradients(model, **batch)
+        with skipped_where_unpatched_fails():
+            _, stock = gradients(model, **batch)
         streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, attention=attention))
         _, ours = gradients(model, **batch)
         yield relative_l2(ours, truth), relative_l2(stock, truth)
@@ -62,3 +71,38 @@ def bf16_errors(attention="auto", length=256, chunk_size=29, layers=3):
 @pytest.mark.parametrize("attention", ["auto", "math"])
 def test_bf16_is_as_precise_as_the_unpatched_model(attention):
     assert_as_precise(bf16_errors(attention))
+
+
+def packing_fails(real, message, calls):
+    """torch's attention on a CPU with AMX under the kernels of an older one: it fails in half precision."""
+
+    def attend(query, *args, **kwargs):
+        calls.append(query.dtype)
+        if query.dtype == torch.bfloat16:
+            raise RuntimeError(message)
+        return real(query, *args, **kwargs)
+
+    return attend
+
+
+def test_half_precision_is_skipped_where_the_unpatched_model_cannot_run(monkeypatch):
+    real, calls = torch.nn.functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", packing_fails(real, NOT_PACKED, calls))
+    with pytest.raises(pytest.skip.Exception, match=r"unpatched model cannot run.*pack_vnni2"):
+        next(bf16_errors())
+    assert calls[-1] == torch.bfloat16
+
+
+def test_other_errors_of_the_unpatched_model_and_all_of_ours_are_errors(monkeypatch):
+    with monkeypatch.context() as patch:
+        real = torch.nn.functional.scaled_dot_product_attention
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", packing_fails(real, "out of memory", []))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(bf16_errors())
+
+    def ours(*args, **kwargs):
+        raise RuntimeError(NOT_PACKED)
+
+    monkeypatch.setattr(streambp, "patch", ours)
+    with pytest.raises(RuntimeError, match="pack_vnni2"):
+        next(bf16_errors())

@@ -7,6 +7,7 @@ complete and can be handed to autograd as the gradient of this chunk's K and V.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -128,6 +129,7 @@ class PrefixAttention(torch.autograd.Function):
         o = attended.o.contiguous()
         ctx.save_for_backward(q, o if attended.wide is None else attended.wide, attended.lse, sink)
         ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
+        ctx.autocast = _autocast_dtype(q.device.type)
         return o.view_as(o)
 
     @staticmethod
@@ -141,12 +143,26 @@ class PrefixAttention(torch.autograd.Function):
             task = params.task(number, block, layout, q.device)
             do_here, q_here, o_here = (cut_queries(x, block, chunk) for x in (do, q, o))
             lse_here = lse[block.b0 : block.b1, :, block.q0 - chunk.start : block.q1 - chunk.start]
-            dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
+            with _in_autocast(q.device.type, ctx.autocast):  # scores computed again must fit to the forward's lse
+                dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
             summed.add(number, dq)
             site.add(block, dk, dv)
         dk_own, dv_own = (part.to(q.dtype) for part in site.take_gradients(chunk))  # [Note: prefix accumulation order]
         dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
         return summed.result(), dk_own, dv_own, dsink, None, None, None, None, None
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast casts to on this kind of device; None where it is off."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
+def _in_autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Within, `_autocast_dtype` is `dtype`."""
+    if dtype == _autocast_dtype(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
 
 def _sink_gradient(do: Tensor, o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

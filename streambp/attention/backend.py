@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Iterator
 
 import torch
@@ -113,6 +114,10 @@ def choose_backend(
 ) -> Backend:
     """The backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
 
+    "auto" takes no kernel that torch's own attention would not take: FlashAttention and the CPU's fused kernel only where
+    `torch.backends.cuda.flash_sdp_enabled()`, cuDNN only where `prefers_cudnn`. Plain products are what is left. A kernel
+    that is named is taken whatever these say, but beside it none that is switched off.
+
     With a sink, "auto" on a CPU takes plain products for half precision: unpatched models attend eagerly there, and the
     fused kernel's backward, from an o that is rounded, has thrice the error in q and k. [Note: rounded outputs]
 
@@ -125,9 +130,10 @@ def choose_backend(
         return Backend((MATH,))
     no_flash = next(_not_flash(q, v, dropout, softcap), None)
     no_cudnn = next(_not_cudnn(q), no_flash)
-    if wanted in ("auto", "cudnn") and no_cudnn is None:
-        return Backend((CUDNN, FLASH, MATH))
-    if wanted in ("auto", "flash") and no_flash is None:
+    flash_is_on = torch.backends.cuda.flash_sdp_enabled()
+    if no_cudnn is None and (wanted == "cudnn" or (wanted == "auto" and prefers_cudnn(q.device))):
+        return Backend((CUDNN, FLASH, MATH) if flash_is_on else (CUDNN, MATH))
+    if no_flash is None and (wanted == "flash" or (wanted == "auto" and flash_is_on)):
         return Backend((CPU_FLASH if q.device.type == "cpu" else FLASH, MATH))
     if wanted == "auto":
         return Backend((MATH,))
@@ -166,9 +172,31 @@ def _not_cudnn(q: Tensor) -> Iterator[str]:
     """Why cuDNN cannot do it although FlashAttention can, which takes what is left over of its blocks."""
     if q.device.type != "cuda":
         yield f"cuDNN does not run on {q.device.type}"
+    elif torch.version.hip is not None:
+        yield "torch was built for ROCm, which has no cuDNN"
     elif torch.cuda.get_device_capability(q.device) < (9, 0):
         yield f"cuDNN's attention needs compute capability (9, 0), not {torch.cuda.get_device_capability(q.device)}"
     elif not torch.backends.cudnn.is_available():
         yield "torch was built without cuDNN"
     if q.shape[-1] > 128:
         yield f"the head size is {q.shape[-1]}; cuDNN's attention has at most 128"
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        yield "cuDNN's attention is not deterministic, and torch.use_deterministic_algorithms(True) asks for what is"
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Whether torch's own attention takes cuDNN before FlashAttention on a CUDA device.
+
+    That is `check_prefer_cudnn_attention` of ATen/native/transformers/cuda/sdp_utils.cpp, with the switch
+    `torch.backends.cuda.cudnn_sdp_enabled()`: compute capability 9.0, 9.3, 10.0 or 10.3 (torch 2.13 built for CUDA 13 takes
+    any 9.x and 10.x; there are no others), cuDNN's runtime newer than 9.15.0, and TORCH_CUDNN_SDPA_DEPRIORITIZED not 1.
+    On 8.x and 12.x FlashAttention is as fast or faster.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and major in (9, 10)
+        and minor in (0, 3)
+        and (torch.backends.cudnn.version() or 0) > 91500
+        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +45,16 @@ def stream_attention(
     (a `LazyMask`, a 4-D tensor, or None for causal), and the sequence is attended whole, as one chunk.
     Keys from elsewhere than the queries' sequence (cross-attention to an image) are attended as the model's sdpa does it.
     """
+    if not isinstance(attention_mask, AttentionPoint | LazyMask):
+        own = _met_by_chance(getattr(module, "config", None))
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        function = None if own is None else AttentionInterface().get(own, eager)
+        if function is not None:
+            given = kwargs if softcap is None else {**kwargs, "softcap": softcap}
+            found: tuple[Tensor, None] = function(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
+            )
+            return found
     foreign = [name for name in FOREIGN_ARGUMENTS if kwargs.get(name) is not None]
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     elsewhere = not isinstance(attention_mask, AttentionPoint | LazyMask) and (
@@ -67,6 +80,13 @@ def stream_attention(
     return attention_mask.attend(query, key, value, scaling, dropout, softcap, *sinks), None
 
 
+def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
+    """transformers' mask function for our attention: a `LazyMask`."""
+    own = _met_by_chance(config)
+    function = lazy_mask if own is None else AttentionMaskInterface().get(own, lazy_mask)
+    return function(config=config, **description)
+
+
 def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> ChunkMask:
     length = query.shape[2]
     if key.shape[2] != length:
@@ -88,20 +108,87 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
+class Routed(str):
+    """`NAME` in a config's place for its own implementation, which it remembers. [Note: routed configs]
+
+    Args:
+        own: the config's own implementation; a copied or pickled config has that again.
+        config: id of the config. users: how many `routed` hold it.
+    """
+
+    own: str | None
+    config: int
+    users: int
+
+    def __new__(cls, own: str | None, config: PreTrainedConfig) -> Routed:
+        self = super().__new__(cls, NAME)
+        self.own, self.config, self.users = own, id(config), 0
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self.own), () if self.own is None else (self.own,))
+
+
+FIELD = "_attn_implementation_internal"  # of a config, past its __getattribute__, which costs more than all else here
+LOCK = threading.RLock()  # held while a config's name changes
+HERE: contextvars.ContextVar[tuple[Routed, ...]] = contextvars.ContextVar("streambp_routed", default=())
+
+
+def own_implementation(config: PreTrainedConfig) -> str | None:
+    """The attention implementation that the config names outside of `routed`, from within or without."""
+    name: str | None = vars(config)[FIELD]
+    return name.own if isinstance(name, Routed) else name
+
+
 @contextlib.contextmanager
 def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     """Within, models with these configs use `stream_attention` and `lazy_mask`. Sub-configs are left alone.
 
     Our name enters transformers' tables here, so that a model unpickled in a process that never called `patch` runs; no
     model outside of `routed` uses it.
+
+    [Note: routed configs] Models share config objects, and threads run models. So a config has our name from the first of
+    its `routed` in any thread to the last one's end, and then its own again. A thread that is not within a `routed` of its
+    own, and meets our name because another is, is sent on to the implementation that the config names.
     """
     AttentionInterface.register(NAME, stream_attention)
-    AttentionMaskInterface.register(NAME, lazy_mask)
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = NAME
+    AttentionMaskInterface.register(NAME, stream_mask)
+    here = HERE.get()
+    entered = [(config, _enter(config)) for config in configs if not _is_here(config)]
+    HERE.set((*here, *(name for _, name in entered)))
     try:
         yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+        HERE.set(here)
+        for config, name in entered:
+            _leave(config, name)
+
+
+def _enter(config: PreTrainedConfig) -> Routed:
+    with LOCK:
+        name: str | None = vars(config)[FIELD]
+        if not isinstance(name, Routed) or not name.users or name.config != id(config):
+            name = vars(config)[FIELD] = Routed(own_implementation(config), config)
+        name.users += 1
+    return name
+
+
+def _leave(config: PreTrainedConfig, name: Routed) -> None:
+    with LOCK:
+        name.users -= 1
+        if not name.users and vars(config)[FIELD] is name:
+            vars(config)[FIELD] = name.own
+
+
+def _is_here(config: PreTrainedConfig) -> bool:
+    """Whether this thread is within `routed` with it."""
+    return any(vars(config)[FIELD] is name for name in HERE.get())
+
+
+def _met_by_chance(config: object) -> str | None:
+    """The config's own implementation, where a thread that is not within `routed` with it came across our name; else None.
+    [Note: routed configs]"""
+    if not isinstance(config, PreTrainedConfig) or _is_here(config):
+        return None
+    own = own_implementation(config)
+    return None if own == NAME else own

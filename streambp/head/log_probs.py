@@ -246,7 +246,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         products = Products(weight, bias)
         size = inputs.block_size(hidden, weight.shape[0])
-        with inputs.norm_shadowed() as shadows:
+        with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
             for block in token_blocks(labels.shape[0], size.tokens):
                 normed_input, normed = work.recompute(rows, block)
                 entropy = None if ctx.entropies is None else ctx.entropies[block]

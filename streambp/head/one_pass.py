@@ -90,7 +90,7 @@ class OnePassNLL(torch.autograd.Function):
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
         products, everything = Products(weight, bias), slice(0, weight.shape[0])
         upstream = Upstream((-expected).repeat(labels.shape[0]))
-        with inputs.norm_shadowed() as shadows:
+        with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
             # The whole vocabulary at once: the softmax must be known before the logits are let go.
             for block in token_blocks(labels.shape[0], inputs.block_size(hidden, weight.shape[0], whole=True).tokens):
                 leaf, normed = work.recompute(rows, block)

@@ -234,7 +234,7 @@ def sweep(
     positions = torch.arange(count, device=hidden.device) if rows is None else rows
     for term in terms:
         term.place(row_of, [0, *(block.stop for block in blocks)])
-    with inputs.norm_shadowed() as shadows:
+    with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
         for block in blocks:
             leaf, normed = work.recompute(rows, block)
             product = products.of(normed.detach(), everything)

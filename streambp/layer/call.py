@@ -191,7 +191,7 @@ class LayerCall:
         if key not in self.site.unread:
             traced = linears or self.site.states is not None
             # Where a document started with the trace's second chunk, nobody would seem to read its start states.
-            with self.arguments.replaced(in_one(self.arguments.named)):
+            with self.autocast.restored(), self.arguments.replaced(in_one(self.arguments.named)):
                 self.site.unread[key] = self._find_unread(linears, needs_input) if traced else UnreadProducts()
         return self.site.unread[key]
 
@@ -269,7 +269,8 @@ def has_gradients(outputs: list[Tensor], leaves: list[Tensor]) -> bool:
     outputs, leaves = ([x for x in found if x.requires_grad] for found in (outputs, leaves))
     if not outputs or not leaves:
         return True
-    found = torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
+    with Autocast.capture(outputs[0].device).off():  # as in a backward pass. [Note: autocast in backward]
+        found = torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
     return all(bool(grad.isfinite().all()) for grad in found if grad is not None)
 
 

@@ -182,7 +182,7 @@ class StreamedLayer(torch.autograd.Function):
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
             inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
         call.hidden_states = None  # type: ignore[assignment]
-        with explained(call), call.autocast.restored(), call.streaming(), parameters.shadowed() as shadows:
+        with explained(call), call.autocast.off(), call.streaming(), parameters.shadowed() as shadows:
             sums.stand_for(shadows)
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
         call.carried.drop()
@@ -245,7 +245,7 @@ def _refill(call: LayerCall) -> None:
         for chunk in call.plan:
             if chunk.index == len(call.plan) - 1:
                 return
-            with call.kept.random[chunk.index].replayed():
+            with call.autocast.restored(), call.kept.random[chunk.index].replayed():
                 x, states = call.kept.store.peek("x", chunk.index), call.kept.states(chunk, again=True)
                 call.compute(x, chunk, Stage.REFILL, states=states)
 
@@ -260,7 +260,12 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     leaves = call.arguments.leaves(chunk, work.inputs.wanted)
     states = call.kept.states(chunk)
     states = leaves_of(states) if through_states else states
-    with torch.enable_grad(), call.kept.random[chunk.index].replayed(), call.kept.knowing(chunk, sums=work.sums):
+    with (
+        torch.enable_grad(),
+        call.autocast.restored(),
+        call.kept.random[chunk.index].replayed(),
+        call.kept.knowing(chunk, sums=work.sums),
+    ):
         output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     outputs, upstream = work.grads.of(output, chunk)

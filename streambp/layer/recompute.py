@@ -1,4 +1,11 @@
-"""What a recomputation must find as the forward found it: random state, autocast, and checkpointing switched off."""
+"""What a recomputation must find as the forward found it: random state, autocast, and checkpointing switched off.
+
+[Note: autocast in backward] A backward pass computes again what the forward computed, which needs the forward's autocast,
+and differentiates it, which needs none: autograd gives each gradient in the dtype of its value, and autocast would round
+the factors of a float32 region's gradients to half precision. So `Autocast.off` is around a whole backward pass, also if
+the program calls backward inside of its own autocast, and `Autocast.restored` around each recomputation in it. The outer
+one keeps autocast's copies of weights over the chunks: they are dropped where the outermost autocast ends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,7 @@ from streambp.errors import BackwardError
 
 @dataclasses.dataclass(frozen=True)
 class Autocast:
-    """Autocast's state for a device and for the CPU. Autocast is never active inside a backward pass."""
+    """Autocast's state for a device and for the CPU. [Note: autocast in backward]"""
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
@@ -27,11 +34,21 @@ class Autocast:
         states = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         return cls(states, torch.is_autocast_cache_enabled())
 
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """Within, autocast is as it was when this state was captured."""
+        return self._entered(enabled=True)
+
+    def off(self) -> contextlib.AbstractContextManager[None]:
+        """Within, nothing is cast."""
+        return self._entered(enabled=False)
+
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def _entered(self, enabled: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype in self.states:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cache))
+            for kind, active, dtype in self.states:
+                if active or torch.is_autocast_enabled(kind):
+                    on = active and enabled
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cache))
             yield
 
 

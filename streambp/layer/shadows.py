@@ -124,7 +124,7 @@ class GradientSum:
         self._sums: list[Tensor | None] = [None] * count
         self._single = parts == 1
         self._places: dict[int, int] = {}
-        self._casts: dict[tuple[int, bool], Tensor] = {}  # by id and whether with a graph
+        self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # by id, dtype and whether with a graph
 
     def stand_for(self, shadows: list[Tensor]) -> None:
         """What `adder` knows them by."""
@@ -143,8 +143,8 @@ class GradientSum:
         return add
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, made once: autocast is restored for a whole pass, so it is always the same."""
-        key = (id(weight), torch.is_grad_enabled())
+        """The weight in `dtype`, made once for a whole pass, whose chunks all run in the forward's autocast."""
+        key = (id(weight), dtype, torch.is_grad_enabled())
         if key not in self._casts:
             self._casts[key] = weight.to(dtype)
         return self._casts[key]

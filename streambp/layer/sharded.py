@@ -219,7 +219,7 @@ def _heads_again(call: ShardedCall) -> list[Tensor]:
     projected: list[Tensor] = []
     with torch.no_grad(), left_out(plain_linears(call.layer), unread):
         for chunk in call.plan:
-            with call.kept.knowing(chunk, call.kept.products_before, again=True):
+            with call.autocast.restored(), call.kept.knowing(chunk, call.kept.products_before, again=True):
                 _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
     found = _to_heads(call, projected)
     if call.kept.keeps_kv and call.kv is None:
@@ -246,6 +246,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
             o_chunk = o[_part(chunk)].detach().requires_grad_()
             with (
                 torch.enable_grad(),
+                call.autocast.restored(),
                 call.kept.random[chunk.index].replayed(),
                 call.kept.knowing(chunk, call.kept.products_after, sums=work.sums),
             ):
@@ -306,6 +307,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
             point = BeforeAttention()
             with (
                 torch.enable_grad(),
+                call.autocast.restored(),
                 call.kept.random[chunk.index].replayed(),
                 call.kept.knowing(chunk, call.kept.products_before, sums=work.sums),
             ):

@@ -1,0 +1,196 @@
+"""A config object's attention implementation while several threads stream with it. [Note: routed configs]"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import streambp
+from streambp.attention import interface
+from streambp.attention.interface import NAME, own_implementation, routed
+from streambp.errors import UnsupportedModelError
+from tests.families import build, make_batch
+from tests.oracle import gradients, worst_error
+
+STEPS = 12
+
+
+def name_of(config):
+    return config._attn_implementation_internal
+
+
+def test_the_name_is_there_within_and_the_own_one_after():
+    config = LlamaConfig(attn_implementation="eager")
+    with routed([config]):
+        assert name_of(config) == NAME
+        assert own_implementation(config) == "eager"
+        with routed([config, LlamaConfig()]):
+            assert name_of(config) == NAME
+        assert name_of(config) == NAME
+    assert (name_of(config), type(name_of(config)), own_implementation(config)) == ("eager", str, "eager")
+
+
+def test_threads_leave_in_any_order():
+    """The second enters before the first leaves and leaves after it: neither finds the other's name in between."""
+    config = LlamaConfig(attn_implementation="sdpa")
+    second_entered, first_left = threading.Event(), threading.Event()
+
+    def first():
+        with routed([config]):
+            assert second_entered.wait(10)
+        first_left.set()
+
+    def second():
+        with routed([config]):
+            second_entered.set()
+            assert first_left.wait(10)
+            return name_of(config), own_implementation(config)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(second), pool.submit(first)]
+        assert done[0].result() == (NAME, "sdpa")
+        done[1].result()
+    assert name_of(config) == "sdpa"
+
+
+def test_an_exception_gives_the_own_name_back():
+    config = LlamaConfig(attn_implementation="sdpa")
+    with contextlib.suppress(ValueError), routed([config]), routed([config]):
+        raise ValueError
+    assert name_of(config) == "sdpa"
+
+
+def test_what_is_set_meanwhile_stays():
+    config = LlamaConfig(attn_implementation="sdpa")
+    with routed([config]):
+        config._attn_implementation = "eager"
+    assert name_of(config) == "eager"
+
+
+def test_copies_have_the_own_name():
+    config = LlamaConfig(attn_implementation="sdpa")
+    with routed([config]):
+        copies = [copy.deepcopy(config), pickle.loads(pickle.dumps(config)), copy.copy(config)]
+        assert json.loads(config.to_json_string()) == json.loads(LlamaConfig(attn_implementation="sdpa").to_json_string())
+    assert [name_of(c) for c in copies[:2]] == ["sdpa", "sdpa"]
+    with routed([copies[2]]):  # a shallow copy has the name of that moment
+        pass
+    assert name_of(copies[2]) == name_of(config) == "sdpa"
+    nameless = LlamaConfig()
+    nameless._attn_implementation_internal = None
+    with routed([nameless]):
+        assert name_of(copy.deepcopy(nameless)) is None
+
+
+def models_of_one_config(count, attention="sdpa"):
+    """And the gradients that each gives by itself, unpatched."""
+    models = [build("qwen3", torch.float64, seed=seed) for seed in range(count)]
+    for model in models:
+        model.config = models[0].config
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config = models[0].config
+    models[0].config._attn_implementation = attention
+    batches = [make_batch("left-padded", seed=seed) for seed in range(count)]
+    return models, batches, [gradients(m, **b)[1] for m, b in zip(models, batches, strict=True)]
+
+
+@pytest.fixture
+def often_switching():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def worst_of_threads(models, batches, expected):
+    start = threading.Barrier(len(models))
+
+    def train(model, batch, reference):
+        start.wait(10)
+        return max(worst_error(gradients(model, **batch)[1], reference) for _ in range(STEPS))
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(train, models, batches, expected))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("patched", [(True, True), (True, False)])
+def test_two_threads_train_models_of_one_config(patched, attention, often_switching, float64_oracle):
+    """Both patched, or one of them beside an unpatched model."""
+    models, batches, expected = models_of_one_config(2, attention)
+    for model, ours in zip(models, patched, strict=True):
+        if ours:
+            streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    assert max(worst_of_threads(models, batches, expected)) <= 1e-10
+    assert name_of(models[0].config) == attention
+    assert streambp.unpatch(models[0]).config._attn_implementation == attention
+
+
+def test_a_thread_that_fails_leaves_the_other_alone(often_switching, float64_oracle):
+    models, batches, expected = models_of_one_config(2)
+    for model in models:
+        streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+        gradients(model, **batches[0])
+    models[1].model.layers[1].mlp.act_fn.forward = lambda x: (_ for _ in ()).throw(ValueError("injected"))
+
+    def fail():
+        for _ in range(STEPS):
+            with pytest.raises(ValueError, match="injected"):
+                gradients(models[1], **batches[1])
+
+    with ThreadPoolExecutor(2) as pool:
+        failing = pool.submit(fail)
+        assert max(worst_error(gradients(models[0], **batches[0])[1], expected[0]) for _ in range(STEPS)) <= 1e-10
+        failing.result()
+    assert name_of(models[0].config) == "sdpa"
+
+
+def test_a_thread_beside_ours_attends_as_its_config_says():
+    """Whatever it asks our entries for: its own mask, and attention by its own function."""
+    models, batches, _ = models_of_one_config(1)
+    expected = models[0](**batches[0], use_cache=False).logits
+    entered, done = threading.Event(), threading.Event()
+
+    def stream():
+        with routed([models[0].config]):
+            entered.set()
+            assert done.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        streaming = pool.submit(stream)
+        assert entered.wait(10)
+        try:
+            found = models[0](**batches[0], use_cache=False).logits
+            cached = models[0].eval().generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False)
+        finally:
+            done.set()
+        streaming.result()
+    assert torch.equal(found, expected)
+    assert torch.equal(models[0].generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False), cached)
+
+
+@pytest.mark.parametrize("mutant", ["_met_by_chance", "_leave"])
+def test_its_mutants(mutant, monkeypatch):
+    """Nobody is sent on; the first to leave takes the name away."""
+    if mutant == "_met_by_chance":
+        monkeypatch.setattr(interface, mutant, lambda config: None)
+        with pytest.raises((AssertionError, UnsupportedModelError)):
+            test_a_thread_beside_ours_attends_as_its_config_says()
+        return
+
+    def leave(config, name):
+        config._attn_implementation_internal = name.own
+
+    monkeypatch.setattr(interface, mutant, leave)
+    with pytest.raises(AssertionError):
+        test_threads_leave_in_any_order()
