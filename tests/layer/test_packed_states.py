@@ -30,7 +30,9 @@ pytestmark = needs_states
 # Documents of one token (5), that start with a chunk of 5 (5, 15), within chunks (6, 21), over several (6); other ones in
 # every second row.
 CUTS = ([0, 5, 6, 15, 21, 26], [0, 9, 10, 26])
-STATES = tuple(name for name in (*KINDS, *OTHERS) if name != "xlstm")
+HERE = tuple(name for name in KINDS if name != "xlstm")
+ELSEWHERE = (*OTHERS, *(name for name in ("inkling_text", "inkling2_text", "qwen4_exp_text") if name in zoo.NAMES))
+WHOLE = ("qwen4_exp_text",)  # one of its layers is not cut
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +78,13 @@ def check_one_by_one(name, chunk_sizes, rows=1, length=26, changes=None, **setti
     for chunk_size in chunk_sizes:
         ours = patched(fresh, chunk_size=chunk_size, **settings)
         loss, found = differentiated(ours, [summed_loss(ours, batch)])
-        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}, str(streambp.describe(ours))
+        whole = {"checkpoints"} if name in WHOLE else set()
+        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"} | whole, str(streambp.describe(ours))
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
         assert worst_error(found, expected) <= 1e-12, chunk_size
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [*HERE, *(pytest.param(name, marks=pytest.mark.full) for name in ELSEWHERE)])
 def test_documents_are_alone(name):
     check_one_by_one(name, (5, 7))
 
@@ -196,7 +199,9 @@ def test_a_chunk_that_ends_before_a_documents_last_token(monkeypatch):
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("saves", [("attn_out",), ("kv",), ("*",), ("attn_out", "kv", "*")], ids=str)
+@pytest.mark.parametrize(
+    "saves", [("*",), *(pytest.param(saves, marks=pytest.mark.full) for saves in (("attn_out",), ("kv", "*")))], ids=str
+)
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 def test_documents_with_saves_and_offloading(name, saves, offload):
     check_one_by_one(name, (5,), rows=2, saves=saves, offload=offload)
