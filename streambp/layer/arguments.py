@@ -108,14 +108,15 @@ class ChunkCache:
 
     @property
     def layers(self) -> Any:
-        """`layers[i]` says how many keys `update` has returned (GLM 5 Next's indexer asks)."""
-        return LayerKeys(self._stop)
+        """`layers[i]` says how many keys `update` has returned (GLM 5 Next's indexer asks), and has an `update_index`."""
+        return LayerKeys(self, self._stop)
 
 
 class LayerKeys:
     """`cache.layers[i]` of a chunk's cache: the number of keys, no keys."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, cache: ChunkCache, number: int) -> None:
+        self._cache = cache
         self.keys = torch.empty(0, 0, number, 0, device="meta")  # [B, H, e, D] but for B, H and D
 
     def __getitem__(self, layer: int) -> LayerKeys:
@@ -123,6 +124,10 @@ class LayerKeys:
 
     def get_seq_length(self) -> int:
         return self.keys.shape[-2]
+
+    def update_index(self, key_states: Tensor) -> Tensor:
+        """key_states [B, 1, C, D] of MiniMax M3's indexer -> [B, 1, e, D]: one more prefix."""
+        return self._cache.update(key_states, key_states[..., :0])[0]
 
 
 class Versions:

@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.prefix import ChunkMask
-from streambp.attention.reading import find_barriers, find_empty, reads
+from streambp.attention.reading import SCAN, find_barriers, find_empty, reads
 from streambp.chunks import Barrier, Chunk
+from streambp.device import has_data
+from streambp.errors import UnsupportedMaskError
 from streambp.layer.arguments import ChunkCache
 from streambp.layer.written import written_forward
 
@@ -153,10 +155,52 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
     return OwnMask(mask, barriers, empty)
 
 
+def why_picked_blocks_stay_whole(layer: nn.Module, positions: Any, mask: OwnMask, length: int, by_sdpa: bool) -> str | None:
+    """Why a layer whose indexer picks blocks of keys (MiniMax M3) cannot be cut with these arguments; None if it can.
+
+    The indexer compares position_ids with the places of keys, and looks at padding like at any other key. Where positions
+    are others, or padding comes before a token, a query may pick blocks that its mask leaves nothing of. It gets the mean
+    over all keys then, those of later chunks too.
+
+    Args:
+        by_sdpa: as in `own_mask`; otherwise the model's other layers, too, give a query that reads nothing such a mean.
+
+    Raises:
+        UnsupportedMaskError: they do, and the indexer reads it.
+    """
+    if not any("update_index" in _attributes(module) for module in layer.modules()) or not has_data(mask.mask):
+        return None
+    if mask.empty is not None and not by_sdpa:
+        raise UnsupportedMaskError(
+            "The attention mask pads on the left, where eager attention gives the mean over all tokens, later ones too. "
+            f"Nobody reads it but the indexer of {type(layer).__name__}, which looks at padding as at any token, so that "
+            "chunks would pick other keys. Pad on the right, or load the model with attn_implementation='sdpa'."
+        )
+    if isinstance(positions, Tensor) and not bool((positions == torch.arange(length, device=positions.device)).all()):
+        return "its indexer picks blocks of keys by position_ids, which are not the places of the keys here"
+    if isinstance(mask, PlainMask) or _pads_on_the_right(mask, length):
+        return None
+    return "its indexer picks blocks of keys, and its attention mask is more than causal with padding on the right"
+
+
+def _pads_on_the_right(mask: OwnMask, length: int) -> bool:
+    """Whether queries read all keys up to their own but the last ones of each row."""
+    kept = mask.read(length - 1, length, 0, length)  # [B or 1, H or 1, 1, T]
+    if bool((kept[..., 1:] & ~kept[..., :-1]).any()):
+        return False
+    places = torch.arange(length, device=kept.device)
+    tiles = ((q0, min(q0 + SCAN, length)) for q0 in range(0, length, SCAN))
+    return all(torch.equal(mask.read(q0, q1, 0, length), kept & (places <= places[q0:q1, None])) for q0, q1 in tiles)
+
+
+def _attributes(module: nn.Module) -> tuple[str, ...]:
+    forward = written_forward(module)
+    return forward.__code__.co_names if hasattr(forward, "__code__") else ()
+
+
 def biases_positions(module: nn.Module) -> bool:
     """Whether an attention in it adds a bias for each pair of positions, for which it asks its cache where queries start.
 
     transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean over all keys.
     """
-    forwards = (written_forward(part) for part in module.modules())
-    return any("get_query_offset" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
+    return any("get_query_offset" in _attributes(part) for part in module.modules())

@@ -15,7 +15,7 @@ from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.arguments import STATE, Arguments
-from streambp.layer.cached import PlainMask, biases_positions, own_mask
+from streambp.layer.cached import PlainMask, biases_positions, own_mask, why_picked_blocks_stay_whole
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
 from streambp.layer.documents import PackedRows
@@ -297,6 +297,10 @@ def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
         found = causal or own_mask(mask, arguments.length, by_sdpa)
         if isinstance(found, str):
             return found
+        positions = arguments.named.get("position_ids")
+        because = why_picked_blocks_stay_whole(site.layer, positions, found, arguments.length, by_sdpa)
+        if because is not None:
+            return because
         # Which gives an empty query 0, in a chunk as in the whole; with a position bias it is given another mask.
         if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(site.layer):
             found = dataclasses.replace(found, empty=None)

@@ -9,7 +9,7 @@ import torch
 
 import streambp
 from streambp.layer import call, function
-from streambp.layer.arguments import ChunkCache
+from streambp.layer.arguments import ChunkCache, LayerKeys
 from streambp.layer.cached import PlainMask
 from tests import zoo
 from tests.families import make_batch
@@ -58,6 +58,59 @@ def test_later_layers_read_what_an_earlier_one_picked():
         ours = patched(stock, chunk_size=chunk_size)
         assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
         assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+BLOCKS = {  # MiniMax M3's, of four keys; one layer has no indexer
+    "num_hidden_layers": 3, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "dense", "sparse"], "rotary_dim": 8, "index_n_heads": 2, "index_block_size": 4,
+    "index_topk_blocks": 2, "index_head_dim": 8,
+}  # fmt: skip
+STREAMS, CHECKPOINTS = "streams", "checkpoints"
+
+
+def blocks_picked(batch, chunk_size=5, implementation="sdpa", **changes):
+    """How each layer ran and why, where the gradients are the unpatched model's."""
+    stock = zoo.build("minimax_m3_vl_text", **{**BLOCKS, **changes})
+    stock.config._attn_implementation = implementation
+    expected_loss, expected = gradients(stock, **batch)
+    ours = patched(stock, chunk_size=chunk_size)
+    loss, found = gradients(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+    return streambp.describe(ours).layers, loss
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_blocks_of_keys_that_an_indexer_picks(implementation):
+    """Its keys are in a layer of the cache. A block may be cut by a chunk's end."""
+    losses = []
+    for mode, chunk_size, topk in (("plain", 1, 2), ("plain", 7, 2), ("right-padded", 5, 2), ("right-padded", 5, 64)):
+        layers, loss = blocks_picked(make_batch(mode), chunk_size, implementation, index_topk_blocks=topk)
+        assert [layer.path for layer in layers] == [STREAMS] * 3
+        losses.append(loss)
+    assert abs(losses[2] - losses[3]) > 1e-4  # else picking all would be as good
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("left-padded", "padding on the right"), ("packed", "by position_ids")])
+def test_blocks_of_which_a_mask_leaves_nothing(mode, reason):
+    """A query gets the mean over all keys then, which the next indexer reads."""
+    layers, _ = blocks_picked(make_batch(mode))
+    assert [layer.path for layer in layers] == [STREAMS, CHECKPOINTS, CHECKPOINTS]
+    assert all(reason in layer.reason for layer in layers[1:])
+
+
+def test_the_mutant_that_cuts_them_all(monkeypatch):
+    monkeypatch.setattr(function, "why_picked_blocks_stay_whole", lambda *_: None)
+    for mode in ("left-padded", "packed"):
+        with pytest.raises(AssertionError):
+            blocks_picked(make_batch(mode))
+
+
+def test_blocks_after_padding_that_eager_attention_averages_over():
+    ours = patched(zoo.build("minimax_m3_vl_text", **BLOCKS), chunk_size=5)
+    ours.config._attn_implementation = "eager"
+    with pytest.raises(streambp.StreamBPError, match=r"pads on the left.*indexer of MiniMaxM3VLDecoderLayer"):
+        gradients(ours, **make_batch("left-padded"))
 
 
 def test_a_label_that_padding_predicts():
@@ -122,7 +175,12 @@ def of_the_chunk_alone(self, keys, *_, **__):
     return torch.cat((torch.zeros_like(keys[:, :1]).expand(-1, self.start, -1), keys), 1)
 
 
+def of_the_blocks_alone(self, keys):
+    return torch.cat((torch.zeros_like(keys[..., :1, :]).expand(-1, -1, self._cache.start, -1), keys), -2)
+
+
 MUTANTS = {
+    "an indexer's blocks of the chunk alone": (LayerKeys, "update_index", of_the_blocks_alone, "minimax_m3_vl_text"),
     "an indexer's keys of the chunk alone": (ChunkCache, "update_indexer", of_the_chunk_alone, "deepseek_v32"),
     "biases as in the first chunk": (ChunkCache, "get_query_offset", lambda self, *_: 0, "inkling_text"),
     "a mask as of the first chunk": (PlainMask, "cut", counted_from_zero, "inkling_text"),
@@ -133,7 +191,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_turns_a_test_red(mutant, monkeypatch):
     owner, attribute, wrong, name = MUTANTS[mutant]
-    stock, batch = zoo.build(name), make_batch("plain")
+    stock, batch = zoo.build(name, **(BLOCKS if "minimax" in name else {})), make_batch("plain")
     _, expected = gradients(stock, **batch)
     assert worst_error(gradients(patched(stock, chunk_size=5), **batch)[1], expected) <= 1e-10
     monkeypatch.setattr(function, "can_stream", lambda call: True)
