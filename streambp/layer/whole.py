@@ -30,6 +30,8 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
     configs = [] if site.cache else attention_configs(site.layer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if site.overwritten.inputs and torch.is_grad_enabled():  # [Note: writes through pointers]
+            args, kwargs = _on_a_copy(args, kwargs)
         # The recomputation runs after the model's forward is over.
         with routed(configs), checkpointing_off(site.layer), parametrizations_computed():
             return site.forward(site.layer, *args, **kwargs)
@@ -45,6 +47,13 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
             f"{type(site.layer).__name__} cannot stream: {site.because}. Nor can it run whole, because it reads the "
             f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
         ) from error
+
+
+def _on_a_copy(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments with a copy of the hidden states."""
+    if args:
+        return (args[0].clone(), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
 
 
 class Repeatable:
