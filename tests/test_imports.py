@@ -22,7 +22,7 @@ ORDER = (
     "layer.outputs", "layer.shadows", "layer.side_effects",
     "layer.products", "layer.engines", "layer.reuse", "layer.cached", "layer.site", "layer.carried", "layer.kept",
     "layer.call", "layer.reached", "layer.gradients", "layer.probe",
-    "layer.whole", "layer.exhausted",
+    "layer.trials", "layer.whole", "layer.exhausted",
     "layer.function", "layer.sharded_call", "layer.sharded", "head.triton_fold", "head.triton_gradient",
     "head.blocks", "head.log_probs", "head.one_pass", "head.recipe", "head.late_hooks", "head.deferred",
     "head.rows", "head.seen", "head.sweep", "head.hub", "head.lazy_rows", "head.row_rules", "head.loss_rules",

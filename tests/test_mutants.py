@@ -16,7 +16,19 @@ from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.distributed import shards
 from streambp.head import blocks, deferred, log_probs, one_pass, recipe
-from streambp.layer import arguments, cached, call, function, kept, products, recompute, shadows, sharded, sharded_call
+from streambp.layer import (
+    arguments,
+    cached,
+    call,
+    function,
+    kept,
+    products,
+    recompute,
+    shadows,
+    sharded,
+    sharded_call,
+    trials,
+)
 from streambp.layer import gradients as layer_gradients
 from streambp.losses import masked
 from streambp.offload import arena, stores
@@ -269,9 +281,8 @@ def exchange_in_other_order(self, parts, real=shards.Shards._exchange):
     return real(self, parts.flip(0))
 
 
-def leave_out_everything(linears, run):
-    run()
-    return products.Trace(frozenset(linears), frozenset(), frozenset())
+def leave_out_everything(halves):
+    return products.UnreadInHalves(*[frozenset(halves.linears)] * 4)
 
 
 MUTANTS = {
@@ -307,8 +318,8 @@ MUTANTS = {
         function, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
     ),
     "leave out every product": (
-        call, "trace_unread",
-        lambda linears, run: products.UnreadProducts(frozenset(linears), frozenset(linears)), oracle,
+        trials, "_find_unread",
+        lambda call, linears, needs_input: products.UnreadProducts(frozenset(linears), frozenset(linears)), oracle,
     ),
     "unread Linear without its weight's gradient": (
         products.KnownLinear, "backward",
@@ -458,7 +469,7 @@ MUTANTS = {
         sharded, "_add", lambda *args, real=sharded._add, **named: [real(*args, **named), None][1], split,
     ),
     "split: differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), split),
-    "split: leave out every product": (sharded_call, "trace", leave_out_everything, split),
+    "split: leave out every product": (sharded_call._Halves, "unread", leave_out_everything, split),
     "split: saved logsumexp of another chunk": (
         sharded, "Attended", lambda o, lse: prefix.Attended(o, lse + 0.1), lambda: split(saves=("attn_out",)),
     ),
@@ -521,9 +532,11 @@ def _fill(tensor, mask, value, real=torch.Tensor.masked_fill):
 def test_a_wrongly_left_out_product_is_found_and_would_be_loud(tried, monkeypatch):
     _, ours = test_contract.model_pair()
     if not tried:
-        monkeypatch.setattr(call.LayerCall, "_differentiates_without", lambda *_: True)
+        monkeypatch.setattr(trials, "same_gradients", lambda *_: True)
     monkeypatch.setattr(
-        call, "trace_unread", lambda linears, run: products.UnreadProducts(frozenset(), frozenset({"mlp.up_proj"}))
+        trials,
+        "trace_unread",
+        lambda linears, run: (run(), products.UnreadProducts(frozenset(), frozenset({"mlp.up_proj"})))[1],
     )
     _, found = gradients(ours, **make_batch("plain"))
     assert any(g.isnan().any() for g in found.values()) != tried

@@ -6,37 +6,29 @@ What passes from chunk to chunk is in `carried`, what backward will want is in `
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streambp.attention.interface import routed
-from streambp.attention.keys import CallSite
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
 from streambp.attention.reading import move_ends
-from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, merged, plan_chunks
-from streambp.device import has_data
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.carried import Carried, layout_of
-from streambp.layer.documents import ENDS, IDS, in_one, told_of
+from streambp.layer.documents import ENDS, IDS, told_of
 from streambp.layer.engines import engine_hooks_silenced
 from streambp.layer.kept import Kept
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
-from streambp.layer.products import UnreadProducts, left_out, trace_unread
 from streambp.layer.recompute import Autocast, checkpointing_off, parametrizations_computed
 from streambp.layer.scans import StartingFrom, scans_of
 from streambp.layer.segments import InSegments, mixers_of
 from streambp.layer.site import LayerSite, attention_configs
-from streambp.layer.states import LEAST_TOKENS, States, leaves_of, take_returned, whole_blocks
+from streambp.layer.states import LEAST_TOKENS, States, take_returned, whole_blocks
 from streambp.layer.store import Offloader
-
-PROBE_TOKENS = 2
 
 
 class LayerCall:
@@ -54,6 +46,7 @@ class LayerCall:
         self.device = self.hidden_states.device
         del arguments.hidden_states
         batch_size, length = self.hidden_states.shape[-3:-1]
+        self.rows = batch_size
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
         rule = site.chunk_rule
@@ -147,7 +140,14 @@ class LayerCall:
             states: those that the chunk starts from; None: the layer gets no cache, as unpatched.
         """
         saved = self.kept.attended(chunk) if stage is Stage.RECOMPUTE and prefix is None else None
-        mask = ChunkMask(prefix or self.carried.prefix, chunk, stage, saved)
+        overwritten = self.site.overwritten
+        if overwritten.inputs:  # [Note: writes through pointers]
+            states = None if states is None else {key: state.clone() for key, state in states.items()}
+            if prefix is not None or stage is not Stage.FORWARD:
+                hidden_chunk = hidden_chunk.clone()
+        prefix = prefix or self.carried.prefix
+        prefix.overwritten |= overwritten.attended
+        mask = ChunkMask(prefix, chunk, stage, saved)
         return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 
     def run(
@@ -183,101 +183,3 @@ class LayerCall:
         output = collect(*self.unwrap(result), recorded, mappings)
         output.states = {} if cache is None else cache.after
         return output
-
-    def unread_products(self, linears: dict[str, nn.Linear], trainable: list[str], needs_input: bool) -> UnreadProducts:
-        """Which Linear products this layer's refill and recomputation can leave out; traced once for each situation."""
-        autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
-        key = (tuple(linears), tuple(trainable), needs_input, self.training, autocast)
-        if key not in self.site.unread:
-            traced = linears or self.site.states is not None
-            # Where a document started with the trace's second chunk, nobody would seem to read its start states.
-            with self.autocast.restored(), self.arguments.replaced(in_one(self.arguments.named)):
-                self.site.unread[key] = self._find_unread(linears, needs_input) if traced else UnreadProducts()
-        return self.site.unread[key]
-
-    def _find_unread(self, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
-        kv: list[tuple[Tensor, Tensor]] = []
-        goes_on = False
-
-        def probe() -> list[tuple[Tensor, Tensor]]:
-            nonlocal goes_on
-            found, goes_on = self._probe(needs_input, Stage.RECOMPUTE, None, None)
-            kv.extend(found)
-            return kv
-
-        found = dataclasses.replace(trace_unread(linears, probe), states=goes_on)
-        known = has_data(self.kept.store.peek("x", 0))
-        if known and found.recompute and not self._differentiates_without(linears, found.recompute, needs_input):
-            found = dataclasses.replace(found, recompute=frozenset())
-        if len(kv) != 1 or not found.refill:  # of several attention calls all but the last are computed in a refill
-            return found
-        width = kv[0][0].shape[-1]
-        try:
-            with left_out(linears, found.refill, width=width):
-                again, _ = self._probe(False, Stage.REFILL, len(kv), None)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # the layer wants its queries whole
-            return found
-        return dataclasses.replace(found, width=width) if all(map(_same, kv, again)) else found
-
-    def _differentiates_without(self, linears: dict[str, nn.Linear], names: frozenset[str], needs_input: bool) -> bool:
-        """Whether gradients are finite where these products are NaN. A trace cannot see who reads them if autograd does not
-        save them: a checkpoint inside the layer, a custom Function that keeps tensors by itself."""
-        parameters = [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
-        finite: list[bool] = []
-        with left_out(linears, names):
-            self._probe(needs_input, Stage.RECOMPUTE, None, lambda x, y: finite.append(has_gradients(y, [x, *parameters])))
-        return all(finite)
-
-    def _probe(
-        self, needs_input: bool, stage: Stage, calls: int | None, see: Callable[[Tensor, list[Tensor]], None] | None
-    ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-        """The layer over its first few tokens; K and V of its attention calls, and whether its end states have a graph.
-
-        If they have, a second chunk starts from them as leaves: it saves for backward what the first does not.
-
-        Args:
-            calls: how many attention calls there are, if known.
-            see: gets the input and all outputs of both chunks.
-        """
-        tokens = min(PROBE_TOKENS, self.plan[0].stop)
-        length = tokens if len(self.plan) == 1 else 2 * tokens
-        x = self.kept.store.peek("x", 0)[..., :tokens, :]
-        prefix = Prefix(Spans.causal(x.shape[-3], length), length, self.carried.prefix.attention)
-        prefix.calls = calls
-        goes_on = False
-        outputs: list[ChunkOutput] = []
-        with torch.set_grad_enabled(stage is Stage.RECOMPUTE), self.kept.random[0].replayed():
-            hidden_chunk = x.detach().requires_grad_(needs_input)
-            output, _ = self.compute(hidden_chunk, Chunk(0, 0, tokens), stage, prefix, states={})
-            if output is not None:
-                outputs.append(output)
-                goes_on = any(state.requires_grad for state in output.states.values())
-                if goes_on and length > tokens:
-                    states = leaves_of(output.states)
-                    second, _ = self.compute(hidden_chunk, Chunk(1, tokens, length), stage, prefix, states=states)
-                    outputs += [] if second is None else [second]
-            if see is not None:
-                see(hidden_chunk, [y for o in outputs for y in (o.hidden_states, *o.extras.values(), *o.states.values())])
-        kv = [(site.k[:, :tokens], site.v[:, :tokens]) for site in prefix.sites if isinstance(site, CallSite)]
-        return kv, goes_on
-
-
-def has_gradients(outputs: list[Tensor], leaves: list[Tensor]) -> bool:
-    """Whether the outputs' sum has finite gradients by those leaves that it depends on."""
-    outputs, leaves = ([x for x in found if x.requires_grad] for found in (outputs, leaves))
-    if not outputs or not leaves:
-        return True
-    with Autocast.capture(outputs[0].device).off():  # as in a backward pass. [Note: autocast in backward]
-        found = torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
-    return all(bool(grad.isfinite().all()) for grad in found if grad is not None)
-
-
-def _same(pair: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    """Whether K and V are the same to the bit; without data, whether they have the same shapes."""
-    if any(x.shape != y.shape for x, y in zip(pair, other, strict=True)):
-        return False
-    if not has_data(pair[0]):
-        return True
-    return all(torch.equal(x, y) for x, y in zip(pair, other, strict=True))

@@ -20,13 +20,14 @@ class Product:
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """Bytes of the layer inputs, of attention outputs with their logsumexps, of keys and values; FLOPs of a forward's
-    attention; products by name."""
+    attention; products by name. overwritten: names of what cannot be saved, because a layer writes to it."""
 
     x: int = 0
     attn_out: int = 0
     kv: int = 0
     attention_flops: float = 0.0
     products: dict[str, Product] = dataclasses.field(default_factory=dict)
+    overwritten: frozenset[str] = frozenset()
 
     def __add__(self, other: Cost) -> Cost:
         products = dict(self.products)
@@ -38,6 +39,7 @@ class Cost:
             self.kv + other.kv,
             self.attention_flops + other.attention_flops,
             products,
+            self.overwritten | other.overwritten,
         )
 
 

@@ -33,6 +33,7 @@ from streambp.layer.segments import arguments_that_tell, mixers_of
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.states import leaves_of
+from streambp.layer.trials import look_for_writes, unread_products
 from streambp.layer.whole import run_whole
 
 
@@ -91,11 +92,14 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     call: LayerCall = passes.make(site, arguments)
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer, hidden_states.device)
+    failed = look_for_writes(call)
     if not can_stream(call):
         if arguments.tells:  # its kernels do something else than they are told
             site.kernels_told = False
             return stream_layer(site, args, kwargs, passes)
         return passes.whole(site, args, kwargs)
+    if failed is not None:
+        raise failed
     inputs = call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
@@ -125,6 +129,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             if keep:
                 call.kept.snapshot()
             hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
+            original = hidden_chunk.clone() if keep and call.site.overwritten.inputs else hidden_chunk
             if keep:
                 call.kept.keep_states(chunk, call.carried.states)
             with call.kept.capturing() if keep else contextlib.nullcontext():
@@ -132,7 +137,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             assert output is not None
             call.carried.states = output.states
             if keep:
-                call.kept.keep(chunk, hidden_chunk, attended)
+                call.kept.keep(chunk, original, attended)
             whole.put(None, output.hidden_states, chunk)
             for place, part in output.extras.items():
                 whole.put(place, part, chunk)
@@ -222,7 +227,7 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 def run_backward(call: LayerCall, work: BackwardPass) -> None:
     """Chunk by chunk, last to first. [Note: prefix accumulation order]"""
     linears = plain_linears(call.layer)
-    unread = call.unread_products(linears, work.parameters.names, work.needs_input)
+    unread = unread_products(call, linears, work.parameters.names, work.needs_input)
     with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
     unread_here = unread.recompute.difference(call.kept.products)

@@ -37,9 +37,12 @@ class Kept:
     products: the Linears whose outputs are kept, of `linears`. product_names: the outputs, by store name.
     """
 
+    lends_attended = True  # the layer gets to work with the very output of attention that is kept
+
     def __init__(self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device) -> None:
         self.site, self.plan, self.carried, self.device = site, plan, carried, device
         self.saves = site.config.named_saves
+        self.named = True  # by the user
         self.watch: Watch | None = None
         self.store: SavedTensors = InMemory()
         self.random: list[RandomState] = []
@@ -54,7 +57,7 @@ class Kept:
         length = self.plan.length
         self.store = offloader.open(self.site.index, self.device, length)
         chosen = offloader.chosen_saves(length)
-        self.saves = self.saves if chosen is None else chosen
+        self.saves, self.named = (self.saves, True) if chosen is None else (chosen, False)
         self.watch = offloader.watch(length, self.site.unread)
 
     @property
@@ -91,10 +94,7 @@ class Kept:
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
                 if part.changed:
-                    raise UnsupportedModelError(
-                        f"The output of attention is changed in place inside {type(self.site.layer).__name__}, so it "
-                        "cannot be saved. Leave 'attn_out' out of StreamConfig's saves."
-                    )
+                    raise self._attended_overwritten()
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
             whole = self.carried.prefix.part(site, chunk) if self.moves_kv else None  # tiles are in the store already
@@ -106,17 +106,19 @@ class Kept:
 
     def _cost(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> Cost:
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
-        prefix = self.carried.prefix
+        prefix, overwritten = self.carried.prefix, self.site.overwritten
         products = {
             name: Product(linear.out_features * tokens * hidden_chunk.itemsize, 2.0 * linear.weight.numel() * tokens)
             for name, linear in plain_linears(self.site.layer).items()
+            if name not in overwritten.products
         }
         return Cost(
             x=hidden_chunk.nbytes,
-            attn_out=sum(part.o.nbytes + part.lse.nbytes for part in attended),
+            attn_out=0 if overwritten.attended else sum(part.o.nbytes + part.lse.nbytes for part in attended),
             kv=(chunk.stop - chunk.start) * sum(size.keys for size in prefix.sizes_seen),
             attention_flops=sum(prefix.flops(chunk, part) for part in attended),
             products=products,
+            overwritten=overwritten.products | ({"attn_out"} if overwritten.attended else set()),
         )
 
     def keep_products(self, chunk: Chunk) -> None:
@@ -127,19 +129,48 @@ class Kept:
         """
         for name, product, version in self._captured:
             if product._version != version:
-                raise UnsupportedModelError(
-                    f"The output of {linear_of(name)} is changed in place inside {type(self.site.layer).__name__}, so it "
-                    "cannot be saved. Leave it out of StreamConfig's saves."
-                )
+                raise self._product_overwritten(linear_of(name))
             self.store.put(name, chunk.index, product)
         self._captured.clear()
 
     def find_products(self) -> None:
-        """Which Linears `saves` names; within `LayerCall.streaming`, where no engine's hooks stand in the way."""
+        """Which Linears `saves` names; within `LayerCall.streaming`, where no engine's hooks stand in the way.
+
+        What the layer overwrites is not kept. [Note: writes through pointers]
+
+        Raises:
+            UnsupportedModelError: the user has named something that the layer overwrites.
+        """
+        overwritten = self.site.overwritten
+        if "attn_out" in self.saves and overwritten.attended and self.lends_attended:
+            if self.named:
+                raise self._attended_overwritten()
+            self.saves = tuple(name for name in self.saves if name != "attn_out")
         globs = [name for name in self.saves if name not in SAVES]
         if globs:
             self.linears = plain_linears(self.site.layer)
-            self.products = matching(self.linears, globs)
+            products = matching(self.linears, globs)
+            self.products = [name for name in products if name not in overwritten.products]
+            if self.named and len(self.products) < len(products):
+                raise self._product_overwritten(*(name for name in products if name in overwritten.products))
+
+    def _attended_overwritten(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"The output of attention is changed in place inside {type(self.site.layer).__name__}, so it cannot be saved. "
+            "Leave 'attn_out' out of StreamConfig's saves."
+        )
+
+    def _product_overwritten(self, *names: str) -> UnsupportedModelError:
+        kind = type(self.site.layer).__name__
+        if len(names) == 1:
+            return UnsupportedModelError(
+                f"The output of {names[0]} is changed in place inside {kind}, so it cannot be saved. Leave it out of "
+                f"StreamConfig's saves, which is {self.saves}."
+            )
+        return UnsupportedModelError(
+            f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so they cannot be saved. Leave them "
+            f"out of StreamConfig's saves, which is {self.saves}: name the Linears to save one by one."
+        )
 
     @contextlib.contextmanager
     def capturing(self, names: list[str] | None = None) -> Iterator[None]:

@@ -9,7 +9,8 @@ to its outputs, and then
     refill     may leave out what never labels a K or V
     recompute  may leave out what never labels a tensor that autograd saves
 
-A product that is left out is filled with NaN, so that a wrong trace could not go unnoticed.
+A product that is left out is filled with NaN, so that a wrong trace could not go unnoticed. What a trace proposes is tried
+before it is used (`trials.py`). [Note: writes through pointers]
 
 [Note: narrow queries] In a refill the layer still norms and rotates the queries that nobody reads: more bytes than all else
 that a refill moves. So there a left-out Linear may return as few features as one head has: a layer that takes its number of
@@ -97,9 +98,13 @@ class DataFlow(TorchDispatchMode):
         self._alive: list[Any] = []  # a freed storage's address would be used again
 
     def of(self, tensor: Tensor) -> Labels:
+        if tensor.layout != torch.strided:  # it has no storage (sparse adapters' weights), and carries no label
+            return frozenset()
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: Labels) -> None:
+        if tensor.layout != torch.strided:
+            return
         storage = tensor.untyped_storage()
         self._alive.append(storage)
         self._labels[storage._cdata] = self._labels.get(storage._cdata, frozenset()) | labels
@@ -161,9 +166,9 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
     return Trace(frozenset(called), reached, frozenset(read))
 
 
-def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[tuple[Tensor, Tensor]]]) -> UnreadProducts:
-    """What a refill and a recomputation can leave out; `run` computes the layer and returns K, V of each attention call."""
-    found = trace(linears, lambda: [x for pair in run() for x in pair])
+def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[Tensor]]) -> UnreadProducts:
+    """What a refill and a recomputation can leave out; `run` computes the layer and returns K and V of its attention."""
+    found = trace(linears, run)
     return UnreadProducts(found.called - found.reached, found.called - found.read)
 
 
@@ -219,6 +224,17 @@ def left_out(
     if width is not None:
         return _replaced({module: functools.partial(_narrow, module, width) for module in chosen})
     return _replaced({module: functools.partial(_linear, module, UNREAD, sums) for module in chosen})
+
+
+def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
+    """Within, these Linears compute their products and have the backward of those that are left out."""
+
+    def compute(module: nn.Linear, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            value = type(module).forward(module, x)
+        return _linear(module, value, None, x)
+
+    return _replaced({linears[name]: functools.partial(compute, linears[name]) for name in names if name in linears})
 
 
 def captured(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from streambp.chunks import Chunk, ChunkPlan, plan_chunks
 from streambp.config import StreamConfig
 from streambp.device import has_data
 from streambp.distributed.shards import Shards
-from streambp.errors import StreamBPError, UnsupportedMaskError
+from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import PROBE_TOKENS, LayerCall, has_gradients
+from streambp.layer.call import LayerCall
 from streambp.layer.carried import Carried
 from streambp.layer.kept import Kept, linear_of
-from streambp.layer.products import UnreadInHalves, left_out, plain_linears, trace
+from streambp.layer.products import Labels, UnreadInHalves, computed, left_out, plain_linears, trace
 from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, Offloader
+from streambp.layer.trials import TRIED, few_tokens, gradients_of, holding, same_gradients
 
 
 def keeps_kv(config: StreamConfig) -> bool:
@@ -48,6 +49,8 @@ class ShardedKept(Kept):
         self.attention_plan = attention_plan
         self.products_before: list[str] = []
         self.products_after: list[str] = []
+
+    lends_attended = False
 
     @property
     def keeps_kv(self) -> bool:
@@ -112,11 +115,22 @@ class ShardedCall(LayerCall):
         return 2 * len(self.plan)  # one from each half
 
     def look_into_halves(self) -> None:
-        """Find out which products each half leaves out; traced once for each situation. Called while streaming."""
+        """Find out which products each half leaves out; traced once for each situation. Called while streaming.
+
+        Raises:
+            UnsupportedModelError: the layer overwrites its input. What it computed of it before, unpatched, is then
+                differentiated at the new values, which a half before attention does not see.
+        """
+        if self.site.overwritten.inputs:
+            raise UnsupportedModelError(
+                f"{type(self.layer).__name__} overwrites its hidden_states through a kernel that autograd does not see (a "
+                "fused residual add?), which streambp does not support where sequences are split over ranks. Use a kernel "
+                "that returns a tensor of its own, or train this model without splitting sequences."
+            )
         linears = plain_linears(self.layer)
         trainable = tuple(name for name, p in self.layer.named_parameters() if p.requires_grad)
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
-        key = (tuple(linears), trainable, self.training, autocast)
+        key = (tuple(linears), trainable, self.training, autocast, min(TRIED[-1], self.plan.length))
         if linears and key not in self.site.unread_in_halves:
             parameters = Parameters(self.layer, self.device)
             with torch.enable_grad(), RandomState.capture(self.device).replayed(), parameters.shadowed():
@@ -124,39 +138,70 @@ class ShardedCall(LayerCall):
         self.unread = self.site.unread_in_halves.get(key, UnreadInHalves())
 
     def _trace(self, linears: dict[str, Any]) -> UnreadInHalves:
-        chunk = Chunk(0, 0, min(PROBE_TOKENS, self.plan[0].stop))
-        x = self.hidden_states.detach()[..., chunk.start : chunk.stop, :].clone().requires_grad_()
+        chunk = Chunk(0, 0, min(TRIED[-1], self.plan.length))
+        with few_tokens(self, self.hidden_states.detach(), chunk.stop) as x:
+            return _Halves(self, linears, x, chunk, RandomState.capture(self.device)).unread()
+
+
+class _Halves:
+    """Both halves over x [..., B, C, h], each run from the same random state."""
+
+    def __init__(self, call: ShardedCall, linears: dict[str, Any], x: Tensor, chunk: Chunk, random: RandomState) -> None:
+        self.call, self.linears, self.chunk, self.random = call, linears, chunk, random
+        self.x = x.clone().requires_grad_()
+        with torch.no_grad():
+            q, _, v = self.before()
+        self.o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()  # [B, H, C, D_v]
+
+    def before(self) -> list[Tensor]:
         point = BeforeAttention()
+        with self.random.replayed():
+            self.call.run(self.x, self.chunk, point)
+        made = point.projected
+        assert made is not None
+        return [made.q, made.k, made.v]
 
-        def before() -> list[Tensor]:
-            self.run(x, chunk, point)
-            assert point.projected is not None
-            return [point.projected.q]
+    def after(self) -> list[Tensor]:
+        with self.random.replayed():
+            output = self.call.run(self.x, self.chunk, AfterAttention(self.o))
+        assert output is not None
+        return [output.hidden_states, *output.extras.values()]
 
-        def after() -> list[Tensor]:
-            assert point.projected is not None
-            q, v = point.projected.q, point.projected.v
-            o = q.new_zeros((*q.shape[:3], v.shape[3])).requires_grad_()  # [B, H, C, D_v]
-            output = self.run(x, chunk, AfterAttention(o))
-            assert output is not None
-            return [output.hidden_states, *output.extras.values()]
-
-        first, second = trace(linears, before), trace(linears, after)
+    def unread(self) -> UnreadInHalves:
+        """What the traces propose, as far as trials confirm it. [Note: writes through pointers]"""
+        try:
+            first, second = trace(self.linears, lambda: self.before()[:1]), trace(self.linears, self.after)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # as in `trials.unread_products`
+            return UnreadInHalves()
         unreached = second.called - second.reached
-        found = UnreadInHalves(
-            first.called - first.reached, unreached, first.called - first.read, unreached | (second.called - second.read)
-        )
-        if not has_data(x):
+        queries, before, after = first.called - first.reached, first.called - first.read, second.called - second.read
+        found = UnreadInHalves(queries, unreached, before, unreached | after)
+        if not has_data(self.x):
             return found
-        # As in `LayerCall._differentiates_without`.
-        leaves = [x, *self.layer.parameters()]
-        with left_out(linears, found.to_differentiate_after):
-            if not has_gradients(after(), leaves):
-                found = dataclasses.replace(found, to_differentiate_after=frozenset())
-        with left_out(linears, found.to_differentiate_before):
-            before()
-            made = point.projected
-            assert made is not None
-            if not has_gradients([made.q, made.k, made.v], leaves):
-                found = dataclasses.replace(found, to_differentiate_before=frozenset())
-        return found
+        return UnreadInHalves(
+            self._unchanged(found.for_queries, lambda: self.before()[:1]),
+            self._unchanged(found.for_output, self.after),
+            self._differentiated(found.to_differentiate_before, self.before),
+            self._differentiated(found.to_differentiate_after, self.after),
+        )
+
+    def _unchanged(self, names: Labels, run: Callable[[], list[Tensor]]) -> Labels:
+        with torch.no_grad():
+            expected = run()
+
+            def holds(names: Labels) -> bool:
+                with left_out(self.linears, names):
+                    return all(map(torch.equal, run(), expected))
+
+            return holding(names, holds)
+
+    def _differentiated(self, names: Labels, run: Callable[[], list[Tensor]]) -> Labels:
+        def gradients(names: Labels) -> list[Tensor | None]:
+            others = [name for name in self.linears if name not in names]
+            with self.random.replayed(), computed(self.linears, others), left_out(self.linears, names):
+                return gradients_of(run(), [self.x, self.o, *self.call.layer.parameters()])
+
+        expected = gradients(frozenset())
+        return holding(names, lambda names: same_gradients(self.call, gradients(names), expected))

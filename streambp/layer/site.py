@@ -16,6 +16,24 @@ from streambp.layer.products import UnreadInHalves, UnreadProducts
 from streambp.layer.store import Offloader
 
 
+@dataclasses.dataclass(frozen=True)
+class Overwritten:
+    """What a layer's forward writes to, of what streamed layers keep for backward. [Note: writes through pointers]
+
+    Args:
+        products: names of the Linears whose output it writes to.
+        attended: it writes to its attention's output.
+        inputs: it writes to its hidden_states or start states, through a pointer.
+    """
+
+    products: frozenset[str] = frozenset()
+    attended: bool = False
+    inputs: bool = False
+
+    def __or__(self, other: Overwritten) -> Overwritten:
+        return Overwritten(self.products | other.products, self.attended or other.attended, self.inputs or other.inputs)
+
+
 @dataclasses.dataclass
 class LayerSite:
     """A streamed layer: the module, how it streams, and what was found out about it.
@@ -34,6 +52,7 @@ class LayerSite:
         packed_rows: the documents of its last call, where its mixers are called for each of them. [Note: segments]
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
+        overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
     """
 
     layer: nn.Module
@@ -54,6 +73,8 @@ class LayerSite:
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
+    overwritten: Overwritten = Overwritten()
+    looked_at: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
 
     @property
     def forward(self) -> Callable[..., Any]:

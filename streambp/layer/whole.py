@@ -34,6 +34,8 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
     mixers = [] if rows is None else mixers_of(site.layer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if site.overwritten.inputs and torch.is_grad_enabled():  # [Note: writes through pointers]
+            args, kwargs = _on_a_copy(args, kwargs)
         # The recomputation runs after the model's forward is over.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
         in_segments = InSegments(mixers, segments, None)
@@ -51,6 +53,13 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
             f"{type(site.layer).__name__} cannot stream: {site.because}. Nor can it run whole, because it reads the "
             f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
         ) from error
+
+
+def _on_a_copy(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments with a copy of the hidden states."""
+    if args:
+        return (args[0].clone(), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
 
 
 class Repeatable:

@@ -22,6 +22,7 @@ from streambp.offload.engines import OUT, DeviceMemory, Engine
 from streambp.offload.transfers import Transfers
 
 GIB = 2**30
+OVERWRITTEN = "layers that overwrite it compute it again"
 FREE_SHARE = 0.9  # of what a step left free on the device; the rest is for fragments
 
 
@@ -71,7 +72,7 @@ def choose(cost: Cost, measured: Measured, host_bytes: float) -> Choice:
     """What to save of a forward that costs `cost`, with so much host memory for it."""
     fits = measured.seconds * measured.link
     saves: list[str] = []
-    left_out: dict[str, str] = {}
+    left_out = dict.fromkeys(sorted(cost.overwritten), OVERWRITTEN)
     taken = cost.x
     spared_attention = cost.attention_flops / measured.attention
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import call, documents, probe
+from streambp.layer import documents, probe, trials
 from tests import zoo
 from tests.families import make_batch
 from tests.layer import reference_kernels
@@ -141,10 +141,8 @@ def test_the_trace_of_unread_products_sees_one_document(name, trained, monkeypat
     for parameter_name, parameter in stock.named_parameters():
         parameter.requires_grad_(trained in parameter_name)
     seen = []
-    real = call.LayerCall._probe
-    monkeypatch.setattr(
-        call.LayerCall, "_probe", lambda self, *args: seen.append(self.arguments.documents) or real(self, *args)
-    )
+    real = trials.Trial.recompute
+    monkeypatch.setattr(trials.Trial, "recompute", lambda self: seen.append(self.call.arguments.documents) or real(self))
     check_packed(stock, batch, [5])
     told = [of for of in seen if of is not None]
     assert told

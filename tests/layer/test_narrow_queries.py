@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import call, function, products
+from streambp.layer import call, function, products, trials
 from streambp.layer.function import stream_layer
 from streambp.layer.site import LayerSite
 from tests import zoo
@@ -20,8 +20,8 @@ from tests.versions import needs_diffllamas_calls
 def record(monkeypatch):
     """What every layer found out about its unread products, and the shapes of q in its refills."""
     found, shapes = [], []
-    real = call.LayerCall._find_unread
-    monkeypatch.setattr(call.LayerCall, "_find_unread", lambda *a: found.append(real(*a)) or found[-1])
+    real = trials._find_unread
+    monkeypatch.setattr(trials, "_find_unread", lambda *a: found.append(real(*a)) or found[-1])
     attend = call.ChunkMask.attend
 
     def seen(self, q, *args):
@@ -65,20 +65,20 @@ def refill_bytes(width, monkeypatch):
     """Of the refill of one Qwen3-8B layer, in bytes an element of q."""
     layer = qwen3_8b_layer()
     counted = ElementwiseBytes()
-    real, trace = function._refill, call.LayerCall._find_unread
+    real, trace = function._refill, trials._find_unread
 
     def refill(layer_call):
         with counted:
             real(layer_call)
 
-    def find(self, *args):
-        found = trace(self, *args)
+    def find(*args):
+        found = trace(*args)
         assert found.width == 128
         return products.UnreadProducts(found.refill, found.recompute, width)
 
     with monkeypatch.context() as patch:
         patch.setattr(function, "_refill", refill)
-        patch.setattr(call.LayerCall, "_find_unread", find)
+        patch.setattr(trials, "_find_unread", find)
         site = LayerSite(layer, streambp.StreamConfig(chunk_size=1024, saves=("attn_out",)))
         x, cos, sin = empty(1, 4096, 4096).requires_grad_(), empty(1, 4096, 128), empty(1, 4096, 128)
         stream_layer(site, (x,), {"attention_mask": None, "position_embeddings": (cos, sin)}).sum().backward()
