@@ -83,6 +83,14 @@ def home_of(function: Any) -> str:
     return str(home)
 
 
+def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """What `torch.compile` was given, if it made this function: streamed layers stay eager. `functools.wraps` copies the
+    attribute that tells it, the function's globals it does not."""
+    if isinstance(forward, MethodType) or not home_of(forward).startswith("torch._dynamo"):
+        return forward
+    return getattr(forward, "_torchdynamo_orig_callable", forward)
+
+
 def _name(function: Any) -> str:
     code = getattr(function, "__code__", None)  # its own name, where `functools.wraps` has copied another's
     return str(code.co_name if code is not None else getattr(function, "__qualname__", type(function).__name__))

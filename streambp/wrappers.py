@@ -20,6 +20,7 @@ from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_
 from streambp.distributed.shards import Shards, gather_shards
 from streambp.distributed.zero import make_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.foreign import eager
 from streambp.head.deferred import Deferred
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
@@ -99,7 +100,7 @@ class LayerForward(InstanceForward):
         self.state = state
         self.site = LayerSite(
             module, state.config, attends(module), counts_positions(module), cache_argument(module),
-            states_argument(module), offloader=state.offloader, index=index,
+            states_argument(module), offloader=state.offloader, index=index, previous=eager(self.previous),
         )  # fmt: skip
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None

@@ -78,7 +78,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     passes = passes or IN_CHUNKS
     _refuse_inner_fsdp(site.layer)
     counts_when_alone()
-    arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions)
+    arguments = Arguments(type(site.layer).forward, site.layer, args, kwargs, site.counts_positions)
     site.because = site.verdicts.get(arguments.kind) or _take_mask(site, arguments)
     if site.because is not None:
         return passes.whole(site, args, kwargs)

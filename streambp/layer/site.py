@@ -30,6 +30,7 @@ class LayerSite:
         told: the arguments that told its last call where documents of packed rows start. [Note: documents]
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
+        previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
     """
 
     layer: nn.Module
@@ -47,11 +48,16 @@ class LayerSite:
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
+    previous: Callable[..., Any] | None = None
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The class's forward, which takes the layer first."""
-        return type(self.layer).forward
+        """What the layer computes unpatched: a function that takes the layer first."""
+        return type(self.layer).forward if self.previous is None else self._call_previous
+
+    def _call_previous(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert self.previous is not None
+        return self.previous(*args, **kwargs)
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
