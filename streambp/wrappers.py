@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import routed
+from streambp.attention.registry import distinct_attentions, refuse_foreign_attention
 from streambp.config import StreamConfig
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_parallelism
@@ -163,6 +164,7 @@ class BackboneForward(InstanceForward):
         self.state = state
         self.layers = layers
         self.checkpointed: list[nn.Module] = []
+        self.attentions = distinct_attentions(layer for layer in layers if not cache_argument(layer))
 
     def install(self) -> None:
         super().install()
@@ -180,6 +182,7 @@ class BackboneForward(InstanceForward):
                 return self.original(**kwargs)
             self._switch_checkpointing_off()
             self._check(kwargs)
+            refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
             self._set_host_memory_aside()
             self.state.shards = self._shards(kwargs)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 
 NAME = "streambp"
+
+# The attention implementations that configs name while they are routed to ours, by id.
+_OWN: ContextVar[Mapping[int, str | None]] = ContextVar("own attention implementations", default=MappingProxyType({}))
 
 # Keyword arguments that change what attention computes and that this function does not implement.
 FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")
@@ -98,10 +103,32 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionInterface.register(NAME, stream_attention)
     AttentionMaskInterface.register(NAME, lazy_mask)
     before = [config._attn_implementation_internal for config in configs]
+    own = {id(config): name for config, name in zip(configs, before, strict=True) if name != NAME}
+    outer = _OWN.set({**_OWN.get(), **own})
     for config in configs:
         config._attn_implementation_internal = NAME
     try:
         yield
     finally:
+        _OWN.reset(outer)
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
+
+
+def own_implementation(config: PreTrainedConfig) -> str | None:
+    """The attention implementation that a config names unpatched, within `routed` as well."""
+    name: str | None = config._attn_implementation_internal
+    return _OWN.get().get(id(config), name) if name == NAME else name
+
+
+@contextlib.contextmanager
+def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
+    """Within `routed`: models with these configs attend with these implementations."""
+    before = [config._attn_implementation_internal for config in configs]
+    for config, name in zip(configs, implementations, strict=True):
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, before_name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = before_name

@@ -16,22 +16,25 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from streambp.attention.prefix import Prefix, Stage
+from streambp.attention.registry import distinct_attentions, refuse_foreign_attention
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
+from streambp.layer.agreement import agree, coarsest
 from streambp.layer.arguments import PICKED, rebuilt
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one, in_several
 from streambp.layer.outputs import ChunkOutput
+from streambp.layer.own_run import OtherModelError, gradients_of, small_ones, why_unlike_unpatched
 from streambp.layer.products import PLAIN
 from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters
@@ -42,8 +45,6 @@ TOKENS = 12
 CHUNK = 5
 LARGE = 2**24  # elements of a matrix that the device may well hold thrice
 SAMPLES = 64  # positions that show how large hidden states are
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
-HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
@@ -79,6 +80,8 @@ def can_stream(call: LayerCall) -> bool:
     except StreamBPError as error:
         site.because = str(error)
         return False
+    if call.configs:
+        refuse_foreign_attention(distinct_attentions([call.layer]))
     site.because, certain = _why_not(call, x)
     if certain:
         site.verdicts[kind] = site.because
@@ -103,12 +106,16 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
                 because = _try(call, x, upstream, chunk_size)
                 if because is not None:
                     return because, certain
-                with _evaluated(call.layer), _as_trained(call):
-                    whole = _run(call, x, upstream, x.shape[-2], None)
+                with _evaluated(call.layer), _as_trained(call) as shadows:
+                    judged = small_ones(shadows or [])
+                    whole = _run(call, x, upstream, x.shape[-2], None, judged)
+                    because = why_unlike_unpatched(call, x, upstream, whole, shadows or [])
+                    if because is not None:
+                        return because, certain
                     pieces = _run(call, x, upstream, chunk_size, {})
             with _evaluated(call.layer):
                 because = None if call.site.states is None else _unread_state(call, x)
-        except (torch.OutOfMemoryError, AttentionChoiceError):
+        except (torch.OutOfMemoryError, AttentionChoiceError, OtherModelError):
             raise
         except Exception as error:
             if isinstance(error, StreamBPError) and raised_among_kernels(error):
@@ -124,8 +131,8 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
             return _broken(error), certain
     if because is not None:
         return because, certain
-    dtype = _coarsest(call, x)
-    if all(_agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
+    dtype = coarsest(call.layer, x, call.autocast)
+    if all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
         return None, certain
     if not all(bool(part.isfinite().all()) for part in whole):  # weights that are still to be loaded
         return None, False
@@ -290,19 +297,6 @@ def _leaves_behind(output: Tensor) -> set[int]:
     return found
 
 
-def _coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
-    """The dtype with the largest rounding among the input's, the parameters' and autocast's."""
-    dtypes = {x.dtype, *(p.dtype for p in call.layer.parameters() if p.is_floating_point())}
-    dtypes |= {dtype for _, enabled, dtype in call.autocast.states if enabled}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
-    """Whether they differ by no more than rounding does; what the layer adds to the residual stream is what it computes."""
-    added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
-    return bool((whole - pieces).float().norm() <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm())
-
-
 def _random_like(hidden_states: Tensor) -> Tensor:
     """[..., B, TOKENS, h], as large as the given ones usually are."""
     some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
@@ -330,18 +324,21 @@ def _unmasked(mask: Any, length: int) -> Any:
     return torch.ones_like(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
 
 
-def _run(call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: States | None) -> list[Tensor]:
-    """The layer's output for x [..., B, TOKENS, h] and, where a graph is wanted, the gradient of x for that upstream.
+def _run(
+    call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: States | None, judged: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """The layer's output for x [..., B, TOKENS, h] and, where a graph is wanted, gradients for that upstream: of x, and of
+    the judged parameters.
 
     Args:
         states: {} to hand them from chunk to chunk, None for a layer that gets no cache.
     """
-    judged = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    stage = Stage.RECOMPUTE if judged else Stage.FORWARD
-    x = x.detach().requires_grad_(judged)
+    graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    stage = Stage.RECOMPUTE if graph else Stage.FORWARD
+    x = x.detach().requires_grad_(graph)
     length = x.shape[-2]
     prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
-    prefix.overwritten = judged  # whether the layer writes to its attention's output is not known yet
+    prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
     plan = ChunkPlan(length, chunk_size)
     parts = []
     for chunk in plan if states is None else plan.with_least(LEAST_TOKENS):
@@ -353,7 +350,7 @@ def _run(call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: 
     if not whole.requires_grad:
         return [whole.detach()]
     # One graph over all chunks is differentiated last to first, too: the engine takes the newest nodes first.
-    return [whole.detach(), *torch.autograd.grad(whole, x, upstream)]
+    return [whole.detach(), *gradients_of(whole, [x, *judged], upstream)]
 
 
 @contextlib.contextmanager
