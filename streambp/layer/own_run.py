@@ -27,6 +27,7 @@ from streambp.layer.agreement import agree, agree_in_sum, coarsest
 from streambp.layer.arguments import CACHES, STATE
 from streambp.layer.cached import PER_KEY
 from streambp.layer.call import LayerCall
+from streambp.layer.insides import foreign_parts, watched_hooks
 from streambp.layer.outputs import recording
 from streambp.layer.reached import depends, leaf_besides, why_flat
 
@@ -106,8 +107,9 @@ class OwnRun:
     def _output(self, x: Tensor) -> Tensor:
         call, length = self.call, x.shape[-2]
         implementations = [_comparable(config) for config in call.configs]
-        with unrouted(call.configs, implementations), recording(call.recorded):
+        with unrouted(call.configs, implementations), recording(call.recorded), watched_hooks(call.layer) as changing:
             result = call.site.forward(call.layer, call.arguments.as_given(x), **self._arguments(x, length))
+        self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))
         hidden_states = result[0] if isinstance(result, tuple) else result
         return call.arguments.one_dimensional(hidden_states)
 
@@ -165,6 +167,8 @@ def why_unlike_unpatched(
     if type(call) is not LayerCall:  # split over ranks, its own attention would exchange with other ranks
         return None
     own = OwnRun(call, x, upstream, shadows)
+    call.site.foreign = own.foreign
+    call.site.tried[call.arguments.kind] = 0 if own.foreign else float("inf")
     if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
         own.refuse()
     return own.why_whole()

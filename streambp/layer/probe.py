@@ -33,6 +33,7 @@ from streambp.layer.arguments import PICKED, rebuilt
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one, in_several
+from streambp.layer.long_trial import is_known, why_not_at_length
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.own_run import OtherModelError, gradients_of, small_ones, why_unlike_unpatched
 from streambp.layer.products import PLAIN
@@ -64,8 +65,8 @@ def can_stream(call: LayerCall) -> bool:
     """
     site, kind = call.site, call.arguments.kind
     x = call.hidden_states.detach()
-    if kind in site.verdicts:
-        return True  # what is known not to stream does not get here
+    if kind in site.verdicts:  # what is known not to stream does not get here
+        return is_known(call) or _streams_at_length(call)
     if not has_data(x):
         if site.states is None and not site.attends:
             return False
@@ -85,7 +86,21 @@ def can_stream(call: LayerCall) -> bool:
     site.because, certain = _why_not(call, x)
     if certain:
         site.verdicts[kind] = site.because
-    return site.because is None
+    return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
+
+
+def _streams_at_length(call: LayerCall) -> bool:
+    """Whether the call's own chunks give what its sequence gives at once. [Note: foreign insides]"""
+    random = RandomState.capture(call.device).replayed()
+    with call.streaming(), random, _nothing_cached(), _evaluated(call.layer), torch.no_grad():
+        try:
+            because = why_not_at_length(call)
+        except Exception as error:
+            if isinstance(error, StreamBPError | torch.OutOfMemoryError) or failed_in_a_kernel(error, call.device):
+                raise
+            because = _broken(error)
+    call.site.because = call.site.verdicts[call.arguments.kind] = because
+    return because is None
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:

@@ -30,6 +30,9 @@ class LayerSite:
         told: the arguments that told its last call where documents of packed rows start. [Note: documents]
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
+        foreign: what is inside it and was written by others, by name. [Note: foreign insides]
+        tried: for each kind of call, the tokens up to which chunks are known to give what the whole sequence gives.
+        foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
     """
 
@@ -48,6 +51,9 @@ class LayerSite:
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
+    foreign: list[str] = dataclasses.field(default_factory=list)
+    tried: dict[frozenset[tuple[str, Any]], float] = dataclasses.field(default_factory=dict)
+    foreign_until: int | None = None
     previous: Callable[..., Any] | None = None
 
     @property
