@@ -148,6 +148,8 @@ def _reason(site: LayerSite) -> str:
         )
     if site.longest is not None:
         parts.append(f"chunks of up to {site.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
+    if site.foreign_until is not None:
+        parts.append(f"{', '.join(site.foreign)} tried on {site.foreign_until} tokens at once, no more did fit")
     return "; ".join(parts)
 
 

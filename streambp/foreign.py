@@ -38,7 +38,7 @@ def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] |
                 continue  # it asks the forward below for the loss, unless it is told to compute its own
             home = home_of(function)
             if home not in own and home.partition(".")[0] not in OWN:
-                return f"{home}.{_name(function)}"
+                return f"{home}.{name_of(function)}"
     return None
 
 
@@ -83,6 +83,15 @@ def home_of(function: Any) -> str:
     return str(home)
 
 
-def _name(function: Any) -> str:
-    code = getattr(function, "__code__", None)  # its own name, where `functools.wraps` has copied another's
+def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """What `torch.compile` was given, if it made this function: streamed layers stay eager. `functools.wraps` copies the
+    attribute that tells it, the function's globals it does not."""
+    if isinstance(forward, MethodType) or not home_of(forward).startswith("torch._dynamo"):
+        return forward
+    return getattr(forward, "_torchdynamo_orig_callable", forward)
+
+
+def name_of(function: Any) -> str:
+    """A function's own name, where `functools.wraps` has copied another's; for another callable, its class's."""
+    code = getattr(function, "__code__", None)
     return str(code.co_name if code is not None else getattr(function, "__qualname__", type(function).__name__))

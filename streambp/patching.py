@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from streambp.attention.registry import refuse_foreign_attention
 from streambp.causal_lm import CausalLMForward
 from streambp.config import SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
@@ -70,6 +71,9 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for module in model.modules():
         if _is_causal_lm(module) and id(module) not in backbones:
             wrappers.append(CausalLMForward(module, state, _norms_before(module, found.stacks)))  # type: ignore[arg-type]
+    for wrapper in wrappers:
+        if isinstance(wrapper, BackboneForward):
+            refuse_foreign_attention(wrapper.attentions)
     for wrapper in wrappers:
         wrapper.install()
     for causal in [wrapper for wrapper in wrappers if isinstance(wrapper, CausalLMForward)]:

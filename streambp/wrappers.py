@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import own_implementation, routed
 from streambp.attention.masks import LazyMask
+from streambp.attention.registry import distinct_attentions, refuse_foreign_attention
 from streambp.config import StreamConfig
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
@@ -23,6 +24,7 @@ from streambp.distributed.sequence_parallel import find_ulysses, refuse_context_
 from streambp.distributed.shards import Shards, gather_shards
 from streambp.distributed.zero import make_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.foreign import eager
 from streambp.head.deferred import Deferred
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
@@ -113,7 +115,7 @@ class LayerForward(InstanceForward):
         self.state = state
         self.site = LayerSite(
             module, state.config, attends(module), counts_positions(module), cache_argument(module),
-            states_argument(module), offloader=state.offloader, index=index,
+            states_argument(module), offloader=state.offloader, index=index, previous=eager(self.previous),
         )  # fmt: skip
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None
@@ -178,6 +180,7 @@ class BackboneForward(InstanceForward):
         self.layers = layers
         self.keeps_states = any(states_argument(layer) is not None for layer in layers)
         self.checkpointed: list[nn.Module] = []
+        self.attentions = distinct_attentions(layer for layer in layers if not cache_argument(layer))
 
     def install(self) -> None:
         super().install()
@@ -195,6 +198,7 @@ class BackboneForward(InstanceForward):
                 return self.original(**kwargs)
             self._switch_checkpointing_off()
             self._check(kwargs)
+            refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
             self._set_host_memory_aside()
             self.state.shards = self._shards(kwargs)

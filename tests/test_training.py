@@ -18,9 +18,6 @@ from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.seeds import seed_of, seed_torch, seeded
 
 CONFIG = streambp.StreamConfig(chunk_size=5)
-PROBED = (
-    7  # forwards of a layer before its first call: 12 tokens for what it writes to, twice on trial, whole, in chunks of 5
-)
 
 
 def compare(stock, config=CONFIG, mode="plain", bar=1e-10, **batch):
@@ -165,11 +162,13 @@ def test_autocast_covers_the_recomputation():
     for name, module in model.model.layers[0].named_modules():
         if name.endswith("up_proj"):
             module.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**make_batch("plain"), use_cache=False).loss
-    loss.backward()
-    assert len(seen) == PROBED + 10
-    assert set(seen) == {torch.bfloat16}
+    for _ in range(2):  # the first step tries the layers
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**make_batch("plain"), use_cache=False).loss
+        loss.backward()
+        assert set(seen) == {torch.bfloat16}
+    assert len(seen) == 10
 
 
 def test_fp16_with_a_gradient_scaler():

@@ -65,20 +65,76 @@ def test_parametrized_weights(cached):
         check_agree(stock, ours, **make_batch("plain"))
 
 
-@pytest.mark.parametrize("config", [CONFIG, streambp.StreamConfig(chunk_size=64)])
-def test_a_tensor_that_is_no_parameter_is_not_left_without_its_gradient(config, monkeypatch):
-    """A plain attribute, say, whose gradient goes through the graph unpatched."""
-    _, ours = model_pair(config=config)
-    mlp = ours.model.layers[1].mlp
-    mlp.scale = torch.ones(3, requires_grad=True)
+def scaled_by_an_attribute(model, monkeypatch, **options):
+    """One MLP is multiplied by a tensor of shape [3] that is not registered, whose gradient goes through the graph."""
+    mlp = model.model.layers[1].mlp
+    mlp.scale = torch.ones(3, **options, dtype=torch.float64)
     real = type(mlp).forward
     scaled = lambda self, x: real(self, x) * (self.scale * 2).sum() if hasattr(self, "scale") else real(self, x)  # noqa: E731
     monkeypatch.setattr(type(mlp), "forward", scaled)
+    return mlp.scale
+
+
+def with_gradient_of(scale, model, batch):
+    scale.grad = None
+    found = gradients(model, **batch)[1]
+    return {**found, "scale": scale.grad}
+
+
+@pytest.mark.parametrize("config", [CONFIG, streambp.StreamConfig(chunk_size=64)])
+def test_a_tensor_that_is_no_parameter_gets_its_gradient(config, monkeypatch):
+    """Its layer runs whole, under a checkpoint, through which its gradient goes."""
+    stock = build("qwen3", torch.float64)
+    scale = scaled_by_an_attribute(stock, monkeypatch, requires_grad=True)
     batch = make_batch("plain")
+    expected = with_gradient_of(scale, stock, batch)
+    ours = streambp.patch(stock, config)
+    for _ in range(2):
+        assert worst_error(with_gradient_of(scale, ours, batch), expected) <= 1e-10
+    layers = streambp.describe(ours).layers
+    assert [layer.path for layer in layers] == ["streams", "checkpoints"]
+    assert "tensor of shape (3,) that wants a gradient" in layers[1].reason
+
+
+def test_a_tensor_that_wants_a_gradient_later_raises(monkeypatch):
+    """The layer was tried when it wanted none."""
+    stock = build("qwen3", torch.float64)
+    scale = scaled_by_an_attribute(stock, monkeypatch)
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG)
+    check_agree(stock, ours, **make_batch("plain"))
+    ours.model.layers[1].mlp.scale.requires_grad_()
+    assert not scale.requires_grad
     with pytest.raises(UnsupportedModelError, match=r"tensor of shape \(3,\) that wants a gradient"):
-        gradients(ours, **batch)
-    mlp.scale.requires_grad_(False)
-    check_agree(copy.deepcopy(streambp.unpatch(copy.deepcopy(ours))), ours, **batch)
+        gradients(ours, **make_batch("plain"))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("leaf", ["tensor", "module"])
+def test_what_trains_in_a_hook_inside_a_frozen_layer(leaf, lora):
+    """Neither the layer's input nor its parameters want a gradient."""
+    model = build("qwen3", torch.float64).requires_grad_(False)
+    model.lm_head.weight.requires_grad_()
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad_(lora)
+    steer = torch.nn.Linear(1, 32, bias=False, dtype=torch.float64)
+    added = steer.weight[:, 0] if leaf == "tensor" else None
+    one = torch.ones(1, dtype=torch.float64)
+    hook = lambda m, args, out: out + (steer(one) if added is None else added)  # noqa: E731
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    batch = make_batch("left-padded")
+
+    def trained():
+        steer.weight.grad = None
+        model(**batch, use_cache=False).loss.backward(retain_graph=True)
+        found = {"steer": steer.weight.grad, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+        model.zero_grad(set_to_none=True)
+        return found
+
+    expected = trained()
+    assert len(expected) == 2 + lora
+    streambp.patch(model, CONFIG)
+    found = trained()
+    assert worst_error(found, expected) <= 1e-10
+    assert [layer.path for layer in streambp.describe(model).layers] == ["checkpoints", "streams"]
 
 
 def test_a_parameter_that_wanted_no_gradient_in_forward():

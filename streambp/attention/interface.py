@@ -6,7 +6,8 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -132,6 +133,9 @@ class Routed(str):
 FIELD = "_attn_implementation_internal"  # of a config, past its __getattribute__, which costs more than all else here
 LOCK = threading.RLock()  # held while a config's name changes
 HERE: contextvars.ContextVar[tuple[Routed, ...]] = contextvars.ContextVar("streambp_routed", default=())
+COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
+    "streambp_unrouted", default=MappingProxyType({})
+)
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
@@ -185,10 +189,23 @@ def _is_here(config: PreTrainedConfig) -> bool:
     return any(vars(config)[FIELD] is name for name in HERE.get())
 
 
+@contextlib.contextmanager
+def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
+    """Within `routed`, in this thread: models with these configs attend with these implementations."""
+    before = COMPARED.set({id(config): name for config, name in zip(configs, implementations, strict=True)})
+    try:
+        yield
+    finally:
+        COMPARED.reset(before)
+
+
 def _met_by_chance(config: object) -> str | None:
-    """The config's own implementation, where a thread that is not within `routed` with it came across our name; else None.
-    [Note: routed configs]"""
-    if not isinstance(config, PreTrainedConfig) or _is_here(config):
+    """The implementation that the config is to have in this thread, where it is not ours: within `unrouted` the one given
+    there, outside of `routed` the config's own. [Note: routed configs]"""
+    if not isinstance(config, PreTrainedConfig):
         return None
+    compared = COMPARED.get().get(id(config))
+    if compared is not None or _is_here(config):
+        return compared
     own = own_implementation(config)
     return None if own == NAME else own

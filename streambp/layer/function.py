@@ -83,7 +83,7 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     counts_when_alone()
     _refuse_states_given(site)
     packed_rows = None if site.states is None else site.packed_rows
-    arguments = Arguments(site.forward, site.layer, args, kwargs, site.counts_positions, packed_rows)
+    arguments = Arguments(type(site.layer).forward, site.layer, args, kwargs, site.counts_positions, packed_rows)
     if site.packed_rows is not None:
         _tell_of_documents(site, site.packed_rows, arguments)
     site.because = site.verdicts.get(arguments.kind) or _take_mask(site, arguments)

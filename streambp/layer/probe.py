@@ -14,36 +14,39 @@ the layer's own mode, shows its side effects.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from streambp.attention.prefix import Prefix, Stage
+from streambp.attention.registry import distinct_attentions, refuse_foreign_attention
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
-from streambp.layer.arguments import PICKED, rebuilt
-from streambp.layer.cached import OwnMask
+from streambp.layer.agreement import agree, coarsest
+from streambp.layer.arguments import rebuilt
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one, in_several, tried_rows
+from streambp.layer.long_trial import is_known, why_not_at_length
 from streambp.layer.outputs import ChunkOutput
-from streambp.layer.products import PLAIN
+from streambp.layer.own_run import OtherModelError, gradients_of, small_ones, why_unlike_unpatched
 from streambp.layer.recompute import RandomState
-from streambp.layer.shadows import Parameters
+from streambp.layer.rehearsal import (
+    CHUNK,
+    as_trained,
+    evaluated,
+    may_have_graphs,
+    nothing_cached,
+    nothing_masked,
+    random_like,
+)
 from streambp.layer.side_effects import Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
 from streambp.layer.states import LEAST_TOKENS, States, leaves_of
 
-TOKENS = 12
-CHUNK = 5
-LARGE = 2**24  # elements of a matrix that the device may well hold thrice
-SAMPLES = 64  # positions that show how large hidden states are
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
-HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
@@ -63,8 +66,8 @@ def can_stream(call: LayerCall) -> bool:
     """
     site, kind = call.site, call.arguments.kind
     x = call.hidden_states.detach()
-    if kind in site.verdicts:
-        return True  # what is known not to stream does not get here
+    if kind in site.verdicts:  # what is known not to stream does not get here
+        return is_known(call) or _streams_at_length(call)
     if not has_data(x):
         if site.states is None and not site.attends:
             return False
@@ -79,10 +82,26 @@ def can_stream(call: LayerCall) -> bool:
     except StreamBPError as error:
         site.because = str(error)
         return False
+    if call.configs:
+        refuse_foreign_attention(distinct_attentions([call.layer]))
     site.because, certain = _why_not(call, x)
     if certain:
         site.verdicts[kind] = site.because
-    return site.because is None
+    return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
+
+
+def _streams_at_length(call: LayerCall) -> bool:
+    """Whether the call's own chunks give what its sequence gives at once. [Note: foreign insides]"""
+    random = RandomState.capture(call.device).replayed()
+    with call.streaming(), random, nothing_cached(), evaluated(call.layer), torch.no_grad():
+        try:
+            because = why_not_at_length(call)
+        except Exception as error:
+            if isinstance(error, StreamBPError | torch.OutOfMemoryError) or failed_in_a_kernel(error, call.device):
+                raise
+            because = _broken(error)
+    call.site.because = call.site.verdicts[call.arguments.kind] = because
+    return because is None
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
@@ -92,24 +111,28 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
     certain = hidden_states.shape[-2] > CHUNK
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
     random = RandomState.capture(hidden_states.device).replayed()
-    with apart, call.streaming(), random, _nothing_cached():
+    with apart, call.streaming(), random, nothing_cached():
         with torch.no_grad():
-            x, upstream = _random_like(hidden_states), _random_like(hidden_states)
+            x, upstream = random_like(hidden_states), random_like(hidden_states)
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
         try:
             named, length = call.arguments.named, x.shape[-2]
             documents = in_several(named, length) if call.packed else {}
             rows = None if call.arguments.packed_rows is None else tried_rows(x.shape[-3], length)
-            with call.arguments.replaced({**_nothing_masked(named, length), **documents}, rows):
+            with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
                 because = _try(call, x, upstream, chunk_size)
                 if because is not None:
                     return because, certain
-                with _evaluated(call.layer), _as_trained(call):
-                    whole = _run(call, x, upstream, x.shape[-2], None)
+                with evaluated(call.layer), as_trained(call) as shadows:
+                    judged = small_ones(shadows or [])
+                    whole = _run(call, x, upstream, x.shape[-2], None, judged)
+                    because = _compare_with_unpatched(call, x, upstream, whole, shadows or [])
+                    if because is not None:
+                        return because, certain
                     pieces = _run(call, x, upstream, chunk_size, {})
-            with _evaluated(call.layer):
+            with evaluated(call.layer):
                 because = None if call.site.states is None else _unread_state(call, x)
-        except (torch.OutOfMemoryError, AttentionChoiceError):
+        except (torch.OutOfMemoryError, AttentionChoiceError, OtherModelError):
             raise
         except Exception as error:
             if isinstance(error, StreamBPError) and raised_among_kernels(error):
@@ -125,17 +148,28 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
             return _broken(error), certain
     if because is not None:
         return because, certain
-    dtype = _coarsest(call, x)
-    if all(_agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
+    dtype = coarsest(call.layer, x, call.autocast)
+    if all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
         return None, certain
     if not all(bool(part.isfinite().all()) for part in whole):  # weights that are still to be loaded
         return None, False
     return MIXES, certain
 
 
+def _compare_with_unpatched(
+    call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
+) -> str | None:
+    """`why_unlike_unpatched`, with a document per row: of several the unpatched layer may not be told. [Note: segments]"""
+    if not call.packed and call.arguments.packed_rows is None:
+        return why_unlike_unpatched(call, x, upstream, whole, shadows)
+    with call.arguments.replaced(in_one(call.arguments.named)):
+        whole = _run(call, x, upstream, x.shape[-2], None, small_ones(shadows))
+        return why_unlike_unpatched(call, x, upstream, whole, shadows)
+
+
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     """Why chunks would compute something else, as far as one run of x [..., B, TOKENS, h] tells. [Note: a trial]"""
-    if not _may_have_graphs(call):
+    if not may_have_graphs(call):
         return None
     origin = Origin()
     kept = weakref.ref(origin)
@@ -162,7 +196,7 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
     layout = Spans.apart(x.shape[-3], x.shape[-2], cut)
-    with _as_trained(call), torch.enable_grad():
+    with as_trained(call), torch.enable_grad():
         for there, here in ((before, behind), (behind, before)):
             leaf, output = _on_trial(call, x, layout, origin)
             if output.requires_grad:
@@ -185,42 +219,6 @@ def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tupl
     return leaf, output.hidden_states
 
 
-def _may_have_graphs(call: LayerCall) -> bool:
-    return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.layer.parameters())
-
-
-def _as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Within, the layer has weights as training might make them. [Note: a trial]"""
-    if not _may_have_graphs(call):
-        return contextlib.nullcontext()
-    return Parameters(call.layer, call.device).shadowed(_stirred)
-
-
-def _stirred(parameter: Tensor) -> Tensor:
-    """The parameter's value with other numbers where it is zero, or, in vectors and numbers, everywhere: gates start at
-    values for which they do nothing. Of a large matrix nothing is copied, unless all of it is zero."""
-    value = parameter.detach()
-    if type(parameter) not in PLAIN or not value.is_floating_point() or value.itemsize < 2:
-        return value
-    if value.dim() < 2:
-        return value + torch.randn_like(value) * 0.1
-    zeros = value == 0 if value.numel() <= LARGE else ~value.any()
-    if not bool(zeros.any()):
-        return value
-    return torch.where(zeros, torch.randn_like(value) * value.shape[-1] ** -0.5, value)
-
-
-@contextlib.contextmanager
-def _nothing_cached() -> Iterator[None]:
-    """Within, autocast keeps no copies of weights: those of stand-ins would stay until the model's forward ends."""
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cache)
-
-
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     """Why a layer with states cannot be cut: what a chunk gives does not come from a state that the one before ended with.
 
@@ -231,7 +229,7 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     size = min(CHUNK, x.shape[-2] // 2)
     if size < LEAST_TOKENS or any(parameter.is_inference() for parameter in call.layer.parameters()):
         return None
-    named = {**_nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}
+    named = {**nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}
     with torch.inference_mode(False), torch.enable_grad():
         if x.is_inference():  # a graph may not save what was made there
             x, named = x.clone(), rebuilt({**call.arguments.named, **named}, Tensor.clone)
@@ -262,7 +260,7 @@ def _broken(error: Exception) -> str:
 def _judged_without_data(call: LayerCall, x: Tensor) -> str | None:
     if call.site.states is not None:
         try:
-            with call.streaming(), _evaluated(call.layer):
+            with call.streaming(), evaluated(call.layer):
                 return _unread_state(call, x)
         except StreamBPError:
             raise
@@ -291,58 +289,21 @@ def _leaves_behind(output: Tensor) -> set[int]:
     return found
 
 
-def _coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
-    """The dtype with the largest rounding among the input's, the parameters' and autocast's."""
-    dtypes = {x.dtype, *(p.dtype for p in call.layer.parameters() if p.is_floating_point())}
-    dtypes |= {dtype for _, enabled, dtype in call.autocast.states if enabled}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
-    """Whether they differ by no more than rounding does; what the layer adds to the residual stream is what it computes."""
-    added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
-    return bool((whole - pieces).float().norm() <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm())
-
-
-def _random_like(hidden_states: Tensor) -> Tensor:
-    """[..., B, TOKENS, h], as large as the given ones usually are."""
-    some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
-    usual = some.float().abs().median()
-    usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
-    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual
-    return x.to(hidden_states.dtype)
-
-
-def _nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """The masks among the arguments, so that a layer that attends by itself reads what is before and nothing is padding;
-    the others get attention's mask from `_run`. Keys that an earlier layer picked become two that every query may read."""
-    found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
-    if isinstance(named.get(PICKED), Tensor):
-        queries = torch.arange(length, device=named[PICKED].device)
-        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(len(named[PICKED]), -1, -1)  # [B, T, 2]
-    return found
-
-
-def _unmasked(mask: Any, length: int) -> Any:
-    if isinstance(mask, OwnMask):
-        return mask.causal(length)
-    if isinstance(mask, Mapping):
-        return {key: _unmasked(part, length) for key, part in mask.items()}
-    return torch.ones_like(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
-
-
-def _run(call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: States | None) -> list[Tensor]:
-    """The layer's output for x [..., B, TOKENS, h] and, where a graph is wanted, the gradient of x for that upstream.
+def _run(
+    call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: States | None, judged: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """The layer's output for x [..., B, TOKENS, h] and, where a graph is wanted, gradients for that upstream: of x, and of
+    the judged parameters.
 
     Args:
         states: {} to hand them from chunk to chunk, None for a layer that gets no cache.
     """
-    judged = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    stage = Stage.RECOMPUTE if judged else Stage.FORWARD
-    x = x.detach().requires_grad_(judged)
+    graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    stage = Stage.RECOMPUTE if graph else Stage.FORWARD
+    x = x.detach().requires_grad_(graph)
     length = x.shape[-2]
     prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
-    prefix.overwritten = judged  # whether the layer writes to its attention's output is not known yet
+    prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
     plan = ChunkPlan(length, chunk_size)
     if states is not None and call.arguments.packed_rows is not None:
         plan = plan.avoiding(call.arguments.packed_rows.barriers)
@@ -356,25 +317,4 @@ def _run(call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: 
     if not whole.requires_grad:
         return [whole.detach()]
     # One graph over all chunks is differentiated last to first, too: the engine takes the newest nodes first.
-    return [whole.detach(), *torch.autograd.grad(whole, x, upstream)]
-
-
-@contextlib.contextmanager
-def _evaluated(layer: nn.Module) -> Iterator[None]:
-    """Dropout draws other numbers for other chunks; without it the two runs must agree.
-
-    Modules of quantised weights keep their mode: some repack them when they are run in eval mode.
-    """
-    modules = [m for m in layer.modules() if all(map(_is_plain, m._parameters.values()))]
-    before = [(module, module.training) for module in modules]
-    try:
-        for module, _ in before:
-            module.training = False
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-def _is_plain(parameter: Tensor | None) -> bool:
-    return parameter is None or (type(parameter) in PLAIN and parameter.is_floating_point())
+    return [whole.detach(), *gradients_of(whole, [x, *judged], upstream)]

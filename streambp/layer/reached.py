@@ -23,30 +23,46 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
     Raises:
         UnsupportedModelError: it ends at a leaf that is not among those that are differentiated.
     """
+    leaf = leaf_besides(outputs, differentiated)
+    if leaf is not None:
+        raise UnsupportedModelError(
+            why_flat(layer, leaf)
+            or f"{type(layer).__name__} {depends(leaf)}, so that streaming would lose that gradient. Register it as a "
+            "parameter of the layer, or set requires_grad to False, or run the model unpatched "
+            "(streambp.unpatch(model)) with gradient checkpointing."
+        )
+
+
+def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
+    """A leaf that the graph of these outputs ends at and that is not among those that are differentiated."""
     known = {id(tensor) for tensor in differentiated}
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if node.name() == LEAF and id(node.variable) not in known:  # type: ignore[attr-defined]
-            raise _lost(layer, node.variable)  # type: ignore[attr-defined]
+            leaf: Tensor = node.variable  # type: ignore[attr-defined]
+            return leaf
         for before, _ in node.next_functions:
             if before is not None and before not in seen:
                 seen.add(before)
                 waiting.append(before)
+    return None
 
 
-def _lost(layer: nn.Module, tensor: Tensor) -> UnsupportedModelError:
-    found = (
-        f"{type(layer).__name__} depends on a tensor of shape {tuple(tensor.shape)} that wants a gradient and is neither "
-        "one of its parameters nor one of its arguments, so that streaming would lose that gradient"
+def why_flat(layer: nn.Module, leaf: Tensor) -> str | None:
+    """Why nothing can be done for such a leaf: it is FSDP1's flat parameter. None if it is not."""
+    if not getattr(leaf, FLAT, False):
+        return None
+    return (
+        f"{type(layer).__name__} {depends(leaf)}: FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; "
+        "fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or DDP."
     )
-    if getattr(tensor, FLAT, False):
-        return UnsupportedModelError(
-            f"{found}: FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's "
-            "config), DeepSpeed ZeRO or DDP."
-        )
-    return UnsupportedModelError(
-        f"{found}. Register it as a parameter of the layer, or set requires_grad to False, or run the model unpatched "
-        "(streambp.unpatch(model)) with gradient checkpointing."
+
+
+def depends(leaf: Tensor) -> str:
+    """What a layer does that has such a leaf."""
+    return (
+        f"depends on a tensor of shape {tuple(leaf.shape)} that wants a gradient and is neither one of its parameters nor "
+        "one of its arguments"
     )

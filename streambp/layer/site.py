@@ -53,6 +53,10 @@ class LayerSite:
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
         overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
+        foreign: what is inside it and was written by others, by name. [Note: foreign insides]
+        tried: for each kind of call, the tokens up to which chunks are known to give what the whole sequence gives.
+        foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
+        previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
     """
 
     layer: nn.Module
@@ -75,11 +79,19 @@ class LayerSite:
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
     overwritten: Overwritten = Overwritten()
     looked_at: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
+    foreign: list[str] = dataclasses.field(default_factory=list)
+    tried: dict[frozenset[tuple[str, Any]], float] = dataclasses.field(default_factory=dict)
+    foreign_until: int | None = None
+    previous: Callable[..., Any] | None = None
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The class's forward, which takes the layer first."""
-        return type(self.layer).forward
+        """What the layer computes unpatched: a function that takes the layer first."""
+        return type(self.layer).forward if self.previous is None else self._call_previous
+
+    def _call_previous(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert self.previous is not None
+        return self.previous(*args, **kwargs)
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:

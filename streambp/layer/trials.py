@@ -31,12 +31,13 @@ from streambp.attention.prefix import ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import has_data
+from streambp.layer.agreement import coarsest
 from streambp.layer.arguments import TOKEN_DIMS, rebuilt
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one
-from streambp.layer.probe import CHUNK, TOKENS, _as_trained, _coarsest, _nothing_cached, _nothing_masked, _random_like
 from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out, plain_linears, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
+from streambp.layer.rehearsal import CHUNK, TOKENS, as_trained, nothing_cached, nothing_masked, random_like
 from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
 from streambp.layer.site import Overwritten
 from streambp.layer.states import LEAST_TOKENS, States, leaves_of
@@ -110,11 +111,11 @@ def few_tokens(call: LayerCall, like: Tensor, length: int) -> Iterator[Tensor]:
         with call.arguments.replaced(in_one(named)):
             yield like.new_empty((*like.shape[:-2], length, like.shape[-1]))
         return
-    with RandomState.capture(call.device).replayed(), _nothing_cached(), _as_trained(call):
+    with RandomState.capture(call.device).replayed(), nothing_cached(), as_trained(call):
         with torch.no_grad():
-            parts = [_random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
+            parts = [random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
             x = torch.cat(parts, -2)[..., :length, :]
-        with call.arguments.replaced({**_nothing_masked(named, length), **in_one(named), **_turned(call, length)}):
+        with call.arguments.replaced({**nothing_masked(named, length), **in_one(named), **_turned(call, length)}):
             yield x
 
 
@@ -155,7 +156,7 @@ def _agree(call: LayerCall, found: Tensor | None, expected: Tensor | None) -> bo
         return found is expected
     if torch.equal(found, expected):
         return True
-    dtype = _coarsest(call, expected)
+    dtype = coarsest(call.layer, expected, call.autocast)
     wide = torch.promote_types(dtype, torch.float32)
     tolerance = max(torch.finfo(dtype).eps, 64 * torch.finfo(wide).eps)
     return bool((found - expected).norm() <= tolerance * expected.norm())

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 import streambp
 from streambp.errors import BackwardError
-from streambp.layer import probe
+from streambp.layer import probe, rehearsal
 from tests import zoo
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
@@ -279,12 +279,12 @@ def without_trial(monkeypatch):
 
 
 def without_stirring(monkeypatch):
-    monkeypatch.setattr(probe, "_stirred", torch.Tensor.detach)
+    monkeypatch.setattr(rehearsal, "stirred", torch.Tensor.detach)
 
 
 def in_eval_mode(monkeypatch):
     def evaluated(call, *args, real=probe._try):
-        with probe._evaluated(call.layer):
+        with rehearsal.evaluated(call.layer):
             return real(call, *args)
 
     monkeypatch.setattr(probe, "_try", evaluated)
@@ -306,11 +306,11 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch, float64_oracle):
 
 
 def test_large_matrices_are_not_copied(monkeypatch):
-    monkeypatch.setattr(probe, "LARGE", 32)
+    monkeypatch.setattr(rehearsal, "LARGE", 32)
     some, whole = torch.randn(8, 8, generator=seeded()), torch.zeros(8, 8)
     some[2] = 0
-    assert probe._stirred(nn.Parameter(some)).data_ptr() == some.data_ptr()
+    assert rehearsal.stirred(nn.Parameter(some)).data_ptr() == some.data_ptr()
     for zeros in (whole, whole[:4], some[1:4]):
-        assert bool(probe._stirred(nn.Parameter(zeros)).all())
+        assert bool(rehearsal.stirred(nn.Parameter(zeros)).all())
     quantised = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
-    assert torch.equal(probe._stirred(quantised), quantised)
+    assert torch.equal(rehearsal.stirred(quantised), quantised)

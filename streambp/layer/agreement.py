@@ -1,0 +1,32 @@
+"""Whether two runs of a layer differ by no more than rounding does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from streambp.layer.recompute import Autocast
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
+HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
+
+
+def coarsest(layer: nn.Module, x: Tensor, autocast: Autocast) -> torch.dtype:
+    """The dtype with the largest rounding among the input's, the parameters' and autocast's."""
+    dtypes = {x.dtype, *(p.dtype for p in layer.parameters() if p.is_floating_point())}
+    dtypes |= {dtype for _, enabled, dtype in autocast.states if enabled}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
+    """Whether they differ by no more than rounding does; what the layer adds to the residual stream is what it computes."""
+    added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
+    return bool((whole - pieces).float().norm() <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm())
+
+
+def agree_in_sum(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """The same of gradients of parameters, taken together: a single one may be nothing but rounding."""
+    differences = sum(float((a - b).float().norm()) ** 2 for a, b in zip(first, second, strict=True))
+    return differences <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * sum(float(b.float().norm()) ** 2 for b in second)

@@ -1,0 +1,117 @@
+"""A decoder layer's own forward on the instance is part of what the layer computes, whoever comes first."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+
+import streambp
+from streambp import foreign
+from tests import zoo
+from tests.families import build, make_batch
+from tests.oracle import gradients, worst_error
+from tests.test_contract import CONFIG
+
+pytestmark = pytest.mark.usefixtures("float64_oracle")
+
+
+def halved(output, factor=0.5):
+    return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+
+def closure(layer):
+    own = layer.forward
+    return lambda *args, **kwargs: halved(own(*args, **kwargs))
+
+
+def wrapped(layer):
+    own = layer.forward
+
+    @functools.wraps(own)
+    def around(*args, **kwargs):
+        return halved(own(*args, **kwargs))
+
+    return around
+
+
+def bound(layer):
+    def forward(self, hidden_states, **kwargs):
+        return halved(type(self).forward(self, hidden_states * 1.5, **kwargs))
+
+    return types.MethodType(forward, layer)
+
+
+def partial(layer):
+    def forward(own, factor, hidden_states, attention_mask=None, **kwargs):
+        return halved(own(hidden_states, attention_mask=attention_mask, **kwargs), factor)
+
+    return functools.partial(forward, layer.forward, 3.0)
+
+
+def replaced(model, kind):
+    layers = getattr(model, "model", None) or model.transformer
+    layers = getattr(layers, "layers", None) or layers.h
+    layers[1].forward = kind(layers[1])
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gptj", "lfm2"])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("kind", [closure, wrapped, bound, partial])
+def test_a_forward_on_the_instance_is_computed_in_chunks(kind, order, family):
+    make = (lambda: build(family, torch.float64)) if family == "qwen3" else lambda: zoo.build(family)
+    batch = make_batch("left-padded")
+    _, expected = gradients(replaced(make(), kind), **batch)
+    if order == "before":
+        ours = streambp.patch(replaced(make(), kind), CONFIG)
+    else:
+        ours = replaced(streambp.patch(make(), CONFIG), kind)
+    for _ in range(2):
+        assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+    if order == "before":
+        assert worst_error(gradients(streambp.unpatch(ours), **batch)[1], expected) == 0
+
+
+def test_a_forward_on_the_instance_of_a_layer_that_runs_whole():
+    def shifts(layer):
+        own = layer.forward
+        return lambda hidden_states, **kwargs: own(hidden_states + torch.roll(hidden_states, 1, 1), **kwargs)
+
+    batch = make_batch("plain")
+    _, expected = gradients(replaced(build("qwen3", torch.float64), shifts), **batch)
+    ours = streambp.patch(replaced(build("qwen3", torch.float64), shifts), CONFIG)
+    assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
+    assert [layer.path for layer in streambp.describe(ours).layers] == ["streams", "checkpoints"]
+
+
+def test_a_copy_runs_its_own_layers():
+    """A bound method is bound to the copy's layer; a closure would hold the original's, unpatched as well."""
+    ours = streambp.patch(replaced(build("qwen3", torch.float64), bound), CONFIG)
+    other = copy.deepcopy(ours)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    batch = make_batch("plain")
+    expected = gradients(streambp.unpatch(copy.deepcopy(other)), **batch)[1]
+    assert worst_error(gradients(other, **batch)[1], expected) <= 1e-10
+    assert worst_error(gradients(ours, **batch)[1], expected) > 1e-3
+
+
+def compiled(layer):
+    return torch.compile(layer.forward, backend="eager")
+
+
+def test_a_compiled_forward_stays_eager():
+    batch = make_batch("plain")
+    _, expected = gradients(build("qwen3", torch.float64), **batch)
+    model = replaced(build("qwen3", torch.float64), compiled)
+    ours = streambp.patch(model, CONFIG)
+    assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
+    around = wrapped(streambp.unpatch(ours).model.layers[1])
+    assert hasattr(around, "_torchdynamo_orig_callable")  # copied by functools.wraps: it is the forward inside
+    assert foreign.eager(around) is around
