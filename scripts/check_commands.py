@@ -49,10 +49,10 @@ def commands(page: str, text: str) -> Iterator[Command]:
     outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     spans = [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", outside)]
     for line in [*lines, *(span for span in spans if re.fullmatch(PROGRAMS, span))]:
-        words = shlex.split(line, comments=True)
-        for _, part in itertools.groupby(words, lambda word: word not in ("&&", ">", ";")):
+        words = shlex.split(re.sub(r" > \S+", "", line), comments=True)
+        for _, part in itertools.groupby(words, lambda word: word not in ("&&", ";")):
             found = list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), part))
-            if found and found[0] not in ("&&", ">", ";"):
+            if found and found[0] not in ("&&", ";"):
                 yield Command(page, line.strip(), tuple(found))
 
 

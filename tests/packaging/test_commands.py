@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
+import json
 import re
 
 import pytest
@@ -42,6 +45,33 @@ def test_a_file_that_is_gone_is_found():
     assert missing_files("README.md", "`layer/function.py`, `examples/{sft,none}.py`, `tests/gpu/*.py`") == [
         "examples/{sft,none}.py"
     ]
+
+
+def blocks(language):
+    """Of every page: (page, text)."""
+    texts = [(page, (ROOT / page).read_text("utf-8")) for page in PAGES]
+    return [(page, block) for page, text in texts for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
+
+
+def test_python_blocks_compile_and_import_names_that_exist():
+    imported = 0
+    for page, block in blocks("python"):
+        for node in ast.walk(ast.parse(block, page)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("streambp"):
+                module = importlib.import_module(node.module)
+                known = {*dir(module), *getattr(module, "__all__", ())}
+                for alias in node.names:
+                    imported += 1
+                    found = alias.name in known or importlib.util.find_spec(f"{node.module}.{alias.name}")
+                    assert found, f"{page}: {node.module}.{alias.name}"
+    assert imported >= 5
+
+
+def test_json_blocks_are_sections_that_streambp_takes():
+    found = [json.loads(block) for _, block in blocks("json")]
+    assert found
+    for config in found:
+        streambp.StreamConfig(**config["streambp"])
 
 
 def first_lines():
