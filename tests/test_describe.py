@@ -10,6 +10,7 @@ from torch import nn
 
 import streambp
 from tests.families import build, make_batch
+from tests.seeds import seed_torch
 from tests.test_contract import check_agree
 
 CONFIG = streambp.StreamConfig(chunk_size=5)
@@ -52,7 +53,7 @@ def test_layers_that_came_and_went_after_patch(change, expected, float64_oracle)
     stock = build("llama", torch.float64, num_hidden_layers=3)
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     for model in (stock, ours):
-        torch.manual_seed(0)
+        seed_torch(0)
         change(model)
     assert rows(ours) == expected
     check_agree(stock, ours, **make_batch("plain"))
@@ -72,7 +73,7 @@ def test_layers_that_peft_repeats(float64_oracle):
     for patch in (False, True):
         model = build("llama", torch.float64, num_hidden_layers=3)
         model = streambp.patch(model, CONFIG) if patch else model
-        torch.manual_seed(0)
+        seed_torch(0)
         found.append(peft.get_peft_model(model, lora))
     expected = [(f"base_model.model.model.layers.{index}", STREAMS) for index in range(4)]
     assert [row for row in rows(found[1]) if row[1] != REMOVED] == expected

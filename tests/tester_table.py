@@ -181,14 +181,15 @@ def row(test: type, model_class: type, family: str) -> Row:
 
     import streambp
 
-    oracle = load_oracle()
+    oracle, checks = load("oracle"), load("tester_checks")
     result = Row(family, model_class.__name__, "")
     torch.set_default_dtype(torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         oracle.lift_float32_casts(patch)
         try:
             model, batch = build(test, model_class)
-            ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=CHUNK_SIZE))
+            size = checks.chunk_size_for(batch, CHUNK_SIZE)
+            ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=size))
         except streambp.StreamBPError as error:
             return dataclasses.replace(result, outcome="refused", why=short(error))
         except Exception as error:
@@ -197,17 +198,21 @@ def row(test: type, model_class: type, family: str) -> Row:
             loss, expected = gradients(model, batch)
         except Exception as error:
             return dataclasses.replace(result, outcome="not run unpatched", why=short(error))
+        chunks = checks.count_chunks(patch)
         try:
             found_loss, found = gradients(ours, batch)
         except streambp.StreamBPError as error:
             return dataclasses.replace(result, outcome="refused in the first step", why=short(error))
         except Exception as error:
             return dataclasses.replace(result, outcome="crashed", why=short(error))
-        compared(result, streambp.describe(ours), (loss, expected), (found_loss, found), oracle)
+        compared(result, described := streambp.describe(ours), (loss, expected), (found_loss, found), oracle)
         if result.error is not None and not result.error <= EXACT:
             noise = oracle.worst_error(gradients(model, batch)[1], expected)
             result.why = f"two unpatched runs differ by {noise:.0e}; {result.why}"
             result.outcome = result.outcome if result.error <= 2 * noise else "INEXACT"
+        nothing = checks.why_nothing(described, chunks, expected)
+        if nothing and result.outcome in ("streams", "runs whole"):
+            result.outcome, result.why = "shows nothing", nothing
         return result
 
 
@@ -226,9 +231,9 @@ def compared(result: Row, description: Any, expected: Any, found: Any, oracle: A
     result.outcome = "streams" if "streams" in paths else "runs whole"
 
 
-def load_oracle() -> Any:
-    """Ours; by path, because `tests` is theirs here."""
-    spec = importlib.util.spec_from_file_location("streambp_oracle", HERE / "oracle.py")
+def load(name: str) -> Any:
+    """A module beside this one; by path, because `tests` is theirs here."""
+    spec = importlib.util.spec_from_file_location(f"streambp_{name}", HERE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -264,6 +269,7 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     accepted = inspect.signature(model.forward).parameters
     batch = {name: value for name, value in labelled.items() if name in accepted or name in plain}
+    load("tester_checks").give_every_row_a_token(batch)
     if "labels" in batch and not batch["labels"].is_floating_point():
         batch["labels"] = torch.randint(0, classes_of(model, batch["labels"].dim()), batch["labels"].shape)
         leave_out_what_padding_predicts(batch)
@@ -323,11 +329,11 @@ def short(error: Exception) -> str:
 
 HEADER = """# transformers' own tiny models
 
-Every causal-language-model and conditional-generation class that the testers of transformers' test suite build, with the
-testers' configurations and inputs (images, audio, random padding) and random labels (none that left padding predicts):
-patched with chunks of {chunk_size} positions and compared with the unpatched model in float64, inner float32 casts lifted,
-train mode, dropout off: the loss and every parameter's gradient, the same set of them. *error*: the worst over both,
-relative to each parameter's gradient (tests/oracle.py). Exact means at most {exact:.0e}.
+Every causal-language-model and conditional-generation class that the testers of transformers' test suite build, with their
+configurations and inputs (images, audio, random padding, no row of padding alone) and random labels (none that left padding
+predicts): patched with chunks of {chunk_size} positions (a shorter text's last chunk has one) and compared with the
+unpatched model in float64, inner float32 casts lifted, train mode, dropout off: the loss and all parameters' gradients, the
+same set of them. *error*: the worst over both, relative to each gradient (tests/oracle.py). Exact: at most {exact:.0e}.
 
 Made by `python tests/tester_table.py TREE` with the tests of transformers {tests}, run with transformers {transformers} and
 torch {torch}.
@@ -342,6 +348,7 @@ SECTIONS = {
     "crashed": "Crashed where the unpatched model runs",
     "streams": "Exact and streams",
     "runs whole": "Exact and runs whole",
+    "shows nothing": "Agrees, and shows nothing",
     "refused in the first step": "Refused in the first step",
     "refused": "Refused when patched",
     "not run unpatched": "Not run: the unpatched model does not take the tester's inputs in float64",

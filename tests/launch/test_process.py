@@ -211,6 +211,12 @@ def test_logits_are_there_for_metrics_and_only_then(trainer_class, tmp_path):
     )  # what launch patched, it may patch anew
 
 
+def test_without_our_head_there_are_logits_anyway(trainer_class, tmp_path):
+    given = arguments(tmp_path / "out")
+    given.stream_config = lambda: StreamConfig(head=False)
+    assert settings(trainer_class(model_of(), given, compute_metrics=right).model) == StreamConfig(head=False)
+
+
 def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(trainer_class, hook, tmp_path, capsys):
     model = bert()
     expected = copy.deepcopy(model)
