@@ -87,14 +87,15 @@ class PatchState:
         Raises:
             UnsupportedModelError: unpatched it has one, and needs it.
         """
-        self.asked_cache |= wants_cache(config, kwargs)
-        if self.shares_through_cache and self.asked_cache:
+        wanted = wants_cache(config, kwargs)
+        if self.shares_through_cache and wanted:
             raise UnsupportedModelError(
                 f"transformers {transformers.__version__} hands keys and values from one layer of this model to another in "
                 "its cache. Streamed calls have none: each layer would use its own, as under gradient checkpointing; "
                 "another model would be trained. Install transformers 5.6 or newer, which shares them without a cache. "
                 "To compute what this version computes without one, pass use_cache=False (or set config.use_cache = False)."
             )
+        self.asked_cache |= wanted
 
 
 def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 import streambp
 from streambp import wrappers
+from streambp.errors import ConfigError
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
@@ -97,6 +98,11 @@ def test_ends_of_documents_count_with_any_attention():
     assert abs(found_loss - loss) >= 1e-6
     assert "cu_seq_lens_q are given: attention took the last call's rows for 2 documents" in str(streambp.describe(ours))
     assert worst_error(gradients(ours, **batch)[1], alone) <= 1e-10
+
+
+def test_documents_are_named():
+    with pytest.raises(ConfigError, match="documents is 'from_masks'; it must be one of"):
+        streambp.StreamConfig(documents="from_masks")
 
 
 def test_a_model_that_never_asked_for_a_cache_would_be_silent(monkeypatch):
