@@ -21,7 +21,7 @@ from streambp.errors import UnsupportedModelError
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 
-STEPS = 12
+STEPS = 4
 
 
 def name_of(config):
@@ -107,7 +107,7 @@ def models_of_one_config(count, attention="sdpa"):
 @pytest.fixture
 def often_switching():
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(1e-4)
     yield
     sys.setswitchinterval(before)
 
