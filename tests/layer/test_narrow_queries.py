@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers import ClvpDecoderConfig, ClvpForCausalLM
 
 import streambp
 from streambp.layer import call, function, products, trials
@@ -11,7 +14,7 @@ from streambp.layer.function import stream_layer
 from streambp.layer.site import LayerSite
 from tests import zoo
 from tests.attention.meta_runs import ElementwiseBytes
-from tests.families import build, make_batch
+from tests.families import VOCABULARY, build, make_batch
 from tests.layer.test_bytes import empty, qwen3_8b_layer
 from tests.oracle import gradients, worst_error
 from tests.versions import needs_diffllamas_calls
@@ -107,3 +110,32 @@ def test_layers_that_attend_several_times_keep_their_heads(float64_oracle):
     sites = [module.forward.site for module in ours.model.layers]
     assert all(unread.width is None for site in sites for unread in site.unread.values())
     assert all(site.unread for site in sites)
+
+
+def clvp_errors():
+    """Of CLVP, whose views leave the number of tokens open, so that fewer heads pass for fewer tokens; in chunks whose
+    tokens its heads do not divide."""
+    torch.set_default_dtype(torch.float64)
+    sizes = {"hidden_size": 32, "n_inner": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "num_mel_attn_blocks": 1}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
+    try:
+        stock = ClvpForCausalLM(ClvpDecoderConfig(vocab_size=VOCABULARY, **sizes, **drops)).train()
+        _, expected = gradients(stock, **make_batch("plain"))
+        return [worst_error(clvp_gradients(stock, size), expected) for size in (5, 7, 8)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def clvp_gradients(stock, chunk_size):
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size))
+    return gradients(ours, **make_batch("plain"))[1]
+
+
+def test_a_view_that_leaves_the_tokens_open(float64_oracle):
+    assert max(clvp_errors()) <= 1e-10
+
+
+def test_two_tokens_alone_would_not_show_it(float64_oracle, monkeypatch):
+    monkeypatch.setattr(trials, "TRIED", (2, 2))
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+        clvp_errors()
