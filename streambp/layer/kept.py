@@ -109,7 +109,7 @@ class Kept:
         prefix = self.carried.prefix
         products = {
             name: Product(linear.out_features * tokens * hidden_chunk.itemsize, 2.0 * linear.weight.numel() * tokens)
-            for name, linear in plain_linears(self.site.layer).items()
+            for name, linear in self.site.of(plain_linears).items()
         }
         return Cost(
             x=hidden_chunk.nbytes,
@@ -138,7 +138,7 @@ class Kept:
         """Which Linears `saves` names; within `LayerCall.streaming`, where no engine's hooks stand in the way."""
         globs = [name for name in self.saves if name not in SAVES]
         if globs:
-            self.linears = plain_linears(self.site.layer)
+            self.linears = self.site.of(plain_linears)
             self.products = matching(self.linears, globs)
 
     @contextlib.contextmanager

@@ -31,6 +31,7 @@ from streambp.layer.arguments import PICKED, rebuilt
 from streambp.layer.cached import OwnMask
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one, in_several
+from streambp.layer.fingerprint import generator_states, set_generators
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.products import PLAIN
 from streambp.layer.recompute import RandomState
@@ -45,6 +46,11 @@ SAMPLES = 64  # positions that show how large hidden states are
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
+KEEPS = (
+    "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
+    "which chunks would give no gradient"
+)
+DRAWS = "it draws random numbers of its own, from a torch.Generator"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
 
@@ -79,9 +85,16 @@ def can_stream(call: LayerCall) -> bool:
     except StreamBPError as error:
         site.because = str(error)
         return False
+    generators = call.look.body.generators
+    states = generator_states(generators)
     site.because, certain = _why_not(call, x)
+    if any(not torch.equal(now, before) for now, before in zip(generator_states(generators), states, strict=True)):
+        site.because, certain = DRAWS, True
+        set_generators(generators, states)
+    call.look = site.fingerprint.learn(call.layer, call.look)
+    call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
     if certain:
-        site.verdicts[kind] = site.because
+        site.verdicts[call.arguments.kind] = site.because
     return site.because is None
 
 
@@ -145,10 +158,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     origin.trying = False
     del origin
     if torch.is_grad_enabled() and is_kept(kept):
-        return (
-            "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
-            "which chunks would give no gradient"
-        )
+        return KEEPS
     if written:
         return f"its forward writes to buffers ({', '.join(written)}), and would for each chunk and once more in backward"
     return MIXES if mixes else None

@@ -113,10 +113,9 @@ class ShardedCall(LayerCall):
 
     def look_into_halves(self) -> None:
         """Find out which products each half leaves out; traced once for each situation. Called while streaming."""
-        linears = plain_linears(self.layer)
-        trainable = tuple(name for name, p in self.layer.named_parameters() if p.requires_grad)
+        linears = self.site.of(plain_linears)
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
-        key = (tuple(linears), trainable, self.training, autocast)
+        key = (self.arguments.kind, tuple(linears), autocast)
         if linears and key not in self.site.unread_in_halves:
             parameters = Parameters(self.layer, self.device)
             with torch.enable_grad(), RandomState.capture(self.device).replayed(), parameters.shadowed():

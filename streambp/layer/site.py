@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
+from streambp.layer.fingerprint import Fingerprint
 from streambp.layer.products import UnreadInHalves, UnreadProducts
 from streambp.layer.store import Offloader
+
+T = TypeVar("T")
+Key = TypeVar("Key")
+KINDS = 32  # of calls, for which what was found out about a layer is remembered
+
+
+class Recent(dict[Key, T]):
+    """Remembers the last `KINDS` entries that were made."""
+
+    def __setitem__(self, key: Key, value: T) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > KINDS:
+            del self[next(iter(self))]
 
 
 @dataclasses.dataclass
@@ -26,6 +41,7 @@ class LayerSite:
         states: the argument that takes its cache, if it keeps states there. [Note: states]
         because: why its last call ran whole, checkpointed, instead of in chunks; None if it streamed.
         verdicts: the same, of the layer itself, for each kind of call that was tried (`probe.py`).
+        fingerprint: what the layer is made of, which is part of the kind. [Note: fingerprint]
         longest: tokens of its last call's longest chunk, if that is longer than asked for. [Note: chunk ends]
         told: the arguments that told its last call where documents of packed rows start. [Note: documents]
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
@@ -39,19 +55,24 @@ class LayerSite:
     cache: str | None = None
     states: str | None = None
     because: str | None = None
-    verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=dict)
+    verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=Recent)
+    fingerprint: Fingerprint = dataclasses.field(default_factory=Fingerprint, repr=False, compare=False)
     longest: int | None = None
     told: tuple[str, ...] = ()
     offloader: Offloader | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
-    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
-    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
+    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=Recent)
+    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=Recent)
 
     @property
     def forward(self) -> Callable[..., Any]:
         """The class's forward, which takes the layer first."""
         return type(self.layer).forward
+
+    def of(self, question: Callable[[nn.Module], T]) -> T:
+        """What a function says of the layer; it is asked again when the layer has changed. [Note: fingerprint]"""
+        return self.fingerprint.of(self.layer, question)
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
