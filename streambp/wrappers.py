@@ -337,9 +337,12 @@ class BackboneForward(InstanceForward):
         return config
 
     def _configs(self) -> list[PreTrainedConfig]:
-        if any(cache_argument(layer) for layer in self.layers):
+        inside = set(map(id, self.layers))
+        sites = [w.site for w in self.state.wrappers if isinstance(w, LayerForward) and id(w.module) in inside]
+        if any(site.cache for site in sites):
             return []  # they attend by themselves, with the masks that their own setting builds
-        found = [self._config, *(config for layer in self.layers for config in attention_configs(layer))]
+        # As of their last call; a layer that has changed routes its own when it is called.
+        found = [self._config, *(config for site in sites for config in site.of(attention_configs))]
         return list({id(config): config for config in found}.values())
 
 

@@ -158,6 +158,7 @@ class Arguments:
         forward: the layer class's forward.
         counts_positions: the layer asks its cache for positions and gets a `ChunkCache`.
         packed_rows: the documents that its mixers are called for one by one. [Note: segments]
+        state: what else of the layer decides whether its chunks compute what the whole does. [Note: fingerprint]
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Arguments:
         kwargs: Any,
         counts_positions: bool = False,
         packed_rows: PackedRows | None = None,
+        state: tuple[Any, ...] = (),
     ) -> None:
         self.packed_rows = packed_rows
         self.tells = False
@@ -189,8 +191,15 @@ class Arguments:
             self.named[name] = rebuilt(value, functools.partial(self._detach, name))
         kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
         shape = (first, (given.dim(), len(self.token_shape)))
-        graph = ("a graph", torch.is_grad_enabled())
-        self.kind = frozenset({*kinds, shape, graph, ("packed rows", packed_rows is not None), *_state_of(layer)})
+        self.kind = frozenset(
+            {
+                *kinds,
+                shape,
+                ("a graph", torch.is_grad_enabled()),
+                ("packed rows", packed_rows is not None),
+                ("state", state),
+            }
+        )
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
         self._documents: Documents | None = None
 
@@ -199,6 +208,10 @@ class Arguments:
         self.named.update(documents.arguments)
         self.kind |= {("told", documents.names)}
         self._documents, self.tells = documents, True
+
+    def renamed(self, state: tuple[Any, ...]) -> None:
+        """Make the call one of a layer of another state."""
+        self.kind = frozenset({*(pair for pair in self.kind if pair[0] != "state"), ("state", state)})
 
     def one_dimensional(self, hidden_states: Tensor) -> Tensor:
         """[..., T, *token_shape] -> [..., T, h], of M residual streams behind the tokens M * h."""
@@ -286,12 +299,6 @@ class Arguments:
             raise StreamBPError(
                 f"{name} has {tensor.shape[dim]} positions, the sequence has {self.length}. They must be the same."
             )
-
-
-def _state_of(layer: nn.Module) -> set[tuple[str, int]]:
-    """What else of a layer decides whether its chunks compute what the whole does: its mode, and hooks inside it."""
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in layer.modules() if m is not layer)
-    return {("in train mode", layer.training), ("hooks", hooks)}
 
 
 def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:

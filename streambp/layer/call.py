@@ -20,10 +20,11 @@ from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.carried import Carried, layout_of
 from streambp.layer.documents import ENDS, IDS, told_of
-from streambp.layer.engines import engine_hooks_silenced
+from streambp.layer.engines import engine_hooks, engine_hooks_silenced
+from streambp.layer.fingerprint import Look, Seen
 from streambp.layer.kept import Kept
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
-from streambp.layer.recompute import Autocast, checkpointing_off, parametrizations_computed
+from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.scans import StartingFrom, scans_of
 from streambp.layer.segments import InSegments, mixers_of
 from streambp.layer.site import LayerSite, attention_configs
@@ -35,6 +36,7 @@ class LayerCall:
     """Arguments, chunk plan, what is carried and what is kept of one call of a layer. hidden_states is [..., B, T, h].
 
     extras: the extra outputs, in the order in which the layer's Function returns them.
+    look: what the layer is made of as the call begins; seen: when its forward is over. [Note: fingerprint]
     """
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
@@ -54,7 +56,7 @@ class LayerCall:
         self.plan = plan_chunks(length, batch_size, size)
         if site.states is not None and config.chunk_size == "auto":
             self.plan = plan_chunks(length, batch_size, whole_blocks(self.plan.size))
-        self.configs = [] if site.cache else attention_configs(site.layer)
+        self.configs = [] if site.cache else site.of(attention_configs)
         self.scans = scans_of(site.layer) if site.states is not None else []
         self.packed = bool(site.told)  # the site tells of its last call, a backward may be an earlier one's
         self.told = told_of(site.layer) if self.packed else []
@@ -63,6 +65,8 @@ class LayerCall:
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
         self.extras: list[Place] = []
+        self.look: Look = site.fingerprint.latest(site.layer)
+        self.seen: Seen | None = None
         self.carried = self._carry()
         self.plan = move_ends(self.plan, self.carried.barriers)
         if arguments.packed_rows is not None:
@@ -93,8 +97,8 @@ class LayerCall:
         """Attention goes to ours, and neither transformers' checkpointing nor an engine acts inside this layer."""
         with (
             routed(self.configs),
-            checkpointing_off(self.layer),
-            engine_hooks_silenced(self.layer),
+            checkpointing_off(self.site.of(checkpointable)),
+            engine_hooks_silenced(self.site.of(engine_hooks)),
             parametrizations_computed(),
         ):
             yield

@@ -20,19 +20,26 @@ ENGINES = ("deepspeed",)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
+    """The tables of hooks of the layer's inner modules in which an engine has some."""
+    tables = [getattr(module, name) for module in layer.modules() if module is not layer for name in HOOKS]
+    return [hooks for hooks in tables if any(map(belongs_to_engine, hooks.values()))]
+
+
 @contextlib.contextmanager
-def engine_hooks_silenced(layer: nn.Module) -> Iterator[None]:
+def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
     """Within, hooks that an engine hung on the layer's inner modules do not run: they would gather or reduce once a chunk.
 
     The layer's own hooks run around it as ever, and so do hooks of anybody else, once a chunk.
+
+    Args:
+        tables: `engine_hooks`.
     """
     taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for module in layer.modules():
-        for hooks in (getattr(module, name) for name in HOOKS):
-            if module is not layer and any(_belongs_to_engine(hook) for hook in hooks.values()):
-                taken.append((hooks, dict(hooks)))
-                for key in [key for key, hook in hooks.items() if _belongs_to_engine(hook)]:
-                    del hooks[key]
+    for hooks in tables:
+        taken.append((hooks, dict(hooks)))
+        for key in [key for key, hook in hooks.items() if belongs_to_engine(hook)]:
+            del hooks[key]
     try:
         yield
     finally:
@@ -44,15 +51,19 @@ def engine_hooks_silenced(layer: nn.Module) -> Iterator[None]:
 Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
-def reduced_after_backward(layer: nn.Module, hidden_states: Tensor) -> Tensor:
-    """hidden_states [..., B, T, h], behind whose backward the layer's inner leaves are reduced. [Note: inner leaves]"""
-    reductions = [
+def reductions_of(layer: nn.Module) -> list[Reduction]:
+    """What reduces the gradients of the layer's inner leaves. [Note: inner leaves]"""
+    return [
         (module, hook)
         for module in layer.modules()
         if module is not layer and getattr(module, LEAF, False)
         for hook in module._backward_hooks.values()
-        if _belongs_to_engine(hook)
+        if belongs_to_engine(hook)
     ]
+
+
+def reduced_after_backward(reductions: list[Reduction], hidden_states: Tensor) -> Tensor:
+    """hidden_states [..., B, T, h], behind whose backward the layer's inner leaves are reduced. [Note: inner leaves]"""
     return _Reduced.apply(hidden_states, reductions) if reductions else hidden_states
 
 
@@ -71,7 +82,7 @@ class _Reduced(torch.autograd.Function):
         return grad, None
 
 
-def _belongs_to_engine(hook: Callable[..., Any]) -> bool:
+def belongs_to_engine(hook: Callable[..., Any]) -> bool:
     owner = getattr(hook, "func", hook)
     return (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
 

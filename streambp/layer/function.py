@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,21 +20,24 @@ from streambp.layer.cached import PlainMask, biases_positions, own_mask, why_pic
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
 from streambp.layer.documents import PackedRows
-from streambp.layer.engines import gradient_or_zeros, reduced_after_backward
+from streambp.layer.engines import gradient_or_zeros, reduced_after_backward, reductions_of
 from streambp.layer.exhausted import explained
+from streambp.layer.fingerprint import changed, versions_of
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
-from streambp.layer.probe import can_stream
-from streambp.layer.products import left_out, plain_linears, summed
+from streambp.layer.probe import KEEPS, can_stream
+from streambp.layer.products import left_out, summed
 from streambp.layer.reached import refuse_other_leaves
 from streambp.layer.recompute import check_mode
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.scans import scans_selectively
 from streambp.layer.segments import arguments_that_tell, mixers_of
-from streambp.layer.shadows import GradientSum, Parameters
+from streambp.layer.shadows import GradientSum, Parameters, slots_of
+from streambp.layer.side_effects import Origin, is_kept
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.states import leaves_of
 from streambp.layer.trials import look_for_writes, unread_products
+from streambp.layer.watched import described, watching
 from streambp.layer.whole import run_whole
 
 
@@ -79,19 +83,22 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly; nothing was changed.
     """
     passes = passes or IN_CHUNKS
-    _refuse_inner_fsdp(site.layer)
+    look = site.fingerprint.look(site.layer)
+    site.of(_refuse_inner_fsdp)
     counts_when_alone()
     _refuse_states_given(site)
     packed_rows = None if site.states is None else site.packed_rows
-    arguments = Arguments(type(site.layer).forward, site.layer, args, kwargs, site.counts_positions, packed_rows)
+    forward = type(site.layer).forward
+    arguments = Arguments(forward, site.layer, args, kwargs, site.counts_positions, packed_rows, look.kind)
     if site.packed_rows is not None:
         _tell_of_documents(site, site.packed_rows, arguments)
-    site.because = site.verdicts.get(arguments.kind) or _take_mask(site, arguments)
+    site.because = look.hooks.why_whole() or site.verdicts.get(arguments.kind) or _take_mask(site, arguments)
     if site.because is not None:
         return passes.whole(site, args, kwargs)
     call: LayerCall = passes.make(site, arguments)
     hidden_states = call.hidden_states
-    parameters = Parameters(site.layer, hidden_states.device)
+    parameters = Parameters(site.layer, hidden_states.device, site.of(slots_of))
+    call.look = look
     failed = look_for_writes(call)
     if not can_stream(call):
         if arguments.tells:  # its kernels do something else than they are told
@@ -100,16 +107,19 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
         return passes.whole(site, args, kwargs)
     if failed is not None:
         raise failed
+    versions = versions_of(call.look)
     inputs = call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
-        hidden_states = reduced_after_backward(site.layer, hidden_states)
+        hidden_states = reduced_after_backward(site.of(reductions_of), hidden_states)
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
         output, *extras = passes.forward(call, False)
+        if site.fingerprint.pending:
+            site.fingerprint.learn(site.layer, call.look, versions)
     by_place = dict(zip(call.extras, extras, strict=True))
     deliver(by_place, call.arguments.mappings)
     return call.wrap(output, by_place)
@@ -167,8 +177,10 @@ class StreamedLayer(torch.autograd.Function):
         ctx.passes, ctx.call, ctx.parameters = passes, call, parameters
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
-        with explained(call):
+        versions = versions_of(call.look)
+        with explained(call), watching(call.look.hooks) as acted:
             outputs = passes.forward(call, True)
+        call.seen = call.site.fingerprint.seen(call.layer, call.look, versions, acted)
         if call.kept.store.copies:
             # Its shape without a byte of storage; the rest has left.
             call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
@@ -187,7 +199,13 @@ class StreamedLayer(torch.autograd.Function):
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
             inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
         call.hidden_states = None  # type: ignore[assignment]
-        with explained(call), call.autocast.off(), call.streaming(), parameters.shadowed() as shadows:
+        with (
+            explained(call),
+            call.autocast.off(),
+            call.streaming(),
+            parameters.shadowed() as shadows,
+            _recomputing(call),
+        ):
             sums.stand_for(shadows)
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
         call.carried.drop()
@@ -219,15 +237,31 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
             "Work on a copy (tensor.clone()) instead."
         )
     check_mode(call.layer, call.training)
-    ctx.parameters.check_unchanged()
+    call.look = call.site.fingerprint.look(call.layer)
+    ctx.parameters.check_unchanged(call.site.of(slots_of))
     call.arguments.versions.check_unchanged()
+    call.site.fingerprint.check(call.layer, call.seen, call.look)
     return call, ctx.parameters
+
+
+@contextlib.contextmanager
+def _recomputing(call: LayerCall) -> Iterator[None]:
+    """Within, the layer is recomputed. Raise if a hook inside changes what it is given now or did so in forward alone."""
+    assert call.seen is not None
+    site = call.site
+    with watching(call.look.hooks) as acted:
+        yield
+    for key in sorted(acted ^ call.seen.acted):
+        now, then = ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
+        raise changed(call.layer, f"{described(key)} {now} it is given, and {then} in forward")
+    if site.fingerprint.pending:
+        site.fingerprint.learn(call.layer, call.look)
 
 
 def run_backward(call: LayerCall, work: BackwardPass) -> None:
     """Chunk by chunk, last to first. [Note: prefix accumulation order]"""
-    linears = plain_linears(call.layer)
-    unread = unread_products(call, linears, work.parameters.names, work.needs_input)
+    linears = call.site.linears
+    unread = unread_products(call, linears, work.needs_input)
     with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
     unread_here = unread.recompute.difference(call.kept.products)
@@ -265,13 +299,16 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     leaves = call.arguments.leaves(chunk, work.inputs.wanted)
     states = call.kept.states(chunk)
     states = leaves_of(states) if through_states else states
+    last = chunk.stop == call.plan.length
+    origin = Origin()
     with (
         torch.enable_grad(),
         call.autocast.restored(),
         call.kept.random[chunk.index].replayed(),
         call.kept.knowing(chunk, sums=work.sums),
     ):
-        output, _ = call.compute(hidden_chunk, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
+        x = origin.behind(hidden_chunk) if last else hidden_chunk
+        output, _ = call.compute(x, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     outputs, upstream = work.grads.of(output, chunk)
     for key, grad in call.carried.upstream.items():  # [Note: states]
@@ -281,14 +318,39 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
     starts = {key: state for key, state in states.items() if state.requires_grad}
     wanted = [*targets, *starts.values(), *work.shadows]
-    if chunk.stop == call.plan.length:
+    if last:
         refuse_other_leaves(call.layer, outputs, wanted)
     found: list[Tensor | None] = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
-    del outputs, upstream, output
+    del outputs, upstream, output, x
+    kept = weakref.ref(origin)
+    del origin
+    if last:
+        refuse_kept(call, kept)
     first, second = len(targets), len(targets) + len(starts)
     call.carried.upstream = {k: grad for k, grad in zip(starts, found[first:second], strict=True) if grad is not None}
     work.inputs.add(chunk, found[:first])
     work.sums.add(found[second:])
+
+
+def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
+    """Raise if somebody keeps a part of the graph of a chunk that is done: for a loss beside the model's, to which forward
+    has given tensors without a graph. [Note: side effects]
+
+    Raises:
+        BackwardError: from now on such calls run whole.
+    """
+    if origin() is None or call.site.fingerprint.in_cycles:
+        return
+    if not is_kept(origin):
+        call.site.fingerprint.in_cycles = True  # torch's own garbage: to collect it in each step would take long
+        return
+    call.arguments.renamed(call.look.kind)  # forward may have taught what does not count
+    call.site.verdicts[call.arguments.kind] = KEEPS
+    raise BackwardError(
+        f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and did not when it was "
+        "tried (does it collect for another loss from a later step on?). This step's loss has no gradient through them. "
+        "Empty what was kept, set gradients to zero and repeat the step: from now on the layer runs whole, which is exact."
+    )
 
 
 def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
@@ -297,7 +359,7 @@ def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
     if site.states is not None and (because := _why_documents_stay_whole(site, arguments)) is not None:
         return because
     if site.cache is not None:
-        by_sdpa = {config._attn_implementation for config in attention_configs(site.layer)} == {"sdpa"}
+        by_sdpa = {config._attn_implementation for config in site.of(attention_configs)} == {"sdpa"}
         causal = PlainMask(torch.empty(0, device=arguments.hidden_states.device)) if mask is None and by_sdpa else None
         found = causal or own_mask(mask, arguments.length, by_sdpa)
         if isinstance(found, str):

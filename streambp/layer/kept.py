@@ -24,7 +24,7 @@ from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
 from streambp.layer.cost import Cost, Product, Watch
-from streambp.layer.products import Sums, captured, known, matching, plain_linears
+from streambp.layer.products import Sums, captured, known, matching
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.layer.states import Key, States
@@ -109,7 +109,7 @@ class Kept:
         prefix, overwritten = self.carried.prefix, self.site.overwritten
         products = {
             name: Product(linear.out_features * tokens * hidden_chunk.itemsize, 2.0 * linear.weight.numel() * tokens)
-            for name, linear in plain_linears(self.site.layer).items()
+            for name, linear in self.site.linears.items()
             if name not in overwritten.products
         }
         return Cost(
@@ -148,7 +148,7 @@ class Kept:
             self.saves = tuple(name for name in self.saves if name != "attn_out")
         globs = [name for name in self.saves if name not in SAVES]
         if globs:
-            self.linears = plain_linears(self.site.layer)
+            self.linears = self.site.linears
             products = matching(self.linears, globs)
             self.products = [name for name in products if name not in overwritten.products]
             if self.named and len(self.products) < len(products):

@@ -20,7 +20,8 @@ BLOCK = 64  # tokens that are judged together: a few positions must show, one to
 
 def is_known(call: LayerCall) -> bool:
     """Whether nothing inside the layer is foreign, or was tried with sequences about as long as this call's."""
-    return call.plan.length <= call.site.tried.get(call.arguments.kind, float("inf")) or len(call.plan) == 1
+    untried = 0 if call.site.foreign else float("inf")
+    return call.plan.length <= call.site.tried.get(call.arguments.kind, untried) or len(call.plan) == 1
 
 
 def why_not_at_length(call: LayerCall) -> str | None:

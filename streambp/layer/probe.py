@@ -31,6 +31,7 @@ from streambp.layer.agreement import agree, coarsest
 from streambp.layer.arguments import rebuilt
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one, in_several, tried_rows
+from streambp.layer.fingerprint import generator_states, set_generators
 from streambp.layer.long_trial import is_known, why_not_at_length
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.own_run import OtherModelError, gradients_of, small_ones, why_unlike_unpatched
@@ -48,6 +49,11 @@ from streambp.layer.side_effects import Origin, buffers_of, copies, in_place_of_
 from streambp.layer.states import LEAST_TOKENS, States, leaves_of
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
+KEEPS = (
+    "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
+    "which chunks would give no gradient"
+)
+DRAWS = "it draws random numbers of its own, from a torch.Generator"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
 
@@ -84,9 +90,18 @@ def can_stream(call: LayerCall) -> bool:
         return False
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
+    generators = call.look.body.generators
+    states = generator_states(generators)
     site.because, certain = _why_not(call, x)
+    if any(not torch.equal(now, before) for now, before in zip(generator_states(generators), states, strict=True)):
+        site.because, certain = DRAWS, True
+        set_generators(generators, states)
+    call.look = site.fingerprint.learn(call.layer, call.look)
+    call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
+    if kind in site.tried:
+        site.tried[call.arguments.kind] = site.tried.pop(kind)
     if certain:
-        site.verdicts[kind] = site.because
+        site.verdicts[call.arguments.kind] = site.because
     return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
 
 
@@ -180,10 +195,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     origin.trying = False
     del origin
     if torch.is_grad_enabled() and is_kept(kept):
-        return (
-            "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
-            "which chunks would give no gradient"
-        )
+        return KEEPS
     if written:
         return f"its forward writes to buffers ({', '.join(written)}), and would for each chunk and once more in backward"
     return MIXES if mixes else None

@@ -64,12 +64,8 @@ class UnreadInHalves:
 def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     """The layer's Linears that compute x @ W^T + b and nothing else.
 
-    None if anything watches the inside of the layer, or every module (torch's global hooks): a forward hook must see true
-    values in recomputations too.
+    None if anything watches the inside of the layer: a forward hook must see true values in recomputations too.
     """
-    everywhere = torch.nn.modules.module
-    if any(getattr(everywhere, hooks) for hooks in GLOBAL_HOOKS):
-        return {}
     inner = [module for module in layer.modules() if module is not layer]
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in inner):
         return {}
@@ -78,6 +74,11 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
         for name, module in layer.named_modules()
         if type(module) is nn.Linear and "forward" not in module.__dict__ and type(module.weight) in PLAIN
     }
+
+
+def hooked_everywhere() -> bool:
+    """Whether torch's global hooks watch every module."""
+    return any(getattr(torch.nn.modules.module, hooks) for hooks in GLOBAL_HOOKS)
 
 
 GLOBAL_HOOKS = (

@@ -103,13 +103,21 @@ def check_mode(layer: nn.Module, training: bool) -> None:
         )
 
 
+def checkpointable(layer: nn.Module) -> list[nn.Module]:
+    """The modules of the layer that have transformers' flag."""
+    return [module for module in layer.modules() if "gradient_checkpointing" in module.__dict__]
+
+
 @contextlib.contextmanager
-def checkpointing_off(layer: nn.Module) -> Iterator[None]:
+def checkpointing_off(modules: list[nn.Module]) -> Iterator[None]:
     """Within, transformers does not checkpoint this layer: from 5.23 on its class's forward would wrap itself.
 
     TRL switches the flag on again between a forward and its backward, so that a recomputation needs this as well.
+
+    Args:
+        modules: `checkpointable`.
     """
-    flagged = [module for module in layer.modules() if module.__dict__.get("gradient_checkpointing")]
+    flagged = [module for module in modules if module.__dict__.get("gradient_checkpointing")]
     try:
         for module in flagged:
             module.gradient_checkpointing = False  # type: ignore[assignment]

@@ -33,33 +33,46 @@ class Slot:
         return parameter
 
 
+def slots_of(module: nn.Module) -> list[tuple[str, Slot]]:
+    """All slots of parameters inside a module that hold one, with their names."""
+    return [
+        (f"{path}.{name}", Slot(owner, name))
+        for path, owner in module.named_modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
 class Parameters:
     """The trainable parameters of a module, by the slots they sit in.
 
     Slots are kept, never the parameters themselves: engines may swap those between forward and backward.
+
+    Args:
+        slots: `slots_of` the module, if known.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, slots: list[tuple[str, Slot]] | None = None) -> None:
         groups: dict[int, list[Slot]] = {}
         self.names: list[str] = []
-        for path, owner in module.named_modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue
-                if isinstance(parameter, DTensor):
-                    raise UnsupportedModelError(
-                        f"{path}.{name} is a DTensor while the layer computes, as under tensor or expert parallelism. "
-                        "streambp streams plain parameters: use DDP, ZeRO or FSDP2 around whole decoder layers."
-                    )
-                if parameter.device.type == "meta" and device.type != "meta":
-                    raise UnsupportedModelError(
-                        f"{path}.{name} is on the meta device while the layer computes on {device.type}, as under "
-                        "device_map with weights offloaded to disk or CPU; its gradient would be lost. Load the model "
-                        "without offloaded weights to train it."
-                    )
-                if id(parameter) not in groups:
-                    self.names.append(f"{path}.{name}")
-                groups.setdefault(id(parameter), []).append(Slot(owner, name))
+        for path, slot in slots_of(module) if slots is None else slots:
+            parameter = slot.module._parameters[slot.name]
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if isinstance(parameter, DTensor):
+                raise UnsupportedModelError(
+                    f"{path} is a DTensor while the layer computes, as under tensor or expert parallelism. "
+                    "streambp streams plain parameters: use DDP, ZeRO or FSDP2 around whole decoder layers."
+                )
+            if parameter.device.type == "meta" and device.type != "meta":
+                raise UnsupportedModelError(
+                    f"{path} is on the meta device while the layer computes on {device.type}, as under "
+                    "device_map with weights offloaded to disk or CPU; its gradient would be lost. Load the model "
+                    "without offloaded weights to train it."
+                )
+            if id(parameter) not in groups:
+                self.names.append(path)
+            groups.setdefault(id(parameter), []).append(slot)
         self.groups = list(groups.values())
         self._module = module
         self._versions = [(id(p), p._version) for p in self.current()]
@@ -68,9 +81,13 @@ class Parameters:
         """What the slots hold now, one tensor for each distinct parameter."""
         return [slots[0].get() for slots in self.groups]
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, slots: list[tuple[str, Slot]] | None = None) -> None:
         """Raise if a parameter was written to since this object was built, as by an optimizer step, or is another one; or
-        if another wants a gradient, as of another adapter."""
+        if another wants a gradient, as of another adapter.
+
+        Args:
+            slots: `slots_of` the module as it is now, if known.
+        """
         for name, parameter, (identity, version) in zip(self.names, self.current(), self._versions, strict=True):
             if id(parameter) != identity:
                 raise BackwardError(
@@ -84,14 +101,14 @@ class Parameters:
                     "the gradient of another model. Call backward before optimizer.step() or any other update."
                 )
         known = {identity for identity, _ in self._versions}
-        for owner in self._module.modules():
-            for name, now in owner._parameters.items():
-                if now is not None and now.requires_grad and id(now) not in known:
-                    raise BackwardError(
-                        f"{type(owner).__name__}.{name} {list(now.shape)} wants a gradient in backward and wanted none in "
-                        "forward (another adapter is active?), so recomputing the layer would give the gradient of another "
-                        "model. Call backward before set_adapter or requires_grad_."
-                    )
+        for _, slot in slots_of(self._module) if slots is None else slots:
+            now = slot.module._parameters[slot.name]
+            if now is not None and now.requires_grad and id(now) not in known:
+                raise BackwardError(
+                    f"{type(slot.module).__name__}.{slot.name} {list(now.shape)} wants a gradient in backward and wanted "
+                    "none in forward (another adapter is active?), so recomputing the layer would give the gradient of "
+                    "another model. Call backward before set_adapter or requires_grad_."
+                )
 
     @contextlib.contextmanager
     def shadowed(self, change: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[list[Tensor]]:

@@ -47,7 +47,7 @@ from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Passes, outputs_of, run_backward, run_forward, stream_layer
 from streambp.layer.kept import linear_of
 from streambp.layer.outputs import Whole
-from streambp.layer.products import left_out, plain_linears, summed
+from streambp.layer.products import left_out, summed
 from streambp.layer.reached import refuse_other_leaves
 from streambp.layer.recompute import RandomState
 from streambp.layer.sharded_call import ShardedCall
@@ -107,7 +107,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         o = call.shards.to_tokens(o, call.heads[0])  # [B, H, T / P, D_v]
         names = [n for n in call.kept.products if n not in call.kept.products_before and n not in call.unread.for_output]
         call.kept.products_after = names
-        with left_out(plain_linears(call.layer), call.unread.for_output):
+        with left_out(call.site.linears, call.unread.for_output):
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
@@ -217,7 +217,7 @@ def _heads_again(call: ShardedCall) -> list[Tensor]:
     count = 1 if call.kept.keeps_kv else 3
     unread = call.unread.for_queries.difference(call.kept.products_before) if call.kept.keeps_kv else frozenset()
     projected: list[Tensor] = []
-    with torch.no_grad(), left_out(plain_linears(call.layer), unread):
+    with torch.no_grad(), left_out(call.site.linears, unread):
         for chunk in call.plan:
             with call.autocast.restored(), call.kept.knowing(chunk, call.kept.products_before, again=True):
                 _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
@@ -238,7 +238,7 @@ def _heads_again(call: ShardedCall) -> list[Tensor]:
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
     """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
-    linears, unread = plain_linears(call.layer), call.unread.to_differentiate_after.difference(call.kept.products_after)
+    linears, unread = call.site.linears, call.unread.to_differentiate_after.difference(call.kept.products_after)
     with summed(linears, work.sums), left_out(linears, unread, work.sums):
         for chunk in call.plan.backward():
             hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
@@ -299,7 +299,7 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor,
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
     """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
-    linears, unread = plain_linears(call.layer), call.unread.to_differentiate_before.difference(call.kept.products_before)
+    linears, unread = call.site.linears, call.unread.to_differentiate_before.difference(call.kept.products_before)
     with summed(linears, work.sums), left_out(linears, unread, work.sums):
         for chunk in call.plan.backward():
             hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)

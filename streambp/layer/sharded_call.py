@@ -21,7 +21,7 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import Carried
 from streambp.layer.kept import Kept, linear_of
-from streambp.layer.products import Labels, UnreadInHalves, computed, left_out, plain_linears, trace
+from streambp.layer.products import Labels, UnreadInHalves, computed, left_out, trace
 from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
@@ -127,10 +127,9 @@ class ShardedCall(LayerCall):
                 "fused residual add?), which streambp does not support where sequences are split over ranks. Use a kernel "
                 "that returns a tensor of its own, or train this model without splitting sequences."
             )
-        linears = plain_linears(self.layer)
-        trainable = tuple(name for name, p in self.layer.named_parameters() if p.requires_grad)
+        linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
-        key = (tuple(linears), trainable, self.training, autocast, min(TRIED[-1], self.plan.length))
+        key = (self.arguments.kind, tuple(linears), autocast, min(TRIED[-1], self.plan.length))
         if linears and key not in self.site.unread_in_halves:
             parameters = Parameters(self.layer, self.device)
             with torch.enable_grad(), RandomState.capture(self.device).replayed(), parameters.shadowed():

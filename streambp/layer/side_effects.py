@@ -34,25 +34,30 @@ class Origin:
 
     def of(self, x: Tensor) -> Tensor:
         """x with the graph's start behind it."""
-        started: Tensor = _Started.apply(x, self)
+        started: Tensor = _Started.apply(x, self, True)
+        return started
+
+    def behind(self, x: Tensor) -> Tensor:
+        """The same without a copy of x, which must not be written to."""
+        started: Tensor = _Started.apply(x, self, False)
         return started
 
 
 class _Started(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, origin: Origin) -> Tensor:
+    def forward(ctx: Any, x: Tensor, origin: Origin, may_be_written: bool) -> Tensor:
         ctx.origin = origin
-        return x.clone()  # the layer may write to it
+        return x.clone() if may_be_written else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.origin.trying:
             raise BackwardError(
                 "This loss uses a tensor that a hook inside a streamed layer kept when streambp tried the layer on random "
                 "tokens, at its first call. Empty what your hooks collect after a first forward, or keep the last entry "
                 "alone: from now on the layer runs whole, and its hooks see the sequence once."
             )
-        return grad, None
+        return grad, None, None
 
 
 def is_kept(origin: weakref.ref[Origin]) -> bool:

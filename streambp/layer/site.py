@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,8 +12,23 @@ from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
 from streambp.layer.documents import PackedRows
-from streambp.layer.products import UnreadInHalves, UnreadProducts
+from streambp.layer.fingerprint import Fingerprint
+from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.store import Offloader
+
+T = TypeVar("T")
+Key = TypeVar("Key")
+KINDS = 32  # of calls, for which what was found out about a layer is remembered
+
+
+class Recent(dict[Key, T]):
+    """Remembers the last `KINDS` entries that were made."""
+
+    def __setitem__(self, key: Key, value: T) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > KINDS:
+            del self[next(iter(self))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +60,7 @@ class LayerSite:
         states: the argument that takes its cache, if it keeps states there. [Note: states]
         because: why its last call ran whole, checkpointed, instead of in chunks; None if it streamed.
         verdicts: the same, of the layer itself, for each kind of call that was tried (`probe.py`).
+        fingerprint: what the layer is made of, which is part of the kind. [Note: fingerprint]
         longest: tokens of its last call's longest chunk, if that is longer than asked for. [Note: chunk ends]
         told: the arguments that told its last call where documents of packed rows start. [Note: documents]
         documents: the argument that told attention of packed documents in its last call, and how many there were.
@@ -66,7 +82,8 @@ class LayerSite:
     cache: str | None = None
     states: str | None = None
     because: str | None = None
-    verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=dict)
+    verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=Recent)
+    fingerprint: Fingerprint = dataclasses.field(default_factory=Fingerprint, repr=False, compare=False)
     longest: int | None = None
     told: tuple[str, ...] = ()
     documents: tuple[str, int] | None = None
@@ -75,12 +92,12 @@ class LayerSite:
     offloader: Offloader | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
-    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
-    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
+    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=Recent)
+    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=Recent)
     overwritten: Overwritten = Overwritten()
-    looked_at: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
+    looked_at: dict[tuple[Any, ...], bool] = dataclasses.field(default_factory=Recent)
     foreign: list[str] = dataclasses.field(default_factory=list)
-    tried: dict[frozenset[tuple[str, Any]], float] = dataclasses.field(default_factory=dict)
+    tried: dict[frozenset[tuple[str, Any]], float] = dataclasses.field(default_factory=Recent)
     foreign_until: int | None = None
     previous: Callable[..., Any] | None = None
 
@@ -92,6 +109,16 @@ class LayerSite:
     def _call_previous(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         assert self.previous is not None
         return self.previous(*args, **kwargs)
+
+    @property
+    def linears(self) -> dict[str, nn.Linear]:
+        """Its Linears that may be left out, kept and summed; none where torch's global hooks watch every module, which come
+        and go at any time."""
+        return {} if hooked_everywhere() else self.of(plain_linears)
+
+    def of(self, question: Callable[[nn.Module], T]) -> T:
+        """What a function says of the layer; it is asked again when the layer has changed. [Note: fingerprint]"""
+        return self.fingerprint.of(self.layer, question)
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:

@@ -35,7 +35,8 @@ from streambp.layer.agreement import coarsest
 from streambp.layer.arguments import TOKEN_DIMS, rebuilt
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one
-from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out, plain_linears, trace_unread
+from streambp.layer.fingerprint import generators_kept
+from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.rehearsal import CHUNK, TOKENS, as_trained, nothing_cached, nothing_masked, random_like
 from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
@@ -45,13 +46,11 @@ from streambp.layer.states import LEAST_TOKENS, States, leaves_of
 TRIED = (2, 3)  # tokens of a trial. [Note: narrow queries]
 
 
-def unread_products(
-    call: LayerCall, linears: dict[str, nn.Linear], trainable: list[str], needs_input: bool
-) -> UnreadProducts:
+def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
     """Which Linear products this layer's refill and recomputation can leave out; found out once for each situation."""
     pieces = tuple(chunk.stop for chunk in _pieces(call, TRIED[-1]))
     autocast = tuple(enabled for _, enabled, _ in call.autocast.states)
-    key = (tuple(linears), tuple(trainable), needs_input, call.training, autocast, pieces)
+    key = (call.arguments.kind, tuple(linears), needs_input, autocast, pieces)
     unread = call.site.unread
     if key not in unread:
         traced = linears or call.site.states is not None
@@ -71,16 +70,17 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     if key in site.looked_at or not has_data(x) or x.shape[-2] == 1:
         return None
     chunks = _pieces(call, TOKENS)
+    kept = generators_kept(call.look.body.generators)
     buffers = in_place_of_buffers(copies(buffers_of(call.layer)))
     try:
-        with torch.no_grad(), call.streaming(), buffers, few_tokens(call, x, chunks[-1].stop) as tokens:
+        with torch.no_grad(), call.streaming(), kept, buffers, few_tokens(call, x, chunks[-1].stop) as tokens:
             site.overwritten |= _writes(call, tokens, chunks)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return error
     if x.shape[-2] > CHUNK:
-        site.looked_at.add(key)
+        site.looked_at[key] = True
     return None
 
 
@@ -189,7 +189,7 @@ class _Watched(ChunkMask):
 def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
     """What the layer's forward over x [..., B, T, h] writes to. Visible writes to its input are for others to judge: those
     autograd knows of."""
-    linears = plain_linears(call.layer)
+    linears = call.site.linears
     products: list[tuple[str, Tensor, Tensor]] = []
     prefix = _prefix(call, chunks)
     states: States = {}

@@ -301,7 +301,7 @@ def in_eval_mode(monkeypatch):
 )
 def test_mutants_turn_these_red(mutant, test, monkeypatch, float64_oracle):
     mutant(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, BackwardError)):  # what a trial misses, backward may find
         test()
 
 

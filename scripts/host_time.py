@@ -1,0 +1,127 @@
+"""Processor time of a warm training step of a patched model with many tiny layers: what streaming costs the host.
+
+    OMP_NUM_THREADS=1 python scripts/host_time.py                       # this tree
+    OMP_NUM_THREADS=1 python scripts/host_time.py --against /path/to/tree/of/another/commit
+
+With `--against` two processes, one for each tree (it comes first in PYTHONPATH), take turns, so that a machine that is busy
+or slows down does so for both. Printed are milliseconds of processor time, the minimum over all steps, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import streambp
+
+HERE = Path(__file__).resolve().parent.parent
+CASES = ("plain", "lora")
+
+
+def build(case: str, layers: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    model: torch.nn.Module = Qwen3ForCausalLM(config).train()
+    if case == "lora":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        model.enable_input_require_grads()
+    return streambp.patch(model)
+
+
+def stepper(case: str, layers: int, length: int) -> Callable[[], float]:
+    """A function that runs one step and returns its processor time in milliseconds."""
+    model = build(case, layers)
+    tokens = torch.randint(0, 64, (1, length))
+
+    def step() -> float:
+        start = time.process_time()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        spent = time.process_time() - start
+        model.zero_grad(set_to_none=True)
+        return spent * 1e3
+
+    return step
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Run a few steps of a case for each line that comes in, and print the shortest."""
+    steps = {case: stepper(case, arguments.layers, arguments.length) for case in CASES}
+    for step in steps.values():
+        step()
+        step()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        step = steps[line.strip()]
+        print(min(step() for _ in range(arguments.steps)), flush=True)
+
+
+def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
+    command += [f"--{name}={getattr(arguments, name)}" for name in ("layers", "length", "steps")]
+    found = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(tree)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert found.stdout is not None
+    found.stdout.readline()
+    return found
+
+
+def ask(process: subprocess.Popen[str], case: str) -> float:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{case}\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[str]:
+    trees = [HERE, *([arguments.against.resolve()] if arguments.against else [])]
+    processes = [served(tree, arguments) for tree in trees]
+    found: dict[tuple[str, Path], float] = {}
+    for _ in range(arguments.rounds):
+        for case in CASES:
+            for tree, process in zip(trees, processes, strict=True):
+                found[case, tree] = min(ask(process, case), found.get((case, tree), float("inf")))
+    for process in processes:
+        process.communicate()
+    for case in CASES:
+        here, *there = (found[case, tree] for tree in trees)
+        yield f"{case:<6} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in there)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="the root of another checkout")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--length", type=int, default=128, help="tokens of the one row")
+    parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each tree and case")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments)
+        return
+    for row in rows(arguments):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
