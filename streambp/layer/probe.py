@@ -31,7 +31,7 @@ from streambp.layer.agreement import agree, coarsest
 from streambp.layer.arguments import rebuilt
 from streambp.layer.call import LayerCall
 from streambp.layer.documents import in_one, in_several, tried_rows
-from streambp.layer.fingerprint import generator_states, set_generators
+from streambp.layer.fingerprint import generator_states, generators_kept
 from streambp.layer.long_trial import is_known, why_not_at_length
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.own_run import OtherModelError, gradients_of, small_ones, why_unlike_unpatched
@@ -90,12 +90,8 @@ def can_stream(call: LayerCall) -> bool:
         return False
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
-    generators = call.look.body.generators
-    states = generator_states(generators)
-    site.because, certain = _why_not(call, x)
-    if any(not torch.equal(now, before) for now, before in zip(generator_states(generators), states, strict=True)):
-        site.because, certain = DRAWS, True
-        set_generators(generators, states)
+    with generators_kept(call.look.body.generators):
+        site.because, certain = _why_not(call, x)
     call.look = site.fingerprint.learn(call.layer, call.look)
     call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
     if kind in site.tried:
@@ -135,7 +131,10 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
             documents = in_several(named, length) if call.packed else {}
             rows = None if call.arguments.packed_rows is None else tried_rows(x.shape[-3], length)
             with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
+                states = generator_states(call.look.body.generators)
                 because = _try(call, x, upstream, chunk_size)
+                if not all(map(torch.equal, states, generator_states(call.look.body.generators))):
+                    return DRAWS, True
                 if because is not None:
                     return because, certain
                 with evaluated(call.layer), as_trained(call) as shadows:
