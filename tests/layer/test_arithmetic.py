@@ -133,7 +133,8 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
         monkeypatch.setattr(kernel, "backward", counted(kernel.backward, "backward"))
     model = streambp.patch(build(family, num_hidden_layers=1), StreamConfig(chunk_size=5, saves=saves, attention="auto"))
     monkeypatch.setattr("streambp.layer.function.plain_linears", lambda layer: {})  # no probe: it attends as well
-    monkeypatch.setattr("streambp.layer.function.can_stream", lambda call: True)  # so does this
+    monkeypatch.setattr("streambp.layer.function.can_stream", lambda call: True)  # so do these
+    monkeypatch.setattr("streambp.layer.function.look_for_writes", lambda call: None)
     gradients(model, **make_batch(mode))
     inside, masked = expected_pairs(model, mode)
     forwards = 1 if saves else 2
