@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,15 +26,15 @@ from streambp.layer.exhausted import explained
 from streambp.layer.fingerprint import changed, versions_of
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.outputs import Whole, deliver
-from streambp.layer.probe import KEEPS, can_stream
-from streambp.layer.products import left_out, summed
+from streambp.layer.probe import can_stream
+from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.reached import refuse_other_leaves
 from streambp.layer.recompute import check_mode
 from streambp.layer.reuse import counts_when_alone, mark, may_overwrite, reference_counts
 from streambp.layer.scans import scans_selectively
 from streambp.layer.segments import arguments_that_tell, mixers_of
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
-from streambp.layer.side_effects import Origin, is_kept
+from streambp.layer.side_effects import KEEPS, Origin, is_kept
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.states import leaves_of
 from streambp.layer.trials import look_for_writes, unread_products
@@ -258,10 +259,17 @@ def _recomputing(call: LayerCall) -> Iterator[None]:
         site.fingerprint.learn(call.layer, call.look)
 
 
-def run_backward(call: LayerCall, work: BackwardPass) -> None:
-    """Chunk by chunk, last to first. [Note: prefix accumulation order]"""
+FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
+
+
+def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
+    """Chunk by chunk, last to first. [Note: prefix accumulation order]
+
+    Args:
+        find_unread: which of these Linears' products may be left out; whether the input wants a gradient.
+    """
     linears = call.site.linears
-    unread = unread_products(call, linears, work.needs_input)
+    unread = find_unread(call, linears, work.needs_input)
     with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
     unread_here = unread.recompute.difference(call.kept.products)
@@ -270,7 +278,8 @@ def run_backward(call: LayerCall, work: BackwardPass) -> None:
             _chunk_backward(call, chunk, work, unread.states or any(work.inputs.wanted))
 
 
-IN_CHUNKS = Passes(LayerCall, run_forward, run_backward, run_whole)
+backward_in_chunks = functools.partial(run_backward, unread_products)
+IN_CHUNKS = Passes(LayerCall, run_forward, backward_in_chunks, run_whole)
 
 
 def _refill(call: LayerCall) -> None:

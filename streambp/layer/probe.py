@@ -45,14 +45,10 @@ from streambp.layer.rehearsal import (
     nothing_masked,
     random_like,
 )
-from streambp.layer.side_effects import Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
+from streambp.layer.side_effects import KEEPS, Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
 from streambp.layer.states import LEAST_TOKENS, States, leaves_of
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
-KEEPS = (
-    "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
-    "which chunks would give no gradient"
-)
 DRAWS = "it draws random numbers of its own, from a torch.Generator"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 

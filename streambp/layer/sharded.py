@@ -44,7 +44,7 @@ from streambp.chunks import Chunk
 from streambp.distributed.shards import Shards
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall
-from streambp.layer.function import BackwardPass, Passes, outputs_of, run_backward, run_forward, stream_layer
+from streambp.layer.function import BackwardPass, Passes, backward_in_chunks, outputs_of, run_forward, stream_layer
 from streambp.layer.kept import linear_of
 from streambp.layer.outputs import Whole
 from streambp.layer.products import left_out, summed
@@ -67,7 +67,7 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
         site.because = "it goes on from a state (a recurrence, a convolution), which another rank's shard ends with"
         return _refuse(site, args, kwargs)
     if not site.attends:
-        return stream_layer(site, args, kwargs, Passes(LayerCall, run_forward, run_backward, _refuse))
+        return stream_layer(site, args, kwargs, Passes(LayerCall, run_forward, backward_in_chunks, _refuse))
     make = functools.partial(ShardedCall, shards=shards)
     return stream_layer(site, args, kwargs, Passes(make, _forward, _backward, _refuse))
 

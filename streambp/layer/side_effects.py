@@ -20,6 +20,10 @@ from torch import Tensor, nn
 
 from streambp.errors import BackwardError
 
+KEEPS = (
+    "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
+    "which chunks would give no gradient"
+)
 Buffers = dict[tuple[nn.Module, str], Tensor]
 
 
