@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import streambp
-from streambp.head import deferred
+from streambp.lazy import standin as deferred
 from tests.families import build, make_batch
 from tests.oracle import gradients, relative_l2
 

@@ -5,9 +5,9 @@ streambp.patch(model)
 """
 
 from streambp.config import StreamConfig
-from streambp.describe import describe
 from streambp.errors import StreamBPError
-from streambp.patching import unpatch
+from streambp.model.describe import describe
+from streambp.model.patching import unpatch
 from streambp.planner.auto import patch
 
 __all__ = ["StreamBPError", "StreamConfig", "describe", "patch", "unpatch"]

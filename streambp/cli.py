@@ -27,7 +27,7 @@ from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
 from streambp.planner.profile import Profile, Setting
 from streambp.planner.report import comparison_table, plan_table
-from streambp.verify import verify
+from streambp.verify.compare import verify
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 EXACT, NOT_EXACT, FAILED = 0, 1, 2

@@ -9,11 +9,11 @@ import torch
 from packaging import version
 
 import streambp
-from streambp import patching
+from streambp.admission.stacks import shares_through_cache
+from streambp.attention import own as cached
 from streambp.chunks import Barrier
 from streambp.errors import UnsupportedModelError
-from streambp.layer import cached
-from streambp.stacks import shares_through_cache
+from streambp.model import patching
 from tests import zoo
 from tests.families import MODES, make_batch
 from tests.oracle import gradients, worst_error

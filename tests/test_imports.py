@@ -1,8 +1,9 @@
-"""Imports point downwards only (DESIGN.md section 7), and nowhere in a circle."""
+"""The folders are the architecture: which may import which stands in one table (DESIGN.md section 7)."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
 
@@ -10,41 +11,35 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "streambp"
-TREES = ("streambp", "paper_repro", "examples", "tests")
-ORDER = (
-    "errors", "device", "instance_forward", "foreign",
-    "accumulate", "config", "chunks", "distributed.zero", "distributed.host",
-    "distributed.sequence_parallel", "attention.reading",
-    "attention.spans", "attention.masks", "distributed.shards", "attention.kernels", "attention.backend",
-    "attention.triton_merge", "attention.merge", "attention.keys", "attention.attend", "attention.prefix",
-    "attention.halves", "attention.interface",
-    "layer.cost", "layer.store", "layer.recompute", "layer.written", "attention.registry", "layer.agreement",
-    "layer.documents", "layer.arguments", "layer.states", "layer.scans", "layer.segments", "layer.outputs",
-    "layer.shadows", "layer.side_effects", "layer.products", "layer.engines", "layer.leaves", "layer.watched",
-    "layer.fingerprint", "layer.reuse", "layer.cached", "layer.site", "layer.carried", "layer.kept", "layer.call",
-    "layer.reached", "layer.gradients", "layer.insides", "layer.own_run", "layer.long_trial", "layer.rehearsal",
-    "layer.probe", "layer.trials", "layer.whole", "layer.exhausted",
-    "layer.function", "layer.sharded_call", "layer.sharded", "head.triton_fold", "head.triton_gradient",
-    "head.blocks", "head.log_probs", "head.one_pass", "head.recipe", "head.late_hooks", "head.deferred",
-    "head.rows", "head.seen", "head.sweep", "head.hub", "head.lazy_rows", "head.row_rules", "head.loss_rules",
-    "head.index_rules", "head.token_rules", "head.lazy",
-    "losses.masked", "losses.sft", "losses.dpo", "losses.grpo", "losses.ppo", "offload.engines", "offload.trace",
-    "offload.arena", "offload.transfers", "offload.auto", "offload.stores",
-    "offload.manager", "stacks", "padding", "packing", "callers", "wrappers",
-    "causal_lm", "fused_head", "patching", "describe",
-    "planner.count", "planner.delta_rules", "planner.state_spaces", "planner.mixers",
-    "planner.profile", "planner.skeleton", "planner.step", "planner.compose", "planner.tree",
-    "planner.survey", "planner.estimate", "planner.plan", "planner.auto", "planner.measure", "planner.report",
-    "planner.page", "planner.megatron", "integrations.deepspeed",
-    "integrations.trl.settings", "integrations.trl.head", "integrations.trl.trainer", "integrations.trl.sft",
-    "integrations.trl.dpo",
-    "integrations.trl.grpo", "integrations.trl.values", "integrations.trl.ppo", "verdict", "choices", "truth", "verify",
-    "launch.settings", "launch.report", "launch.process", "launch.hook", "launch.site.sitecustomize", "launch.place",
-    "launch.command", "launch.__main__", "integrations.axolotl", "integrations.ms_swift",
-    "integrations.verl", "cli", "__main__",
-)  # fmt: skip
-PACKAGES = ("", "attention", "layer", "head", "losses", "offload", "distributed", "integrations", "integrations.trl")
-PACKAGES += ("planner", "launch")
+TREES = ("streambp", "paper_repro", "examples", "scripts", "tests")
+
+# What every folder may import: modules at the top that import nothing but each other.
+GROUND = ("errors", "device", "accumulate", "config", "chunks", "cache", "source", "nested", "instance_forward", "foreign")
+# From the ground up: each folder, and the folders below it that it may import.
+FOLDERS = {
+    "attention": (),
+    "recurrent": (),
+    "distributed": (),
+    "losses": (),
+    "fingerprint": ("distributed",),
+    "layer": ("attention", "recurrent", "distributed", "fingerprint"),
+    "admission": ("attention", "recurrent", "distributed", "fingerprint", "layer"),
+    "sharded": ("attention", "layer", "admission"),
+    "head": ("distributed", "layer"),
+    "lazy": ("distributed", "head"),
+    "offload": ("layer",),
+    "model": ("attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload"),
+    "verify": ("layer", "model"),
+    "planner": ("attention", "distributed", "layer", "admission", "offload", "model"),
+    "launch": ("model", "planner"),
+    "integrations": ("distributed", "losses", "admission", "head", "model", "planner", "launch"),
+}
+TOP = ("", "__main__", "cli")  # import whatever they start
+
+
+@functools.cache
+def known():
+    return frozenset(name for _, name in module_names())
 
 
 def module_names():
@@ -55,29 +50,54 @@ def module_names():
 
 def imported(path):
     """Modules of this package that a file imports, wherever the statement stands."""
+    names = known()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("streambp"):
-            yield node.module.removeprefix("streambp").removeprefix(".")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "streambp":
+            source = node.module.removeprefix("streambp").removeprefix(".")
+            members = {f"{source}.{alias.name}".removeprefix(".") for alias in node.names}
+            yield from (members & names) or {source}
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.startswith("streambp"):
+                if alias.name.split(".")[0] == "streambp":
                     yield alias.name.removeprefix("streambp").removeprefix(".")
 
 
+@functools.cache
+def edges():
+    """Every import of one module of the package by another."""
+    return tuple((name, target) for path, name in module_names() for target in imported(path))
+
+
+def place(name):
+    """The folder of a module, or a module at the top by its own name."""
+    return name.split(".")[0]
+
+
+def not_allowed(folders):
+    """Imports that the table does not allow."""
+    for name, target in edges():
+        here = place(name)
+        if here not in TOP and place(target) not in {here, *GROUND, *folders.get(here, ())}:
+            yield f"{name} imports {target or 'the package'}"
+
+
 def test_every_module_has_its_place():
-    assert {name for _, name in module_names()} == set(ORDER) | set(PACKAGES)
+    assert {place(name) for _, name in module_names()} == {*GROUND, *FOLDERS, *TOP}
 
 
-def test_imports_point_downwards():
-    rank = {name: index for index, name in enumerate(ORDER)}
-    wrong = [
-        f"{name} imports {target or 'the package'}"
-        for path, name in module_names()
-        if name in rank
-        for target in imported(path)
-        if rank.get(target, len(ORDER)) >= rank[name] and not (name in ("verify", "cli") and target == "")
-    ]
-    assert not wrong
+def test_folders_import_downwards():
+    order = list(FOLDERS)
+    for folder, below in FOLDERS.items():
+        assert set(below) <= set(order[: order.index(folder)]), folder
+    assert list(not_allowed(FOLDERS)) == []
+
+
+def test_the_table_is_as_short_as_it_can_be():
+    """Every pair in it is needed: without it some import is not allowed."""
+    for folder, others in FOLDERS.items():
+        for below in others:
+            fewer = {**FOLDERS, folder: tuple(other for other in others if other != below)}
+            assert list(not_allowed(fewer)), (folder, below)
 
 
 def modules_under(root):

@@ -10,29 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from streambp import causal_lm
-from streambp.attention import attend, kernels, keys, masks, merge, prefix, spans
+from streambp.admission import entry, trials
+from streambp.attention import attend, kernels, masks, merge, prefix, spans
+from streambp.attention import kv as keys
+from streambp.attention import own as cached
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
-from streambp.distributed import shards
-from streambp.head import blocks, deferred, log_probs, one_pass, recipe
-from streambp.layer import (
-    arguments,
-    cached,
-    call,
-    function,
-    kept,
-    products,
-    recompute,
-    shadows,
-    sharded,
-    sharded_call,
-    trials,
-)
+from streambp.head import blocks, log_probs, one_pass, recipe
+from streambp.layer import arguments, call, function, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
+from streambp.layer import saved as kept
+from streambp.lazy import standin as deferred
 from streambp.losses import masked
+from streambp.model import causal_lm
 from streambp.offload import arena, stores
 from streambp.planner import auto, count, delta_rules, profile, skeleton
+from streambp.sharded import call as sharded_call
+from streambp.sharded import layer as sharded
+from streambp.sharded import shards
 from tests import (
     test_contract,
     test_families,
@@ -379,11 +374,11 @@ MUTANTS = {
     "host memory of other ranks taken": (arena, "local_ranks", lambda: 1, shared_memory),
     "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
     "inner leaves not reduced": (
-        function, "reduced_after_backward", lambda layer, hidden_states: hidden_states, inner_leaves,
+        entry, "reduced_after_backward", lambda layer, hidden_states: hidden_states, inner_leaves,
     ),
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "stream whatever comes": (
-        function, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
+        entry, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
     ),
     "chunks that end inside of images": (
         ChunkPlan, "avoiding", lambda self, barriers: self, lambda: uneven(test_uneven_chunks.check_images),
@@ -501,7 +496,7 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
         lift_float32_casts(monkeypatch)
     check()
     with monkeypatch.context() as patch:
-        patch.setattr(function, "can_stream", lambda call: True)  # it would catch some of them first
+        patch.setattr(entry, "can_stream", lambda call: True)  # it would catch some of them first
         patch.setattr(owner, attribute, mutant)
         with pytest.raises(AssertionError):
             check()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import streambp
-from streambp import wrappers
 from streambp.errors import ConfigError
+from streambp.model import wrappers
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import probe, rehearsal
-from streambp.verify import verify
+from streambp.admission import probe, rehearsal
+from streambp.verify.compare import verify
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
 from tests.oracle import gradients, worst_error

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streambp.attention.keys import CallSite
+from streambp.attention.kv import CallSite
 from streambp.attention.spans import Block, Kind
 from streambp.chunks import ChunkPlan
 from streambp.head import log_probs

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import streambp
-import streambp.verify
+import streambp.verify.compare
 from streambp import cli
 from streambp.attention import prefix
-from streambp.choices import Choices
 from streambp.head import recipe
 from streambp.layer import function, shadows
-from streambp.verdict import Distances, Losses, find_problems, rate
-from streambp.verify import pick_chunk_size, verify
+from streambp.verify.choices import Choices
+from streambp.verify.compare import pick_chunk_size, verify
+from streambp.verify.verdict import Distances, Losses, find_problems, rate
 from tests import zoo
 from tests.families import FAMILIES, build
 from tests.seeds import seed_of, seeded
@@ -194,7 +194,7 @@ def test_a_broken_checkpoint_exits_with_2(checkpoint, tmp_path, capsys):
 
 
 def test_too_little_host_memory_is_named(monkeypatch):
-    monkeypatch.setattr(streambp.verify, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(streambp.verify.compare, "available_memory", lambda: 1000)
     with pytest.raises(streambp.StreamBPError, match=r"of host memory; 0\.0 are free"):
         verify(build("llama"), seq_len=64)
 
@@ -293,13 +293,13 @@ def test_what_other_experts_compute_decides_nothing(draws, exact, undecided, mon
     """Tokens that go elsewhere streamed than unpatched, in so many draws: others are judged. [Note: choices]"""
     model, batches = zoo.build("qwen3_moe", torch.float32, seed=0), []
     router = type(next(module for name, module in model.named_modules() if name.endswith("mlp.gate")))
-    make_batch, forward = sys.modules["streambp.verify"]._make_batch, router.forward
+    make_batch, forward = sys.modules["streambp.verify.compare"]._make_batch, router.forward
 
     def elsewhere(self, hidden_states):
         streamed = any("_streambp" in module.__dict__ for module in model.modules())
         return forward(self, -hidden_states if streamed and len(batches) <= draws else hidden_states)
 
-    monkeypatch.setattr("streambp.verify._make_batch", lambda *args: batches.append(args) or make_batch(*args))
+    monkeypatch.setattr("streambp.verify.compare._make_batch", lambda *args: batches.append(args) or make_batch(*args))
     monkeypatch.setattr(router, "forward", elsewhere)
     found = verify(model, seq_len=50)
     assert found.exact == exact

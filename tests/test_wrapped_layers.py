@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import streambp
-from streambp import stacks
+from streambp.admission import stacks
 from streambp.errors import UnsupportedModelError
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
@@ -85,7 +85,7 @@ def test_a_model_whose_layers_are_wrapped_is_refused(name, which):
     outer = type(model.model.layers[1 if which == "all but the first" else 0]).__name__
     with pytest.raises(UnsupportedModelError, match=rf"{outer} is around each Qwen3DecoderLayer.*patch first"):
         streambp.patch(model)
-    assert not streambp.patching.is_patched(model)
+    assert not streambp.model.patching.is_patched(model)
     assert "forward" not in model.model.__dict__
 
 

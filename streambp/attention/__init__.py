@@ -1,1 +1,1 @@
-"""Block attention of a chunk over its causal prefix: spans, masks, kernels, prefix, interface (in this order)."""
+"""Attention of a chunk over its causal prefix: spans, blocks, kernels, and the prefix's keys and values."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streambp.attention.backend import Backend, Plan, Use
 from streambp.attention.kernels import MATH, Task, cut, upload
-from streambp.attention.keys import CallSite, Site
+from streambp.attention.kv import CallSite, Site
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended, MergedOutput, SummedQueries
 from streambp.attention.spans import Block, Kind, Spans

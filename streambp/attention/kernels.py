@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from streambp.attention.reading import reads
+from streambp.attention.mask_scan import reads
 from streambp.attention.spans import Block, Kind, Tiling
 
 aten = torch.ops.aten

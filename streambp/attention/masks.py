@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 
-from streambp.attention.reading import SCAN, find_barriers, find_empty, reads
+from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, reads
 from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
 from streambp.chunks import Barrier
 from streambp.errors import UnsupportedMaskError

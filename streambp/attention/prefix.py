@@ -18,7 +18,7 @@ from torch import Tensor
 
 from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
 from streambp.attention.backend import choose_backend
-from streambp.attention.keys import CallSite, PrefixMemory, Site, TiledSite, TileStore
+from streambp.attention.kv import CallSite, PrefixMemory, Site, TiledSite, TileStore
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
 from streambp.attention.spans import Kind, Spans, Tiling

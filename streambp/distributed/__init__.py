@@ -1,1 +1,1 @@
-"""What engines that split a model over processes need of a streamed one."""
+"""What engines do to parameters and host memory."""

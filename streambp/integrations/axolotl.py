@@ -15,9 +15,9 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
+from streambp.admission.stacks import find_stacks
 from streambp.launch.process import Launched
 from streambp.launch.settings import config_from
-from streambp.stacks import find_stacks
 
 SECTION = "The streambp section of axolotl's YAML"
 

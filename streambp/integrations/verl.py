@@ -15,11 +15,11 @@ from typing import Any
 from torch import nn
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
+from streambp.admission.stacks import find_stacks
 from streambp.errors import UnsupportedModelError
 from streambp.launch.hook import read
 from streambp.launch.process import Launched
 from streambp.launch.settings import from_fields
-from streambp.stacks import find_stacks
 
 STRATEGY = "fsdp2"
 

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import TrainerCallback
 
 from streambp.config import StreamConfig
-from streambp.describe import describe
 from streambp.errors import UnsupportedModelError
-from streambp.fused_head import add_head
 from streambp.launch.report import Account, Model, leave, say, table
-from streambp.patching import is_patched, streamed_head
+from streambp.model.describe import describe
+from streambp.model.fused_head import add_head
+from streambp.model.patching import is_patched, streamed_head
 from streambp.planner.auto import patch
 
 

@@ -1,1 +1,1 @@
-"""A decoder layer as one autograd Function: shadows, recomputation, the call, the Function (in this order)."""
+"""The step of one decoder layer: forward without a graph, backward chunk by chunk. Who may stream is decided elsewhere."""

@@ -8,7 +8,6 @@ are kept, in place of which every chunk gets leaves of its own.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -18,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streambp.cache import ChunkCache
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, StreamBPError
-from streambp.layer.documents import Documents, PackedRows, documents_of
+from streambp.nested import Slot, rebuilt
+from streambp.recurrent.documents import Documents, PackedRows, documents_of
 
 # Where the tokens are, by argument name; whatever is not named here is handed to every chunk whole.
 TOKEN_DIMS = {
@@ -49,13 +50,6 @@ CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 PAGED_CACHE = "cache"  # what continuous batching calls its own
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Stands for the differentiable tensor of that number."""
-
-    number: int
-
-
 @dataclasses.dataclass
 class Differentiable:
     """A differentiable argument: the tensor without its history, and the dimension of its tokens (None: it has none)."""
@@ -71,63 +65,6 @@ class Differentiable:
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is given a cache to read and write."""
     return any(kwargs.get(name) is not None for name in (*CACHES, PAGED_CACHE, STATE))
-
-
-class ChunkCache:
-    """Given in place of a cache to layers that ask it how many tokens came before: the chunk's start.
-
-    Args:
-        read: what `update` does, for layers that attend over what it returns; if None, they get back what they gave.
-    """
-
-    def __init__(self, start: int, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None) -> None:
-        self.start = start
-        self._read = read
-        self._stop = start  # positions up to the last one that was read
-
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        return self.start
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self._read is None:
-            return key_states, value_states
-        k, v = self._read(key_states, value_states)
-        self._stop = k.shape[-2]
-        return k, v
-
-    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """How many keys `update` returns, and the position of the first."""
-        return self.start + query_length, 0
-
-    def get_query_offset(self, *_: Any, **__: Any) -> int:
-        return self.start
-
-    def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """key_states [B, C, D] of an indexer, which picks what the queries read -> [B, e, D]: one more prefix."""
-        return self.update(key_states[:, None], key_states[:, None, :, :0])[0][:, 0]
-
-    @property
-    def layers(self) -> Any:
-        """`layers[i]` says how many keys `update` has returned (GLM 5 Next's indexer asks), and has an `update_index`."""
-        return LayerKeys(self, self._stop)
-
-
-class LayerKeys:
-    """`cache.layers[i]` of a chunk's cache: the number of keys, no keys."""
-
-    def __init__(self, cache: ChunkCache, number: int) -> None:
-        self._cache = cache
-        self.keys = torch.empty(0, 0, number, 0, device="meta")  # [B, H, e, D] but for B, H and D
-
-    def __getitem__(self, layer: int) -> LayerKeys:
-        return self
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[-2]
-
-    def update_index(self, key_states: Tensor) -> Tensor:
-        """key_states [B, 1, C, D] of MiniMax M3's indexer -> [B, 1, e, D]: one more prefix."""
-        return self._cache.update(key_states, key_states[..., :0])[0]
 
 
 class Versions:
@@ -337,18 +274,3 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(_is_constant(part) for part in value)
     return not isinstance(value, Slot | list | Mapping)
-
-
-def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every tensor and slot in its tuples, lists and mappings changed."""
-    if isinstance(value, Tensor | Slot):
-        return change(value)
-    if isinstance(value, tuple | list):
-        parts = [rebuilt(part, change) for part in value]
-        return type(value)(parts) if type(value) in (tuple, list) else value
-    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        changed = copy.copy(value)
-        for key, part in value.items():
-            changed[key] = rebuilt(part, change)
-        return changed
-    return value

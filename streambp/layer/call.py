@@ -12,24 +12,24 @@ from typing import Any
 from torch import Tensor
 
 from streambp.attention.interface import routed
+from streambp.attention.mask_scan import move_ends
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
-from streambp.attention.reading import move_ends
 from streambp.chunks import Chunk, merged, plan_chunks
+from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
 from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.fingerprint.looks import Look, Seen
 from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.carried import Carried, layout_of
-from streambp.layer.documents import ENDS, IDS, told_of
-from streambp.layer.engines import engine_hooks, engine_hooks_silenced
-from streambp.layer.fingerprint import Look, Seen
-from streambp.layer.kept import Kept
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
-from streambp.layer.scans import StartingFrom, scans_of
-from streambp.layer.segments import InSegments, mixers_of
+from streambp.layer.saved import Kept
 from streambp.layer.site import LayerSite, attention_configs
-from streambp.layer.states import LEAST_TOKENS, States, take_returned, whole_blocks
 from streambp.layer.store import Offloader
+from streambp.recurrent.documents import ENDS, IDS, told_of
+from streambp.recurrent.scans import StartingFrom, scans_of
+from streambp.recurrent.segments import InSegments, mixers_of
+from streambp.recurrent.states import LEAST_TOKENS, States, take_returned, whole_blocks
 
 
 class LayerCall:

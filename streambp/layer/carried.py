@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.attention.keys import PrefixMemory
+from streambp.attention.kv import PrefixMemory
 from streambp.attention.masks import DenseMask, LazyMask, resolve
+from streambp.attention.own import OwnMask, chunk_arguments, reader
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier, Chunk, ChunkPlan
 from streambp.layer.arguments import STATE
-from streambp.layer.cached import OwnMask, chunk_arguments, reader
-from streambp.layer.documents import Documents
 from streambp.layer.site import LayerSite
-from streambp.layer.states import StateCache, States
 from streambp.layer.store import Offloader, SavedTensors
+from streambp.recurrent.documents import Documents
+from streambp.recurrent.states import StateCache, States
 
 
 class Carried:

@@ -20,7 +20,7 @@ from transformers.utils import output_capturing
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.arguments import written
-from streambp.layer.states import States
+from streambp.recurrent.states import States
 
 Collected = dict[str, list[Tensor]]
 RETURNED = "returned"  # the name of what a layer returns behind its hidden states

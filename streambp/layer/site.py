@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
-from streambp.layer.documents import PackedRows
-from streambp.layer.fingerprint import Fingerprint
+from streambp.fingerprint.looks import Fingerprint
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.store import Offloader
+from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
 Key = TypeVar("Key")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from streambp.attention.keys import TileStore
+from streambp.attention.kv import TileStore
 from streambp.layer.cost import Watch
 
 Access = tuple[str, int]

@@ -8,16 +8,16 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-import streambp.patching as patching
+import streambp.model.patching as patching
 from streambp.chunks import AUTO_RULE, plan_chunks
 from streambp.config import StreamConfig
 from streambp.device import memory_limit
 from streambp.distributed.zero import is_partitioned
+from streambp.model.wrappers import LayerForward
 from streambp.planner.plan import CHUNK_TOKENS
 from streambp.planner.profile import Method
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import Recipe, survey
-from streambp.wrappers import LayerForward
 
 Model = TypeVar("Model", bound=nn.Module)
 USABLE = 0.95  # the rest is left to fragmentation and other libraries

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
+from streambp.model.patching import Patch, patch, unpatch
+from streambp.model.wrappers import LayerForward
 from streambp.offload.manager import OffloadManager
-from streambp.patching import Patch, patch, unpatch
 from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
 from streambp.planner.skeleton import Device, Skeleton, reduce_layers
 from streambp.planner.step import Span, run_step
 from streambp.planner.survey import Counter, Recipe, UncountedHost
-from streambp.stacks import find_stacks
-from streambp.wrappers import LayerForward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,11 +23,11 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 
+from streambp.admission.stacks import find_stacks
 from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
-from streambp.patching import unpatch
+from streambp.model.patching import unpatch
 from streambp.planner.mixers import CHOICES, Mixers, standing_in
-from streambp.stacks import find_stacks
 
 Device = Literal["cuda", "cpu"]
 INNER = 2

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from streambp.admission.stacks import find_stacks, states_argument
 from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
+from streambp.model.patching import Patch, patch, unpatch
+from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
 from streambp.offload.engines import Engine, SynchronousEngine
 from streambp.offload.manager import OffloadManager
 from streambp.offload.stores import MicroBatch
 from streambp.offload.transfers import Entry, Holding
-from streambp.patching import Patch, patch, unpatch
 from streambp.planner.compose import Point, Totals, fit, solve, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.mixers import assumed
@@ -27,8 +29,6 @@ from streambp.planner.profile import Group, Method, Node, Phase, Profile
 from streambp.planner.skeleton import Reduced, Skeleton, reduce_layers
 from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
 from streambp.planner.tree import module_tree
-from streambp.stacks import find_stacks, states_argument
-from streambp.wrappers import LayerForward
 
 CHUNKS = (2048, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
 TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their tiles are small, and there are many

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from streambp.admission.stacks import find_stacks
 from streambp.planner.count import StepCount
 from streambp.planner.profile import Node
 from streambp.planner.skeleton import Reduced, Skeleton
 from streambp.planner.step import fused_attention
-from streambp.stacks import find_stacks
 
 LENGTH = 4096
 Activations = dict[nn.Module, float]

@@ -13,7 +13,7 @@ from streambp.attention import attend, kernels, merge
 from streambp.attention.attend import Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Backend
 from streambp.attention.kernels import CUDNN, FLASH, MATH
-from streambp.attention.keys import CallSite, TiledSite
+from streambp.attention.kv import CallSite, TiledSite
 from streambp.chunks import ChunkPlan
 from streambp.layer.store import InMemory
 

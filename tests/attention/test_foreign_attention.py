@@ -15,9 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import streambp
-from streambp.attention import registry
+from streambp.admission import own_run, registry
 from streambp.errors import UnsupportedModelError
-from streambp.layer import own_run
 from tests.families import FAMILIES, build, make_batch
 from tests.oracle import gradients, worst_error
 
@@ -128,7 +127,7 @@ def test_is_refused_by_name(case, order):
         change(model)
         with pytest.raises(UnsupportedModelError, match=message):
             streambp.patch(model, CONFIG)
-        assert not streambp.patching.is_patched(model)
+        assert not streambp.model.patching.is_patched(model)
         return
     streambp.patch(model, CONFIG)
     if order == "after a step":

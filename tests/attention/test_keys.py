@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streambp.attention.keys import WORKING, CallSite, PrefixMemory, TiledSite
+from streambp.attention.kv import WORKING, CallSite, PrefixMemory, TiledSite
 from streambp.attention.spans import Run, Spans, Tiling
 from streambp.chunks import ChunkPlan
 from streambp.layer.store import InMemory

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from streambp.attention import reading
-from streambp.attention.reading import find_barriers, find_empty, move_ends
+from streambp.attention import mask_scan as reading
+from streambp.attention.mask_scan import find_barriers, find_empty, move_ends
 from streambp.chunks import Barrier, ChunkPlan
 from streambp.errors import UnsupportedMaskError
 from tests.families import LENGTH

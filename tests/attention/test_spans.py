@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from streambp.attention.interface import routed
+from streambp.attention.mask_scan import move_ends
 from streambp.attention.masks import DenseMask, LazyMask, resolve
-from streambp.attention.reading import move_ends
 from streambp.attention.spans import GRID, Kind, Run, Spans, Tiling
 from streambp.chunks import Barrier, ChunkPlan
 from streambp.errors import UnsupportedMaskError

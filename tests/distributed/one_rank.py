@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from streambp import causal_lm, wrappers
-from streambp.distributed.sequence_parallel import Ulysses
+from streambp.distributed.ulysses import Ulysses
+from streambp.model import causal_lm, wrappers
 
 
 def give_back(received, sent, group=None):

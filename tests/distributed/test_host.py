@@ -7,8 +7,8 @@ import importlib
 import pytest
 
 import streambp
-from streambp import wrappers
 from streambp.distributed.host import HostUse
+from streambp.model import wrappers
 from streambp.offload.arena import host_limit
 from tests.families import build, make_batch
 from tests.oracle import gradients

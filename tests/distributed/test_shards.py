@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import streambp
 from streambp.attention.spans import Run, Spans
-from streambp.distributed.shards import Shards, gather_shards
 from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.sharded.shards import Shards, gather_shards
 from tests.seeds import seed_torch
 
 

@@ -99,7 +99,7 @@ print("all steps done")
 
 BREAKS_BETWEEN_EXCHANGES = """
 import os, deepspeed, torch, streambp
-from streambp.distributed.sequence_parallel import find_ulysses
+from streambp.distributed.ulysses import find_ulysses
 from tests.distributed.split_worker import model_for, register, shard, whole_batch
 from tests.distributed.watch import tell
 deepspeed.init_distributed(dist_backend="gloo")

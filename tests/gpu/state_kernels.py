@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from streambp.chunks import Chunk
-from streambp.layer.documents import Documents
-from streambp.layer.scans import SelectiveScan
-from streambp.layer.states import Key, StateCache
+from streambp.recurrent.documents import Documents
+from streambp.recurrent.scans import SelectiveScan
+from streambp.recurrent.states import Key, StateCache
 from tests.layer import reference_kernels
 
 Function = Callable[..., Any]

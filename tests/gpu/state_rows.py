@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import streambp
 from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
 from streambp.chunks import ChunkPlan
-from streambp.layer.documents import Documents, telling
-from streambp.layer.states import StateCache
+from streambp.recurrent.documents import Documents, telling
+from streambp.recurrent.states import StateCache
 from tests import zoo
 from tests.families import make_batch
 from tests.gpu.report import environment, wrong_paths

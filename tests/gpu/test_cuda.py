@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import streambp
+from streambp.admission import entry
 from streambp.attention import backend, kernels, prefix
-from streambp.layer import function
 from streambp.offload import manager_of
 from tests.families import build, make_batch
 from tests.gpu import offload_rows, report
@@ -52,7 +52,7 @@ def test_the_report_fails_where_layers_do_not_stream(row, monkeypatch):
         call.site.because = "a test wants it"
         return False
 
-    monkeypatch.setattr(function, "can_stream", runs_whole)
+    monkeypatch.setattr(entry, "can_stream", runs_whole)
     (_, (line, passed)) = report.report(arguments([row]))
     assert not passed
     assert "a test wants it" in line

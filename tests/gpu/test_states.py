@@ -7,7 +7,8 @@ import argparse
 import pytest
 import torch
 
-from streambp.layer import documents, function, scans
+from streambp.admission import entry
+from streambp.recurrent import documents, scans
 from tests import zoo
 from tests.gpu import state_rows
 from tests.versions import needs_mixer_functions
@@ -79,7 +80,7 @@ def test_the_rows_fail_where_layers_do_not_stream(monkeypatch):
         call.site.because = "a test wants it"
         return False
 
-    monkeypatch.setattr(function, "can_stream", runs_whole)
+    monkeypatch.setattr(entry, "can_stream", runs_whole)
     ((line, passed),) = rows("bf16 lfm2")
     assert not passed
     assert "a test wants it" in line

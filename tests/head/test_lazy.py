@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
 import streambp
-from streambp.head import hub, sweep
-from streambp.head.lazy import LazyLogits
-from streambp.head.rows import readings
-from streambp.layer.documents import parameters_of
+from streambp.lazy import backward as sweep
+from streambp.lazy import head as hub
+from streambp.lazy.dispatch import LazyLogits
+from streambp.lazy.expression import readings
+from streambp.recurrent.documents import parameters_of
 from tests import zoo
 from tests.families import VOCABULARY, build, make_batch
 from tests.head import test_log_probs

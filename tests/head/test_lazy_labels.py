@@ -7,7 +7,7 @@ import torch
 
 import streambp
 from streambp.errors import StreamBPError
-from streambp.head.lazy import LazyLogits
+from streambp.lazy.dispatch import LazyLogits
 from tests import zoo
 from tests.families import build
 from tests.head.losses_on_logits import dpo, entropy_of

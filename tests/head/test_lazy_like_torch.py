@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import streambp
-from streambp.head.lazy import LazyLogits
+from streambp.lazy.dispatch import LazyLogits
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seeded

@@ -7,8 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from streambp import causal_lm
-from streambp.head import hub, late_hooks, lazy, lazy_rows, loss_rules, row_rules, rows, seen, sweep
+from streambp.lazy import backward as sweep
+from streambp.lazy import dispatch as lazy
+from streambp.lazy import expression as rows
+from streambp.lazy import head as hub
+from streambp.lazy import hooks as late_hooks
+from streambp.lazy import loss_rules, row_rules, seen
+from streambp.lazy import tensor as lazy_rows
+from streambp.model import causal_lm
 from tests.head import test_lazy, test_lazy_labels
 from tests.head import test_lazy_like_torch as like_torch
 from tests.head.losses_on_logits import FRAMEWORKS

@@ -10,7 +10,7 @@ import torch
 from transformers import MoshiConfig, MoshiForCausalLM, MoshiForConditionalGeneration
 
 import streambp
-from streambp import causal_lm
+from streambp.model import causal_lm
 from tests.families import LENGTH, VOCABULARY, build, make_batch
 from tests.oracle import worst_error
 from tests.seeds import seed_torch, seeded

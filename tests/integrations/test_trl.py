@@ -241,8 +241,8 @@ def test_a_batch_without_a_label_has_fields_like_trls():
     """DPO gathers is_top1 as bools."""
     from trl.trainer.utils import add_fused_lm_head
 
-    from streambp.fused_head import OPTIONAL_OUTPUTS
     from streambp.integrations.trl.head import adder
+    from streambp.model.fused_head import OPTIONAL_OUTPUTS
 
     outputs = []
     for add in (add_fused_lm_head, adder(streambp.StreamConfig(chunk_size=5))):

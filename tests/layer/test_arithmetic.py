@@ -17,14 +17,14 @@ from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3DecoderLayer
 
 import streambp
+from streambp.admission.entry import stream_layer
 from streambp.attention import kernels
 from streambp.attention.spans import Kind
 from streambp.config import StreamConfig
-from streambp.head.deferred import Deferred
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
-from streambp.layer.function import stream_layer
 from streambp.layer.site import LayerSite
+from streambp.lazy.standin import Deferred
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.oracle import gradients
@@ -132,9 +132,9 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
         monkeypatch.setattr(kernel, "forward", counted(kernel.forward, "forward"))
         monkeypatch.setattr(kernel, "backward", counted(kernel.backward, "backward"))
     model = streambp.patch(build(family, num_hidden_layers=1), StreamConfig(chunk_size=5, saves=saves, attention="auto"))
-    monkeypatch.setattr("streambp.layer.function.plain_linears", lambda layer: {})  # no probe: it attends as well
-    monkeypatch.setattr("streambp.layer.function.can_stream", lambda call: True)  # so do these
-    monkeypatch.setattr("streambp.layer.function.look_for_writes", lambda call: None)
+    monkeypatch.setattr("streambp.layer.site.plain_linears", lambda layer: {})  # no probe: it attends as well
+    monkeypatch.setattr("streambp.admission.entry.can_stream", lambda call: True)  # so do these
+    monkeypatch.setattr("streambp.admission.entry.look_for_writes", lambda call: None)
     gradients(model, **make_batch(mode))
     inside, masked = expected_pairs(model, mode)
     forwards = 1 if saves else 2

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from streambp.admission.entry import stream_layer
 from streambp.config import StreamConfig
 from streambp.head.log_probs import token_log_probs
-from streambp.layer.function import stream_layer
 from streambp.layer.site import LayerSite
 from streambp.offload.arena import Arena
 from streambp.offload.engines import SynchronousEngine

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streambp.admission.entry import stream_layer
 from streambp.config import StreamConfig
-from streambp.layer.function import stream_layer
 from streambp.layer.site import LayerSite
 from streambp.offload.engines import SynchronousEngine
 from streambp.offload.manager import OffloadManager

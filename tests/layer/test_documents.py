@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import documents, probe, trials
+from streambp.admission import probe, trials
+from streambp.recurrent import documents
 from tests import zoo
 from tests.families import make_batch
 from tests.layer import reference_kernels

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import streambp
-from streambp.layer import insides, long_trial, probe
+from streambp.admission import insides, long_trial, probe
 from tests import zoo
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import streambp
-from streambp.layer import trials
+from streambp.admission import trials
 from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error

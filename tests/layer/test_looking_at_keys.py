@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import call, function
-from streambp.layer.arguments import ChunkCache, LayerKeys
-from streambp.layer.cached import PlainMask
+from streambp.admission import entry
+from streambp.attention.own import PlainMask
+from streambp.cache import ChunkCache, LayerKeys
+from streambp.layer import call
 from tests import zoo
 from tests.families import make_batch
 from tests.layer.test_states import check_exact, patched
@@ -100,7 +101,7 @@ def test_blocks_of_which_a_mask_leaves_nothing(mode, reason):
 
 
 def test_the_mutant_that_cuts_them_all(monkeypatch):
-    monkeypatch.setattr(function, "why_picked_blocks_stay_whole", lambda *_: None)
+    monkeypatch.setattr(entry, "why_picked_blocks_stay_whole", lambda *_: None)
     for mode in ("left-padded", "packed"):
         with pytest.raises(AssertionError):
             blocks_picked(make_batch(mode))
@@ -194,6 +195,6 @@ def test_mutant_turns_a_test_red(mutant, monkeypatch):
     stock, batch = zoo.build(name, **(BLOCKS if "minimax" in name else {})), make_batch("plain")
     _, expected = gradients(stock, **batch)
     assert worst_error(gradients(patched(stock, chunk_size=5), **batch)[1], expected) <= 1e-10
-    monkeypatch.setattr(function, "can_stream", lambda call: True)
+    monkeypatch.setattr(entry, "can_stream", lambda call: True)
     monkeypatch.setattr(owner, attribute, wrong)
     assert worst_error(gradients(patched(stock, chunk_size=5), **batch)[1], expected) > 1e-6

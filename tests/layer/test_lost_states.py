@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import streambp
-from streambp import wrappers
-from streambp.layer import function
-from streambp.layer.states import Key, StateCache
+from streambp.admission import entry
+from streambp.admission.stacks import find_stacks
+from streambp.model import wrappers
 from streambp.planner.count import StepCount
 from streambp.planner.skeleton import Skeleton
-from streambp.stacks import find_stacks
+from streambp.recurrent.states import Key, StateCache
 from tests import zoo
 from tests.families import make_batch
 from tests.oracle import gradients, relative_l2
@@ -26,14 +26,14 @@ HYBRIDS = ("lfm2", "jamba", "bamba", "nemotron_h", "qwen3_next", "falcon_h1", "z
 def verdicts(model, monkeypatch, step):
     """Which layers of a patched model stream: what its step finds out."""
     found = {}
-    real = function.can_stream
+    real = entry.can_stream
 
     def kept(call):
         found[id(call.layer)] = real(call)
         return found[id(call.layer)]
 
     with monkeypatch.context() as patch:
-        patch.setattr(function, "can_stream", kept)
+        patch.setattr(entry, "can_stream", kept)
         step()
     streambp.unpatch(model)
     return [found.get(id(layer), False) for stack in find_stacks(model).stacks for layer in stack.layers]

@@ -9,8 +9,9 @@ import torch
 from transformers import ClvpDecoderConfig, ClvpForCausalLM
 
 import streambp
-from streambp.layer import call, function, products, trials
-from streambp.layer.function import stream_layer
+from streambp.admission import trials
+from streambp.admission.entry import stream_layer
+from streambp.layer import call, function, products
 from streambp.layer.site import LayerSite
 from tests import zoo
 from tests.attention.meta_runs import ElementwiseBytes

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import streambp
+from streambp.admission import trials
 from streambp.errors import UnsupportedModelError
-from streambp.layer import sharded_call, trials
 from streambp.layer.site import Overwritten
 from streambp.offload import manager_of
+from streambp.sharded import call as sharded_call
 from tests import zoo
 from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
 from tests.families import build, make_batch, mix_neighbours

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import streambp
-from streambp import wrappers
+from streambp.admission import probe
 from streambp.errors import UnsupportedModelError
-from streambp.layer import documents, probe, segments
+from streambp.model import wrappers
+from streambp.recurrent import documents, segments
 from tests import zoo
 from tests.families import make_batch
 from tests.layer import reference_kernels

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import arguments, cached
+from streambp.attention import own as cached
+from streambp.layer import arguments
 from tests import zoo
 from tests.families import LENGTH, MODES, SIZES, make_batch
 from tests.layer.test_states import patched

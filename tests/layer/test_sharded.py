@@ -12,10 +12,10 @@ import torch.distributed as dist
 import streambp
 from streambp.attention.spans import Spans
 from streambp.config import StreamConfig
-from streambp.distributed.shards import Shards
 from streambp.errors import UnsupportedMaskError, UnsupportedModelError
-from streambp.layer.sharded import stream_shard
 from streambp.layer.site import LayerSite
+from streambp.sharded.layer import stream_shard
+from streambp.sharded.shards import Shards
 from tests import zoo
 from tests.counting import LinearFlops
 from tests.distributed.one_rank import give_back, split_over_one_rank, with_shifted_labels

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import streambp
+from streambp.admission import probe, rehearsal
 from streambp.errors import BackwardError
-from streambp.layer import probe, rehearsal
 from tests import zoo
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error

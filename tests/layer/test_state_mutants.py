@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import arguments, call, carried, documents, function, scans, states
-from streambp.layer.states import Key, StateCache
+from streambp.admission import entry
+from streambp.layer import arguments, call, carried, function
+from streambp.recurrent import documents, scans, states
+from streambp.recurrent.states import Key, StateCache
 from tests import zoo
 from tests.families import make_batch
 from tests.layer.test_documents import build, check_packed, packed
@@ -149,7 +151,7 @@ def float64_everywhere(float64_oracle):
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]
     check()
-    monkeypatch.setattr(function, "can_stream", lambda call: True)
+    monkeypatch.setattr(entry, "can_stream", lambda call: True)
     monkeypatch.setattr(owner, attribute, mutant, raising=False)  # instances alone have some
     with pytest.raises(AssertionError):
         check()
@@ -165,7 +167,7 @@ def test_the_probe_sees_a_state_without_its_gradient(monkeypatch):
 
 def test_chunks_of_one_token_would_not_run(monkeypatch):
     monkeypatch.setattr(call, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(function, "can_stream", lambda call: True)
+    monkeypatch.setattr(entry, "can_stream", lambda call: True)
     with pytest.raises((RuntimeError, AssertionError)):
         check_exact("bamba", 11, [5])
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import call, kept, scans
+from streambp.layer import call
+from streambp.layer import saved as kept
+from streambp.recurrent import scans
 from tests import zoo
 from tests.families import make_batch
 from tests.gpu import state_rows
@@ -174,7 +176,7 @@ def test_a_chunk_ends_with_its_backward(name):
     """Without the garbage collector: nothing that a chunk's graph holds outlives its step in a cycle."""
     ours = patched(zoo.build(name, dtype=torch.float32), chunk_size=5)
     made: list[weakref.ref] = []
-    real = streambp.layer.states.StateCache.__init__
+    real = streambp.recurrent.states.StateCache.__init__
 
     def remember(self, *args, **kwargs):
         real(self, *args, **kwargs)
@@ -184,7 +186,7 @@ def test_a_chunk_ends_with_its_backward(name):
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streambp.layer.states.StateCache, "__init__", remember)
+            patch.setattr(streambp.recurrent.states.StateCache, "__init__", remember)
             gradients(ours, **make_batch("plain"))
         assert made
         assert not [cache for cache in made if cache() is not None]

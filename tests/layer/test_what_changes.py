@@ -14,8 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 import streambp
+from streambp.admission import checkpointed as whole
+from streambp.admission import entry, probe
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.layer import fingerprint, function, leaves, probe, site, watched, whole
+from streambp.fingerprint import hooks as watched
+from streambp.fingerprint import leaves
+from streambp.fingerprint import looks as fingerprint
+from streambp.layer import function, site
 from tests.families import build, make_batch, mix_neighbours
 from tests.layer.test_side_effects import CONFIG, Wrapped, around_mlp, pair, paths, reasons
 from tests.oracle import EXACT, gradients, worst_error
@@ -667,7 +672,8 @@ def constant(monkeypatch):
     fixed = lambda tables, named, ignored, latest: latest or real([], named, ignored, None)  # noqa: E731
     monkeypatch.setattr(fingerprint, "hooks_of", fixed)
     monkeypatch.setattr(fingerprint, "versions_of", lambda look: [0] * len(look.body.tensors))
-    monkeypatch.setattr(function, "versions_of", lambda look: [0] * len(look.body.tensors))
+    for module in (function, entry):
+        monkeypatch.setattr(module, "versions_of", lambda look: [0] * len(look.body.tensors))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import streambp
-from streambp.layer.written import written_forward
+from streambp.source import written_forward
 from tests import zoo
 from tests.families import make_batch
 from tests.oracle import gradients, worst_error

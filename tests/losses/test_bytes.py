@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streambp.head import token_log_probs
-from streambp.head.deferred import Deferred
-from streambp.head.lazy import LazyLogits
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
+from streambp.lazy.dispatch import LazyLogits
+from streambp.lazy.standin import Deferred
 from streambp.losses import dpo_loss, grpo_loss, ppo_loss, sft_loss
 from streambp.planner.count import LiveBytes
 from tests.head import losses_on_logits

@@ -10,13 +10,13 @@ from streambp.layer.call import LayerCall
 from streambp.offload import engines, manager_of, transfers
 from streambp.offload.engines import OUT, DeviceMemory
 from streambp.offload.manager import OffloadManager
-from streambp.offload.trace import TraceEngine
 from streambp.planner import auto
 from streambp.planner.auto import FittingChunk
 from streambp.planner.profile import Method, Phase
 from tests.offload.runs import BOTH, SCHEDULES, assert_same, break_off, model_with, offloaded, run, step
 from tests.offload.test_auto import Injected
 from tests.offload.test_races import record, without
+from tests.offload.trace_engine import TraceEngine
 
 GIB = 2**30
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streambp
 from streambp.offload import engines, manager, manager_of
 from streambp.offload.arena import host_limit
-from streambp.offload.trace import TraceEngine
 from tests.offload.runs import BOTH, assert_same, expected_host_bytes, forward, model_with, offloaded, run, step
+from tests.offload.trace_engine import TraceEngine
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streambp.attention import keys
+from streambp.attention import kv as keys
 from streambp.offload import engines, manager_of, transfers
-from streambp.offload.trace import TraceEngine
 from tests.offload.runs import BOTH, SAVES, SCHEDULES, break_off, model_with, offloaded, prefix_bytes, run, sampled
+from tests.offload.trace_engine import TraceEngine
 
 
 def traced(schedule, saves=("attn_out", "kv"), collect=False, gpu_memory=None):

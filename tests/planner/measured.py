@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import streambp
+from streambp.admission.stacks import find_stacks
 from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
 from streambp.planner.measure import uncount_host
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.step import run_step
 from streambp.planner.survey import CHECKPOINTING, Counter, streamed
-from streambp.stacks import find_stacks
 from tests import zoo
 
 RECIPES = {

@@ -15,12 +15,12 @@ from streambp.planner import profile as module
 from streambp.planner.compose import solve, unroll
 from streambp.planner.count import StepCount, aten
 from streambp.planner.estimate import UNPATCHED
-from streambp.planner.megatron import Parallelism, static_bytes
 from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, parameter_groups, streamed, survey
 from tests import test_families, zoo
 from tests.families import build
+from tests.planner.megatron import Parallelism, static_bytes
 from tests.versions import ROUTING_LOOKED_AT
 
 GIB = 2**30

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import AutoModel
 
 import streambp
-from streambp.layer.kept import Kept
-from streambp.layer.states import StateCache
+from streambp.admission.stacks import find_stacks
+from streambp.layer.saved import Kept
 from streambp.planner.count import StepCount
 from streambp.planner.mixers import standing_in
 from streambp.planner.step import fused_attention
-from streambp.stacks import find_stacks
+from streambp.recurrent.states import StateCache
 from tests.layer.test_bytes import Source
 from tests.planner.shapes import one_layer
 from tests.versions import needs_states

@@ -278,7 +278,7 @@ def test_running_out_of_memory_names_the_next_lever(config, lever, where, monkey
 
 def test_smaller_chunks_are_the_lever_once_everything_has_left():
     from streambp.chunks import ChunkPlan
-    from streambp.layer.exhausted import next_lever
+    from streambp.layer.oom import next_lever
 
     config = streambp.StreamConfig(offload="cpu")
     assert "chunk_size=4096" in next_lever(config, ChunkPlan(100_000, 8192))

@@ -10,8 +10,8 @@ from torch import nn
 
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
-from streambp.fused_head import FusedHead, add_head
-from streambp.patching import streamed_head
+from streambp.model.fused_head import FusedHead, add_head
+from streambp.model.patching import streamed_head
 from streambp.planner.auto import patch
 
 

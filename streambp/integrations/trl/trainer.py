@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, ClassVar
 
-from streambp.fused_head import FusedHead
 from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
+from streambp.model.fused_head import FusedHead
 
 
 class StreamedTrainer:

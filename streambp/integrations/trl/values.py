@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streambp.causal_lm import Scored
-from streambp.fused_head import FusedHead
 from streambp.head.blocks import token_blocks
+from streambp.model.causal_lm import Scored
+from streambp.model.fused_head import FusedHead
 
 VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
 

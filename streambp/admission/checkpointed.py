@@ -1,0 +1,120 @@
+"""A layer that cannot be cut: it runs whole, and torch's checkpoint recomputes it in backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from streambp.attention.interface import routed
+from streambp.attention.masks import LazyMask
+from streambp.chunks import Chunk
+from streambp.errors import UnsupportedModelError
+from streambp.fingerprint.hooks import again, described, watching
+from streambp.fingerprint.looks import Look, changed, generator_states, set_generators, versions_of
+from streambp.layer.arguments import CACHES, Versions
+from streambp.layer.recompute import check_mode, checkpointable, checkpointing_off, parametrizations_computed
+from streambp.layer.shadows import Parameters
+from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since
+from streambp.layer.site import LayerSite, attention_configs
+from streambp.recurrent.segments import InSegments, mixers_of
+
+
+def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
+    """What the layer's forward returns. Costs the memory of gradient checkpointing, and is named by `describe`.
+
+    Raises:
+        UnsupportedModelError: the layer reads the model's attention mask itself instead of handing it on.
+    """
+    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    configs = [] if site.cache else site.of(attention_configs)
+    rows = site.packed_rows  # the site's change with its next call
+    mixers = [] if rows is None else site.of(mixers_of)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if site.overwritten.inputs and torch.is_grad_enabled():  # [Note: writes through pointers]
+            args, kwargs = _on_a_copy(args, kwargs)
+        # The recomputation runs after the model's forward is over.
+        segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
+        in_segments = InSegments(mixers, segments, None)
+        with routed(configs), checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments:
+            return site.forward(site.layer, *args, **kwargs)
+
+    try:
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return checkpoint(Repeatable(site, run, args, kwargs), *args, use_reentrant=False, **kwargs)
+    except (AttributeError, TypeError) as error:
+        if LazyMask.__name__ not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"{type(site.layer).__name__} cannot stream: {site.because}. Nor can it run whole, because it reads the "
+            f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
+        ) from error
+
+
+def _on_a_copy(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments with a copy of the hidden states."""
+    if args:
+        return (args[0].clone(), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
+
+
+class Repeatable:
+    """A layer's forward for torch's checkpoint, which would recompute another model or batch without a word.
+
+    The recomputation raises if parameters, arguments, the mode or what the layer is made of are others than before, and
+    starts from the same buffers and the same states of the layer's own generators. [Note: fingerprint]
+    """
+
+    def __init__(self, site: LayerSite, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        self._layer, self._run, self._fingerprint = site.layer, run, site.fingerprint
+        self._look = self._fingerprint.look(site.layer)
+        self._training = site.layer.training
+        given = [(name, x) for name, value in {"input": args, **kwargs}.items() for x in tree_leaves(value)]
+        tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
+        self._parameters = Parameters(site.layer, tensors[0][1].device)
+        self._arguments = Versions()
+        for name, tensor in tensors:
+            self._arguments.note(name, tensor)
+        self._buffers: Buffers | None = None  # those that the forward has written to, as they were before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._buffers is None:
+            before, versions = copies(buffers_of(self._layer)), versions_of(self._look)
+            self._generators = generator_states(self._look.body.generators)
+            with watching(self._look.hooks) as acted:
+                result = self._run(*args, **kwargs)
+            self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
+            self._buffers = written_since(before)
+            return result
+        check_mode(self._layer, self._training)
+        self._parameters.check_unchanged()
+        self._arguments.check_unchanged()
+        now = self._fingerprint.look(self._layer)
+        self._fingerprint.check(self._layer, self._seen, now)
+        with in_place_of_buffers(copies(self._buffers)), self._as_in_forward(now):
+            return self._run(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _as_in_forward(self, now: Look) -> Iterator[None]:
+        """Within, peft's modules are handed the same, and random numbers of the layer's own are drawn as they were.
+
+        Raise if a hook changes what it is given now alone. The other way round tells nothing: torch stops a recomputation
+        before its end, so that some hooks do not run again.
+        """
+        generators = self._look.body.generators
+        later = generator_states(generators)
+        set_generators(generators, self._generators)
+        try:
+            with again(self._look.hooks.routing), watching(now.hooks) as acted:
+                yield
+        finally:
+            set_generators(generators, later)
+            for key in sorted(acted - self._seen.acted):
+                raise changed(self._layer, f"{described(key)} changes what it is given, and changed nothing in forward")

@@ -1,0 +1,94 @@
+"""A layer tried at the length of its call, in one chunk and in those that it is to be cut into. [Note: foreign insides]
+
+Without a graph, and attention is ours on both sides, so that no [T, T] scores exist; what the rest of the layer holds for
+one chunk it holds for the whole sequence here. Where that does not fit, fewer tokens are tried, as `describe` says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
+from streambp.attention.prefix import Prefix, Stage
+from streambp.chunks import Chunk
+from streambp.layer.call import LayerCall
+from streambp.recurrent.states import States
+
+BLOCK = 64  # tokens that are judged together: a few positions must show, one token that is routed otherwise must not
+
+
+def is_known(call: LayerCall) -> bool:
+    """Whether nothing inside the layer is foreign, or was tried with sequences about as long as this call's."""
+    untried = 0 if call.site.foreign else float("inf")
+    return call.plan.length <= call.site.tried.get(call.arguments.kind, untried) or len(call.plan) == 1
+
+
+def why_not_at_length(call: LayerCall) -> str | None:
+    """Why the call's chunks would give something else than its whole sequence; None if they do not.
+
+    Called while the call is streaming, without grad, with the layer in eval mode.
+    """
+    site, length = call.site, call.plan.length
+    chunks = len(call.plan)
+    with call.arguments.replaced({}):
+        while True:
+            try:
+                alike = _is_alike(call, chunks)
+                break
+            except torch.OutOfMemoryError:
+                if chunks == 2:
+                    raise
+            chunks = max(2, chunks // 2)
+    tried = call.plan[chunks - 1].stop
+    names = ", ".join(site.foreign)
+    if not alike:
+        return (
+            f"over {tried} tokens at once it computes something else than in chunks of {call.plan.size}: {names} "
+            "may depend on where a token is in the whole sequence"
+        )
+    if tried < length:
+        site.foreign_until = tried
+    site.tried[call.arguments.kind] = 1 << (length - 1).bit_length()
+    return None
+
+
+def _is_alike(call: LayerCall, chunks: int) -> bool:
+    """Whether the first chunks give what their tokens give at once, in every block of tokens of every row."""
+    length = call.plan[chunks - 1].stop
+    x = call.hidden_states.detach()[..., :length, :]
+    whole, _ = _outputs(call, x, Chunk(0, 0, length), _prefix(call), {})
+    prefix = _prefix(call)
+    states: States = {}
+    differences, added, sizes = [], [], []  # of squares, [..., B, C] each
+    for chunk in (call.plan[index] for index in range(chunks)):
+        piece, states = _outputs(call, x[..., chunk.start : chunk.stop, :], chunk, prefix, states)
+        here = whole[..., chunk.start : chunk.stop, :]
+        differences.append(_squares(here - piece))
+        added.append(_squares(here - x[..., chunk.start : chunk.stop, :]))
+        sizes.append(_squares(here))
+    difference, addition, size = (_in_blocks(torch.cat(parts, -1)) for parts in (differences, added, sizes))
+    dtype = coarsest(call.layer, x, call.autocast)
+    most = TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt() + 8 * torch.finfo(whole.dtype).eps * size.sqrt()
+    return bool(((difference.sqrt() <= most) | ~size.isfinite()).all())
+
+
+def _prefix(call: LayerCall) -> Prefix:
+    carried = call.carried.prefix
+    return Prefix(carried.layout, carried.length, carried.attention)
+
+
+def _outputs(call: LayerCall, x: Tensor, chunk: Chunk, prefix: Prefix, states: States) -> tuple[Tensor, States]:
+    output, _ = call.compute(x, chunk, Stage.FORWARD, prefix, states=states)
+    assert output is not None
+    return output.hidden_states, output.states
+
+
+def _squares(x: Tensor) -> Tensor:
+    """[..., C, h] -> [..., C]"""
+    return x.float().square().sum(-1)
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    """[..., T] -> the sums over each BLOCK."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)

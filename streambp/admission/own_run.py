@@ -1,0 +1,202 @@
+"""A layer run as its model runs it unpatched, to be compared with the same layer streamed.
+
+[Note: own run] The probe's runs in chunks and whole share our attention, so that their agreement tells nothing about it. So
+the layer is also run with the attention function that its model calls, a mask from the mask function that stands beside it,
+and the forward that `patch` found. Where that gives something else, the layer computes what streaming does not: it is
+refused. Functions that are known to compute the same, for which a few tokens are no fair trial (they compile, they want
+half precision, they read documents off position_ids), are left to `admission/registry.py`; eager attention runs for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+from streambp.admission.agreement import agree, agree_in_sum, coarsest
+from streambp.admission.insides import foreign_parts, watched_hooks
+from streambp.admission.registry import EAGER, distinct_attentions
+from streambp.attention.interface import own_implementation, unrouted
+from streambp.attention.masks import LazyMask
+from streambp.attention.own import PER_KEY
+from streambp.chunks import Chunk
+from streambp.distributed.ulysses import find_ulysses
+from streambp.errors import UnsupportedModelError
+from streambp.layer.arguments import CACHES, STATE
+from streambp.layer.call import LayerCall
+from streambp.layer.other_leaves import depends, leaf_besides, why_flat
+from streambp.layer.outputs import recording
+
+MOST = 2**24  # elements of parameters whose gradients are compared, the smallest parameters first
+
+
+class OtherModelError(UnsupportedModelError):
+    """The layer streamed is not the layer unpatched, and running it whole would not make it so."""
+
+
+class OwnRun:
+    """One run of a layer as unpatched, on x [..., B, T, h], while its call is streaming. [Note: own run]
+
+    Args:
+        upstream: the gradient of its output. shadows: of its trainable parameters.
+
+    result: the output and, where a graph is wanted, the gradients of x and of the `small_ones` of the shadows.
+    other_leaf: a tensor that it would train and that is neither a parameter nor an argument.
+    """
+
+    def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]) -> None:
+        self.call = call
+        self.compared = x, upstream
+        self.other_leaf: Tensor | None = None
+        x = x.detach().requires_grad_(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+        try:
+            output = self._output(x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise OtherModelError(
+                f"{self._named} streams a few random tokens and fails to compute them unpatched "
+                f"({type(error).__name__}: {error}), so that it cannot be told whether both are the same. {WHAT_TO_DO}"
+            ) from error
+        self.result = [output.detach()]
+        if output.requires_grad:
+            self.other_leaf = leaf_besides([output], [x, *shadows])
+            self.result += gradients_of(output, [x, *small_ones(shadows)], upstream)
+
+    @property
+    def _named(self) -> str:
+        layer = self.call.layer
+        names = {f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}" for a in self._attentions}  # type: ignore[arg-type]
+        return f"{type(layer).__name__} ({', '.join(sorted(names))})" if names else type(layer).__name__
+
+    @property
+    def _attentions(self) -> list[nn.Module]:
+        return distinct_attentions([self.call.layer])
+
+    def agrees(self, whole: list[Tensor]) -> bool:
+        """Whether the layer streamed in one chunk gave the same."""
+        dtype = coarsest(self.call.layer, self.compared[0], self.call.autocast)
+        pairs = zip(self.result, whole, self.compared, strict=False)
+        return all(agree(*pair, dtype) for pair in pairs) and agree_in_sum(self.result[2:], whole[2:], dtype)
+
+    def refuse(self) -> NoReturn:
+        """Raises OtherModelError: what streaming computes is something else."""
+        raise OtherModelError(
+            f"{self._named} computes something else unpatched than streamed: outputs or gradients for a few random tokens "
+            "differ by more than rounding. Its attention function, its mask function or a forward below it was replaced "
+            f"by one that streaming does not call. {WHAT_TO_DO}"
+        )
+
+    def why_whole(self) -> str | None:
+        """Why the layer has to run whole for its gradients' sake; None if it has not.
+
+        Raises:
+            OtherModelError: FSDP1 keeps its parameters.
+        """
+        if self.other_leaf is None:
+            return None
+        flat = why_flat(self.call.layer, self.other_leaf)
+        if flat is not None:
+            raise OtherModelError(flat)
+        return f"it {depends(self.other_leaf)}, for which chunks would give no gradient"
+
+    def _output(self, x: Tensor) -> Tensor:
+        call, length = self.call, x.shape[-2]
+        implementations = [_comparable(config) for config in call.configs]
+        with unrouted(call.configs, implementations), recording(call.recorded), watched_hooks(call.layer) as changing:
+            result = call.site.forward(call.layer, call.arguments.as_given(x), **self._arguments(x, length))
+        self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))
+        hidden_states = result[0] if isinstance(result, tuple) else result
+        return call.arguments.one_dimensional(hidden_states)
+
+    def _arguments(self, x: Tensor, length: int) -> dict[str, Any]:
+        """Of the first tokens, without caches and states, and with the model's own masks."""
+        site = self.call.site
+        named = self.call.arguments.cut(Chunk(0, 0, length))
+        named = {name: None if name in (*CACHES, STATE) else value for name, value in named.items()}
+        if site.cache is not None:
+            named["attention_mask"] = named["attention_mask"].cut(Chunk(0, 0, length))
+            return named | {name: named[name][..., :length] for name in PER_KEY if isinstance(named.get(name), Tensor)}
+        if not site.attends:
+            return named
+        masks = {name: self._own_masks(value, x) for name, value in named.items()}
+        if not any(_lazy(value) for value in named.values()):
+            masks["attention_mask"] = self._mask(LazyMask({}), x)
+        return masks
+
+    def _own_masks(self, value: Any, x: Tensor) -> Any:
+        if isinstance(value, Mapping) and _lazy(value):
+            return {key: self._own_masks(part, x) for key, part in value.items()}
+        return self._mask(value, x) if isinstance(value, LazyMask) else value
+
+    def _mask(self, mask: LazyMask, x: Tensor) -> Any:
+        """What the model's own mask function makes of a causal mask of x's tokens, described as it describes its own."""
+        config = next(iter(self.call.configs), None)
+        implementation = EAGER if config is None else _comparable(config)
+        causal = {
+            "batch_size": x.shape[-3],
+            "q_length": x.shape[-2],
+            "kv_length": x.shape[-2],
+            "mask_function": causal_mask_function,
+            "attention_mask": None,
+            "use_vmap": False,
+        }
+        plain = {"q_offset": 0, "kv_offset": 0, "dtype": x.dtype, "config": config, "device": x.device}
+        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**{**plain, **mask.description, **causal})
+
+
+WHAT_TO_DO = "Put the original back, or run the model unpatched (streambp.unpatch(model)) with gradient checkpointing."
+
+
+def why_unlike_unpatched(
+    call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
+) -> str | None:
+    """Why a layer has to run whole for the sake of a gradient; None if it has not. [Note: own run]
+
+    Args:
+        whole: the layer streamed in one chunk: its output for x [..., B, T, h], and the gradients by x and by the
+            `small_ones` of the parameters' shadows for the output's gradient `upstream`.
+
+    Raises:
+        OtherModelError: unpatched it computes something else, or FSDP1 keeps its parameters.
+    """
+    if type(call) is not LayerCall:  # split over ranks, its own attention would exchange with other ranks
+        return None
+    own = OwnRun(call, x, upstream, shadows)
+    call.site.foreign = own.foreign
+    call.site.tried[call.arguments.kind] = 0 if own.foreign else float("inf")
+    if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
+        own.refuse()
+    return own.why_whole()
+
+
+def small_ones(parameters: list[Tensor]) -> list[Tensor]:
+    """Those whose gradients are compared: of MOST elements together at most."""
+    found, total = [], 0
+    for parameter in sorted(parameters, key=Tensor.numel):
+        total += parameter.numel()
+        if total > MOST:
+            break
+        found.append(parameter)
+    return found
+
+
+def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    """Zeros for leaves that the output does not depend on."""
+    found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+
+
+def _comparable(config: PreTrainedConfig) -> str:
+    """The attention implementation to compare with. [Note: own run]"""
+    name = own_implementation(config) or "sdpa"
+    return name if name in ("sdpa", EAGER) and find_ulysses(name) is None else EAGER
+
+
+def _lazy(value: Any) -> bool:
+    """Whether it is a mask of ours, or holds one."""
+    return any(isinstance(part, LazyMask) for part in (value.values() if isinstance(value, Mapping) else (value,)))

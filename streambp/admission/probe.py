@@ -1,0 +1,327 @@
+"""Whether a layer can be cut: found out by running it, before it is first streamed.
+
+A token-shift inside a decoder layer, or a recurrence whose states are not seen, would make chunks compute something else,
+silently. So the first call of every layer, and of every new kind, runs a few tokens twice, whole and in chunks, and
+compares outputs and, where a graph is wanted, the gradient of the input: a state that is handed on without its gradient
+gives the right output. What it cannot see: effects of positions far beyond these tokens, which is why layers that count
+positions get a `ChunkCache`.
+
+[Note: a trial] Comparing misses a mixing of tokens that is less than rounding, or none as yet because its weights start at
+zero. So all runs have other weights where they are zero, and one has attention that does not cross the chunk's end: then
+nothing may cross it, which gradients show to the bit, but in layers that hand on states or read a cache. The same run, in
+the layer's own mode, shows its side effects.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.admission.agreement import agree, coarsest
+from streambp.admission.long_trial import is_known, why_not_at_length
+from streambp.admission.own_run import OtherModelError, gradients_of, small_ones, why_unlike_unpatched
+from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
+from streambp.admission.rehearsal import (
+    CHUNK,
+    as_trained,
+    evaluated,
+    may_have_graphs,
+    nothing_cached,
+    nothing_masked,
+    random_like,
+)
+from streambp.attention.prefix import Prefix, Stage
+from streambp.attention.spans import Spans
+from streambp.chunks import Chunk, ChunkPlan
+from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
+from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
+from streambp.fingerprint.looks import generator_states, generators_kept
+from streambp.layer.call import LayerCall
+from streambp.layer.outputs import ChunkOutput
+from streambp.layer.recompute import RandomState
+from streambp.layer.side_effects import KEEPS, Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
+from streambp.nested import rebuilt
+from streambp.recurrent.documents import in_one, in_several, tried_rows
+from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
+
+MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
+DRAWS = "it draws random numbers of its own, from a torch.Generator"
+CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
+
+
+def can_stream(call: LayerCall) -> bool:
+    """Whether chunks of the layer compute what the whole computes; if not, the site is told why.
+
+    What is judged is the layer, not the batch: hidden states are random and the mask is causal, because padding looks
+    alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
+    well, but their verdict is this call's alone. Without data (meta, fake) values cannot be compared: layers then stream
+    that start from the states they keep, or attend and keep none. A single token has nothing to cut; it runs whole,
+    because some layers would not run on chunks at all.
+
+    Raises:
+        KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
+        StreamBPError: the attention that was asked for cannot do it.
+    """
+    site, kind = call.site, call.arguments.kind
+    x = call.hidden_states.detach()
+    if kind in site.verdicts:  # what is known not to stream does not get here
+        return is_known(call) or _streams_at_length(call)
+    if not has_data(x):
+        if site.states is None and not site.attends:
+            return False
+        site.because = _judged_without_data(call, x)
+        if site.because is not None:
+            site.verdicts[kind] = site.because
+        return site.because is None
+    if x.shape[-2] == 1:
+        return False
+    try:
+        call.arguments.check_lengths()
+    except StreamBPError as error:
+        site.because = str(error)
+        return False
+    if call.configs:
+        refuse_foreign_attention(distinct_attentions([call.layer]))
+    with generators_kept(call.look.body.generators):
+        site.because, certain = _why_not(call, x)
+    call.look = site.fingerprint.learn(call.layer, call.look)
+    call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
+    if kind in site.tried:
+        site.tried[call.arguments.kind] = site.tried.pop(kind)
+    if certain:
+        site.verdicts[call.arguments.kind] = site.because
+    return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
+
+
+def _streams_at_length(call: LayerCall) -> bool:
+    """Whether the call's own chunks give what its sequence gives at once. [Note: foreign insides]"""
+    random = RandomState.capture(call.device).replayed()
+    with call.streaming(), random, nothing_cached(), evaluated(call.layer), torch.no_grad():
+        try:
+            because = why_not_at_length(call)
+        except Exception as error:
+            if isinstance(error, StreamBPError | torch.OutOfMemoryError) or failed_in_a_kernel(error, call.device):
+                raise
+            because = _broken(error)
+    call.site.because = call.site.verdicts[call.arguments.kind] = because
+    return because is None
+
+
+def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
+    """Why chunks compute something else, None if they do not; and whether that will be so for any batch."""
+    if call.site.states is None and _convolves(call.layer):
+        return CONVOLVES, True
+    certain = hidden_states.shape[-2] > CHUNK
+    apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
+    random = RandomState.capture(hidden_states.device).replayed()
+    with apart, call.streaming(), random, nothing_cached():
+        with torch.no_grad():
+            x, upstream = random_like(hidden_states), random_like(hidden_states)
+        chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
+        try:
+            named, length = call.arguments.named, x.shape[-2]
+            documents = in_several(named, length) if call.packed else {}
+            rows = None if call.arguments.packed_rows is None else tried_rows(x.shape[-3], length)
+            with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
+                states = generator_states(call.look.body.generators)
+                because = _try(call, x, upstream, chunk_size)
+                if not all(map(torch.equal, states, generator_states(call.look.body.generators))):
+                    return DRAWS, True
+                if because is not None:
+                    return because, certain
+                with evaluated(call.layer), as_trained(call) as shadows:
+                    judged = small_ones(shadows or [])
+                    whole = _run(call, x, upstream, x.shape[-2], None, judged)
+                    because = _compare_with_unpatched(call, x, upstream, whole, shadows or [])
+                    if because is not None:
+                        return because, certain
+                    pieces = _run(call, x, upstream, chunk_size, {})
+            with evaluated(call.layer):
+                because = None if call.site.states is None else _unread_state(call, x)
+        except (torch.OutOfMemoryError, AttentionChoiceError, OtherModelError):
+            raise
+        except Exception as error:
+            if isinstance(error, StreamBPError) and raised_among_kernels(error):
+                raise  # the attention that was asked for cannot do it
+            if failed_in_a_kernel(error, x.device):
+                raise KernelError(
+                    f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
+                    f"({type(error).__name__}: {error}). It would fail in training as well. Set another attention in "
+                    "StreamConfig ('flash', or 'math', which uses torch's own products alone), or run the model unpatched "
+                    "to see whether it fails there too."
+                ) from error
+            # Whatever else it is, it comes from cutting the layer.
+            return _broken(error), certain
+    if because is not None:
+        return because, certain
+    dtype = coarsest(call.layer, x, call.autocast)
+    if all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
+        return None, certain
+    if not all(bool(part.isfinite().all()) for part in whole):  # weights that are still to be loaded
+        return None, False
+    return MIXES, certain
+
+
+def _compare_with_unpatched(
+    call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
+) -> str | None:
+    """`why_unlike_unpatched`, with a document per row: of several the unpatched layer may not be told. [Note: segments]"""
+    if not call.packed and call.arguments.packed_rows is None:
+        return why_unlike_unpatched(call, x, upstream, whole, shadows)
+    with call.arguments.replaced(in_one(call.arguments.named)):
+        whole = _run(call, x, upstream, x.shape[-2], None, small_ones(shadows))
+        return why_unlike_unpatched(call, x, upstream, whole, shadows)
+
+
+def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
+    """Why chunks would compute something else, as far as one run of x [..., B, TOKENS, h] tells. [Note: a trial]"""
+    if not may_have_graphs(call):
+        return None
+    origin = Origin()
+    kept = weakref.ref(origin)
+    before = buffers_of(call.layer)
+    with in_place_of_buffers(copies(before)):
+        mixes = _crosses(call, x, upstream, cut, origin)
+        written = sorted({name for _, name in written_since(before)})
+    origin.trying = False
+    del origin
+    if torch.is_grad_enabled() and is_kept(kept):
+        return KEEPS
+    if written:
+        return f"its forward writes to buffers ({', '.join(written)}), and would for each chunk and once more in backward"
+    return MIXES if mixes else None
+
+
+def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Origin) -> bool:
+    """Whether anything but attention and states takes a gradient from before `cut` to behind it or back."""
+    before, behind = slice(cut), slice(cut, x.shape[-2])
+    if call.site.cache is not None or call.site.states is not None:
+        _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
+        return False
+    layout = Spans.apart(x.shape[-3], x.shape[-2], cut)
+    with as_trained(call), torch.enable_grad():
+        for there, here in ((before, behind), (behind, before)):
+            leaf, output = _on_trial(call, x, layout, origin)
+            if output.requires_grad:
+                (grad,) = torch.autograd.grad(output[..., here, :], leaf, upstream[..., here, :], retain_graph=True)
+                across = grad[..., there, :]
+                if bool(across.isfinite().all()) and bool(across.any()):
+                    return True
+    return False
+
+
+def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tuple[Tensor, Tensor]:
+    """A leaf of the values x [..., B, TOKENS, h], and what the layer gives for it with a graph that starts at `origin`."""
+    prefix = Prefix(layout, x.shape[-2], "math")
+    prefix.overwritten = True  # whether the layer writes to its attention's output is not known yet
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        x = origin.of(leaf)
+        output, _ = call.compute(x, Chunk(0, 0, x.shape[-2]), Stage.RECOMPUTE, prefix, states={})
+    assert output is not None
+    return leaf, output.hidden_states
+
+
+def _unread_state(call: LayerCall, x: Tensor) -> str | None:
+    """Why a layer with states cannot be cut: what a chunk gives does not come from a state that the one before ended with.
+
+    Before transformers 5.15 most mixers go on from their states with a single token only. In half precision what a state
+    changes within a few tokens may be less than rounding, and nothing where weights start at zero. So the graph is asked,
+    which is there without data as well; of states that are no floating numbers it knows nothing.
+    """
+    size = min(CHUNK, x.shape[-2] // 2)
+    if size < LEAST_TOKENS or any(parameter.is_inference() for parameter in call.layer.parameters()):
+        return None
+    named = {**nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}
+    with torch.inference_mode(False), torch.enable_grad():
+        if x.is_inference():  # a graph may not save what was made there
+            x, named = x.clone(), rebuilt({**call.arguments.named, **named}, Tensor.clone)
+        with call.arguments.replaced(named):
+            states = leaves_of(_first_and_second(call, x, size).states)
+            read = _leaves_behind(_first_and_second(call, x, size, states).hidden_states)
+    kinds = sorted({key.kind for key, state in states.items() if state.requires_grad and id(state) not in read})
+    if not kinds:
+        return None
+    return f"it mixes tokens outside of its attention, and goes on from its {' and '.join(kinds)} state with one token only"
+
+
+def _first_and_second(call: LayerCall, x: Tensor, size: int, states: States | None = None) -> ChunkOutput:
+    """What a first chunk gives, or, if its states are given, a second one that starts from these."""
+    prefix = Prefix(Spans.causal(x.shape[-3], 2 * size), 2 * size, call.carried.prefix.attention)
+    output, _ = call.compute(x[..., :size, :], Chunk(0, 0, size), Stage.RECOMPUTE, prefix, states={})
+    if states is not None:
+        second = x[..., size : 2 * size, :]
+        output, _ = call.compute(second, Chunk(1, size, 2 * size), Stage.RECOMPUTE, prefix, states=states)
+    assert output is not None
+    return output
+
+
+def _broken(error: Exception) -> str:
+    return f"its forward does not work on chunks ({type(error).__name__}: {error})"
+
+
+def _judged_without_data(call: LayerCall, x: Tensor) -> str | None:
+    if call.site.states is not None:
+        try:
+            with call.streaming(), evaluated(call.layer):
+                return _unread_state(call, x)
+        except StreamBPError:
+            raise
+        except Exception as error:
+            return _broken(error)
+    return CONVOLVES if _convolves(call.layer) else None
+
+
+def _convolves(layer: nn.Module) -> bool:
+    """Whether it mixes neighbouring tokens. That may be less than half precision's tolerance, too."""
+    return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules())
+
+
+def _leaves_behind(output: Tensor) -> set[int]:
+    """The ids of the leaves that a tensor was computed from."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+def _run(
+    call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: States | None, judged: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """The layer's output for x [..., B, TOKENS, h] and, where a graph is wanted, gradients for that upstream: of x, and of
+    the judged parameters.
+
+    Args:
+        states: {} to hand them from chunk to chunk, None for a layer that gets no cache.
+    """
+    graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    stage = Stage.RECOMPUTE if graph else Stage.FORWARD
+    x = x.detach().requires_grad_(graph)
+    length = x.shape[-2]
+    prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
+    prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
+    plan = ChunkPlan(length, chunk_size)
+    if states is not None and call.arguments.packed_rows is not None:
+        plan = plan.avoiding(call.arguments.packed_rows.barriers)
+    parts = []
+    for chunk in plan if states is None else plan.with_least(LEAST_TOKENS):
+        output, _ = call.compute(x[..., chunk.start : chunk.stop, :], chunk, stage, prefix, states=states)
+        assert output is not None
+        parts.append(output.hidden_states)
+        states = None if states is None else output.states
+    whole = torch.cat(parts, -2)  # [..., B, TOKENS, h]
+    if not whole.requires_grad:
+        return [whole.detach()]
+    # One graph over all chunks is differentiated last to first, too: the engine takes the newest nodes first.
+    return [whole.detach(), *gradients_of(whole, [x, *judged], upstream)]

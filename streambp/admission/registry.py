@@ -1,0 +1,124 @@
+"""Whose functions stand behind a model's attention implementation.
+
+Streamed layers attend by themselves, with softmax attention and the masks that transformers describes. That is what
+transformers' own functions compute. A function of somebody else under the same name (registered, put in place of one, or
+in place of a modeling file's eager function) would never be called, and its model would be trained as another one. A few
+tokens need not show the difference: a local window is wider than they are, a counter changes no number. So the functions
+are known by where they were written, and asked for once in each forward of a model, since they may be replaced at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from streambp.attention.interface import NAME, own_implementation
+from streambp.distributed.ulysses import find_ulysses
+from streambp.errors import UnsupportedModelError
+from streambp.foreign import home_of, name_of
+from streambp.source import written_forward
+
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+EAGER = "eager"
+# Of transformers.integrations, by name: not all that it registers is softmax attention over all keys that a mask allows.
+SOFTMAX = ("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward")
+MASKS = "transformers.masking_utils"
+FLASH = "_flash_attention_forward"  # what transformers' flash attention calls, and what others replace
+VERLS_SIZE = "get_ulysses_sequence_parallel_world_size"
+OF_HUB = ("flash_attn_forward", "supports_flash_attn")  # what transformers knows a hub kernel by that it registers as it is
+
+
+def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
+    """Of each distinct class and config one module will do.
+
+    Raises:
+        UnsupportedModelError: a function that is not transformers' own computes their attention or makes their masks.
+    """
+    for module in attentions:
+        implementation = own_implementation(module.config)  # type: ignore[arg-type]
+        if implementation == NAME:
+            continue  # routed by somebody else's forward, which asked
+        found = foreign_function(module, implementation)
+        if found is not None:
+            raise UnsupportedModelError(
+                f"{found}. A streamed layer would not call it: streambp computes softmax attention itself, with the masks "
+                "that transformers describes, so another model would be trained. Choose one of transformers' own "
+                "(model.set_attn_implementation('sdpa')) and put its function back, or run the model unpatched "
+                "(streambp.unpatch(model)) with gradient checkpointing. To split sequences over ranks, use DeepSpeed "
+                "Ulysses."
+            )
+
+
+def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """One module of each class and config among those in these layers that attend through transformers' interface."""
+    found: dict[tuple[int, type], nn.Module] = {}
+    for layer in layers:
+        for module in layer.modules():
+            config = getattr(module, "config", None)
+            if config is not None and TABLE in getattr(getattr(written_forward(module), "__code__", None), "co_names", ()):
+                found.setdefault((id(config), type(module)), module)
+    return list(found.values())
+
+
+def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
+    """What is not transformers' own behind an attention module's implementation, as the start of a sentence."""
+    names = written_forward(module).__globals__
+    table = names.get(TABLE, ALL_ATTENTION_FUNCTIONS)
+    function = table.get(implementation) if implementation else None
+    who = f"The attention function of {type(module).__name__} (attn_implementation={implementation!r})"
+    if function is None:
+        function = _eager_function(module, names)
+        if function is not None and not _written_in(function, names["__name__"]):
+            return f"{who} is {_full_name(function)}, where {names['__name__']}.eager_attention_forward is expected"
+    elif not _is_softmax(function, implementation):
+        return f"{who} is {_full_name(function)}, where a function of transformers is expected"
+    inner = getattr(function, "__globals__", {}).get(FLASH)
+    if inner is not None and not _is_plain_flash(inner):
+        return f"{who} calls {_full_name(inner)}, where transformers' own {FLASH} is expected"
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
+    if mask is None:
+        return f"{who} has no mask function registered by its name, so that the unpatched model ignores padding and windows"
+    if home_of(mask) != MASKS:
+        return f"The mask function for attn_implementation={implementation!r} is {_full_name(mask)}, not transformers' own"
+    return None
+
+
+def _eager_function(module: nn.Module, names: dict[str, Any]) -> Callable[..., Any] | None:
+    """The eager attention that a module's forward falls back to: a function of its modeling file."""
+    asked = (name for name in written_forward(module).__code__.co_names if name.endswith("eager_attention_forward"))
+    return next((names[name] for name in asked if callable(names.get(name))), None)
+
+
+def _written_in(function: Callable[..., Any], home: str) -> bool:
+    """Whether a function comes from this module (of transformers, or a user's own modeling file) or from transformers."""
+    return home_of(function) == home or home_of(function).startswith("transformers.")
+
+
+def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:
+    if isinstance(function, functools.partial):
+        return False  # transformers registers none: its arguments would change what the function computes
+    home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")
+    if home.startswith("transformers.integrations."):
+        return name in SOFTMAX
+    if "/" in (implementation or "") and name == OF_HUB[0]:
+        return all(known in getattr(function, "__globals__", {}) for known in OF_HUB)
+    return find_ulysses(implementation) is not None
+
+
+def _is_plain_flash(function: Callable[..., Any]) -> bool:
+    """Whether it is transformers' own. verl's passes its tensors on where sequences are not split."""
+    if home_of(function).startswith("transformers."):
+        return True
+    size = getattr(function, "__globals__", {}).get(VERLS_SIZE)
+    return home_of(function).startswith("verl.") and callable(size) and size() == 1
+
+
+def _full_name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"{home_of(function)}.{name_of(function)}"

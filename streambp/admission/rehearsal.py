@@ -1,0 +1,110 @@
+"""What a layer is run on when it is tried: a few random tokens, and weights as training might make them.
+
+[Note: rehearsal] Hidden states are random, because padding looks alike at every position, and nothing is masked: what is
+judged is the layer, not the batch. Weights that are zero have other values, since gates start at values for which they do
+nothing. Dropout is off where two runs are compared, since it draws other numbers for other chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.attention.own import OwnMask
+from streambp.layer.arguments import PICKED
+from streambp.layer.call import LayerCall
+from streambp.layer.products import PLAIN
+from streambp.layer.shadows import Parameters
+
+TOKENS = 12
+CHUNK = 5
+LARGE = 2**24  # elements of a matrix that the device may well hold thrice
+SAMPLES = 64  # positions that show how large hidden states are
+
+
+def random_like(hidden_states: Tensor) -> Tensor:
+    """[..., B, TOKENS, h], as large as the given ones usually are."""
+    some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
+    usual = some.float().abs().median()
+    usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
+    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual
+    return x.to(hidden_states.dtype)
+
+
+def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """The masks among the arguments, so that a layer that attends by itself reads what is before and nothing is padding;
+    the others get attention's mask from `_run`. Keys that an earlier layer picked become two that every query may read."""
+    found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
+    if isinstance(named.get(PICKED), Tensor):
+        queries = torch.arange(length, device=named[PICKED].device)
+        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(len(named[PICKED]), -1, -1)  # [B, T, 2]
+    return found
+
+
+def _unmasked(mask: Any, length: int) -> Any:
+    if isinstance(mask, OwnMask):
+        return mask.causal(length)
+    if isinstance(mask, Mapping):
+        return {key: _unmasked(part, length) for key, part in mask.items()}
+    return torch.ones_like(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
+
+
+@contextlib.contextmanager
+def nothing_cached() -> Iterator[None]:
+    """Within, autocast keeps no copies of weights: those of stand-ins would stay until the model's forward ends."""
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+
+
+@contextlib.contextmanager
+def evaluated(layer: nn.Module) -> Iterator[None]:
+    """Dropout draws other numbers for other chunks; without it the two runs must agree.
+
+    Modules of quantised weights keep their mode: some repack them when they are run in eval mode.
+    """
+    modules = [m for m in layer.modules() if all(map(_is_plain, m._parameters.values()))]
+    before = [(module, module.training) for module in modules]
+    try:
+        for module, _ in before:
+            module.training = False
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _is_plain(parameter: Tensor | None) -> bool:
+    return parameter is None or (type(parameter) in PLAIN and parameter.is_floating_point())
+
+
+def may_have_graphs(call: LayerCall) -> bool:
+    return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.layer.parameters())
+
+
+def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
+    """Within, the layer has weights as training might make them. [Note: a trial]"""
+    if not may_have_graphs(call):
+        return contextlib.nullcontext()
+    return Parameters(call.layer, call.device).shadowed(stirred)
+
+
+def stirred(parameter: Tensor) -> Tensor:
+    """The parameter's value with other numbers where it is zero, or, in vectors and numbers, everywhere: gates start at
+    values for which they do nothing. Of a large matrix nothing is copied, unless all of it is zero."""
+    value = parameter.detach()
+    if type(parameter) not in PLAIN or not value.is_floating_point() or value.itemsize < 2:
+        return value
+    if value.dim() < 2:
+        return value + torch.randn_like(value) * 0.1
+    zeros = value == 0 if value.numel() <= LARGE else ~value.any()
+    if not bool(zeros.any()):
+        return value
+    return torch.where(zeros, torch.randn_like(value) * value.shape[-1] ** -0.5, value)

@@ -1,0 +1,277 @@
+"""Where a model's decoder layers are, and what their structure tells about streaming them."""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import inspect
+from typing import TypeGuard
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from streambp.attention.own import biases_positions
+from streambp.errors import UnsupportedModelError
+from streambp.foreign import home_of, wrapped_functions
+from streambp.layer.arguments import CACHES, PICKED, STATE
+from streambp.recurrent.states import PROTOCOL
+from streambp.source import written_forward
+
+MASKS = ("create_causal_mask", "create_bidirectional_mask")  # transformers' functions
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A backbone and the decoder layers it runs one after the other."""
+
+    backbone: PreTrainedModel
+    layers: tuple[nn.Module, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The stacks of a model that can be streamed, and why others (a vision tower, say) are left as they are."""
+
+    stacks: tuple[Stack, ...]
+    left_alone: tuple[str, ...]
+
+
+def find_stacks(model: nn.Module) -> Found:
+    """Every stack of transformers decoder layers in a model.
+
+    Raises:
+        UnsupportedModelError: there is none that can be streamed exactly.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
+        )
+    _refuse_fsdp1(model)
+    _refuse_wrapped_layers(model)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
+    stacks: list[Stack] = []
+    reasons: list[str] = []
+    lists = [(module, layers) for module in models for layers in module.children() if _is_stack(layers)]
+    for module, layers in lists or _deeper_stacks(models):
+        _refuse_unsloth(module, *layers)
+        problem = _why_not(module, layers, encoded)
+        if problem is None:
+            stacks.append(Stack(module, tuple(layers)))
+        else:
+            reasons.append(f"{type(module).__name__}: {problem}")
+    if not stacks:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be streamed. "
+            + ("; ".join(reasons) if reasons else "It has no stack of transformers decoder layers")
+            + ". Use gradient checkpointing for it."
+        )
+    return Found(tuple(stacks), tuple(reasons))
+
+
+def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and isinstance(module[0], GradientCheckpointingLayer)
+
+
+def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel, nn.ModuleList]]:
+    """Where no model holds a stack itself: those inside its modules, and layers that transformers does not checkpoint,
+    known by what a module inside them does."""
+    found: list[tuple[PreTrainedModel, nn.ModuleList]] = []
+    inside: set[int] = set()
+    for model in reversed(models):  # the innermost first
+        for layers in model.modules():
+            if id(layers) in inside or not isinstance(layers, nn.ModuleList) or not len(layers):
+                continue
+            holds = attends(layers[0]) or cache_argument(layers[0])
+            if _is_stack(layers) or (holds and not _attends_itself(layers[0])):
+                found.insert(0, (model, layers))
+                inside |= {id(module) for module in layers.modules()}
+    return found
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    """It keeps parameters in one flat one, and views of it as plain attributes, that no layer can be differentiated by."""
+    if any(base.__name__ == "FullyShardedDataParallel" for module in model.modules() for base in type(module).__mro__):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
+            "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
+            "DDP."
+        )
+
+
+def _refuse_wrapped_layers(model: nn.Module) -> None:
+    """What is around a layer (torch's checkpoint_wrapper, a module of the program's own) would be taken for the layer."""
+    for layers in model.modules():
+        for layer in layers if isinstance(layers, nn.ModuleList) else ():
+            inner = _wrapped(layer)
+            if inner is not None:
+                raise UnsupportedModelError(
+                    f"A {type(layer).__name__} is around each {type(inner).__name__} of {type(model).__name__}, or around "
+                    f"some, so that streambp cannot tell what the layer itself is. Call streambp.patch first and put the "
+                    f"{type(layer).__name__} around the patched layers then, or leave it out: streamed layers need no "
+                    "gradient checkpointing."
+                )
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The decoder layer inside a module that is around one alone; None if it is none, or is not around a layer."""
+    if isinstance(module, GradientCheckpointingLayer | nn.ModuleList):
+        return None
+    children = list(module.children())
+    layers = [child for child in children if isinstance(child, GradientCheckpointingLayer)]
+    if len(layers) == 1:
+        return layers[0]
+    if len(children) != 1:
+        return None
+    # Some layers are none that transformers checkpoints: known by what they are made of.
+    [inner] = children
+    holds = not _attends_itself(inner) and bool(list(inner.children())) and (attends(inner) or cache_argument(inner))
+    return _wrapped(inner) or (inner if holds else None)
+
+
+def _refuse_unsloth(*modules: nn.Module) -> None:
+    """It replaces the forwards of transformers' classes with ones that compute attention, cache and loss in its own way."""
+    for module in modules:
+        for home in map(home_of, wrapped_functions(type(module).forward)):
+            if home.startswith("unsloth"):
+                raise UnsupportedModelError(
+                    f"Unsloth has replaced the forward of {type(module).__name__} (in {home}) with one that cannot be cut "
+                    "into chunks. Load the model with transformers in a process that does not import unsloth, or train it "
+                    "with Unsloth's own checkpointing, without streambp."
+                )
+
+
+def attends(layer: nn.Module) -> bool:
+    """Whether the layer attends through transformers' attention interface, and hands it what it needs to know."""
+    return bool(_attentions(layer)) and not any(map(_looks_at_keys, _attentions(layer)))
+
+
+def cache_argument(layer: nn.Module) -> str | None:
+    """The argument that takes the cache of a layer that attends by itself, over what its cache returns; None for others."""
+    if attends(layer) or not any("update" in _names(m) and set(CACHES) & set(_locals(m)) for m in layer.modules()):
+        return None
+    return next((name for name in _locals(layer) if name in CACHES), None)
+
+
+def states_argument(layer: nn.Module) -> str | None:
+    """The argument that takes the cache of a layer that keeps states there, or the states themselves; None if it has none.
+
+    [Note: states]
+    """
+    if any(set(PROTOCOL) & set(_names(module)) for module in layer.modules()):
+        return next((name for name in _locals(layer) if name in CACHES), None)
+    return STATE if _takes_states(layer) and not _writes_states(layer) else None
+
+
+def shares_through_cache(backbone: PreTrainedModel) -> bool:
+    """Whether later layers read the keys and values of earlier ones from the cache, so that a call without one computes
+    something else: Gemma 3n and 4 in transformers 5.5, which gives each layer its own there, with checkpointing too."""
+    if not getattr(backbone.config, "num_kv_shared_layers", 0):
+        return False
+    return any("shared_layers" in _names(module) for module in backbone.modules())
+
+
+def counts_positions(layer: nn.Module) -> bool:
+    """Whether a module of the layer asks its cache how many tokens came before (llama4's layers without rotary
+    positions do; they would count from 0 in every chunk)."""
+    asking = (module for module in layer.modules() if not getattr(module, "is_cross_attention", False))
+    return any("get_seq_length" in _names(module) for module in asking)
+
+
+def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) -> str | None:
+    """Why layers of this stack cannot be streamed exactly; None if nothing in their structure speaks against it.
+
+    encoded: they are part of an encoder-decoder, whose decoder reads the encoder's output with a mask that cannot be cut.
+    """
+    if getattr(backbone.config, "is_encoder_decoder", False):
+        return "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads its output"
+    if getattr(backbone.config, "is_causal", True) is False:
+        return "its attention is bidirectional, a chunk would read what later chunks hold"
+    if _is_encoder(backbone):
+        return (
+            "its attention is bidirectional, a chunk would read what later chunks hold; it is causal with "
+            "config.is_decoder=True, which is False here"
+        )
+    for layer in layers:
+        if isinstance(layer, GradientCheckpointingLayer) != isinstance(layers[0], GradientCheckpointingLayer):
+            return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
+        attentions = _attentions(layer)
+        bidirectional = [a for a in attentions if getattr(a, "is_causal", True) is False]
+        # Beside a causal one it reads nothing where there is no encoder (BartForCausalLM); the probe finds out if not.
+        if bidirectional and (encoded or len(bidirectional) == len(attentions)):
+            told = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
+            return f"{told}, a chunk would read what later chunks hold"
+        ranking = next((a for a in attentions if _ranks_values(a)), None)
+        if ranking is not None:
+            return (
+                f"{type(ranking).__name__} reads the keys whose values rank highest, in which equal tokens tie, and "
+                "which of them it reads depends on how many keys there are"
+            )
+        indexer = next((m for m in layer.modules() if "Indexer" in type(m).__name__), None)
+        if indexer is not None and not any(map(_looks_at_keys, attentions)):
+            return f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools in a cache of its own"
+    if not any(attends(layer) or cache_argument(layer) or states_argument(layer) for layer in layers):
+        writing = next((layer for layer in layers if _takes_states(layer)), None)
+        if writing is not None:
+            return f"{type(writing).__name__} writes its states in place, where no gradient follows them to the next chunk"
+        return (
+            "its layers neither attend, through transformers' interface or over what a cache returns, nor keep states there"
+        )
+    return None
+
+
+def _is_encoder(backbone: PreTrainedModel) -> bool:
+    """Whether the model has a causal mask as a decoder and a bidirectional one as an encoder, and is an encoder."""
+    if getattr(backbone.config, "is_decoder", True) is not False:
+        return False
+    own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
+    codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
+    return {"is_decoder", *MASKS} <= {name for code in codes for name in code.co_names}
+
+
+def _takes_states(layer: nn.Module) -> bool:
+    """Whether the layer's forward has an argument for its states."""
+    forward = written_forward(layer)
+    return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
+
+
+def _writes_states(layer: nn.Module) -> bool:
+    """Whether a module of the layer that knows the states by the same name assigns to parts of something."""
+    knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
+    return any(step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
+
+
+def _attends_itself(module: nn.Module) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in _names(module) or "update" in _names(module)
+
+
+def _attentions(layer: nn.Module) -> list[nn.Module]:
+    return [module for module in layer.modules() if "ALL_ATTENTION_FUNCTIONS" in _names(module)]
+
+
+def _looks_at_keys(attention: nn.Module) -> bool:
+    """Whether the attention works out itself, from all keys that its cache returns, which of them are read or how much.
+
+    An indexer picks them, or an earlier layer has (sparse attention), or there is a bias for each pair of positions.
+    """
+    indexed = any("Indexer" in type(module).__name__ for module in attention.children())
+    return "update" in _names(attention) and (indexed or biases_positions(attention) or PICKED in _locals(attention))
+
+
+def _ranks_values(attention: nn.Module) -> bool:
+    """Whether the attention makes a mask of its own out of its values (Doge)."""
+    makes_mask = any("mask" in name and hasattr(type(attention), name) for name in _names(attention))
+    return makes_mask and not _looks_at_keys(attention)
+
+
+def _locals(module: nn.Module) -> tuple[str, ...]:
+    """The arguments and variables of a module's forward."""
+    forward = written_forward(module)
+    return forward.__code__.co_varnames if hasattr(forward, "__code__") else ()
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """The global names and attributes in the source of a module's forward."""
+    forward = written_forward(module)
+    return forward.__code__.co_names if hasattr(forward, "__code__") else ()

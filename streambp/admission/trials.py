@@ -1,0 +1,348 @@
+"""What streaming leaves out of a layer's passes, and what it keeps of its forward, tried by value before it is used.
+
+[Note: writes through pointers] Kernels of Triton and of extension modules write through pointers: no dispatch mode sees it
+and no version counter moves. Labels of the data flow then end at such a kernel's output, and a kept tensor may be another
+one by the time that forward is over. So a trace only proposes, and versions are not asked alone: where there is data, a few
+random tokens decide.
+
+    left out of a refill           K and V are the same to the bit
+    left out of a recomputation    all gradients are the same
+    left out of a half             what the half hands on is the same, or its gradients are
+    kept                           the layer's forward has not changed it
+
+Where a proposed set fails, its names are tried one by one; what fails then is computed. A layer that writes to its own
+input works on a copy in recomputations, and what is kept of its input is from before. Sequences that are split over ranks
+refuse it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.admission.agreement import coarsest
+from streambp.admission.rehearsal import CHUNK, TOKENS, as_trained, nothing_cached, nothing_masked, random_like
+from streambp.attention.kv import CallSite
+from streambp.attention.prefix import ChunkMask, Prefix, Stage
+from streambp.attention.spans import Spans
+from streambp.chunks import Chunk
+from streambp.device import has_data
+from streambp.fingerprint.looks import generators_kept
+from streambp.layer.arguments import TOKEN_DIMS
+from streambp.layer.call import LayerCall
+from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out, trace_unread
+from streambp.layer.recompute import Autocast, RandomState
+from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
+from streambp.layer.site import Overwritten
+from streambp.nested import rebuilt
+from streambp.recurrent.documents import in_one
+from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
+
+TRIED = (2, 3)  # tokens of a trial. [Note: narrow queries]
+
+
+def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
+    """Which Linear products this layer's refill and recomputation can leave out; found out once for each situation."""
+    pieces = tuple(chunk.stop for chunk in _pieces(call, TRIED[-1]))
+    autocast = tuple(enabled for _, enabled, _ in call.autocast.states)
+    key = (call.arguments.kind, tuple(linears), needs_input, autocast, pieces)
+    unread = call.site.unread
+    if key not in unread:
+        traced = linears or call.site.states is not None
+        with call.autocast.restored():  # [Note: autocast in backward]
+            unread[key] = _find_unread(call, linears, needs_input) if traced else UnreadProducts()
+    return unread[key]
+
+
+def look_for_writes(call: LayerCall) -> Exception | None:
+    """Tell the call's site what the layer's forward writes to; looked for once for each kind of call.
+
+    Returns:
+        What the layer raised, if it did: whether it can be cut is for `can_stream` to say.
+    """
+    site, x = call.site, call.hidden_states.detach()
+    key = (call.arguments.kind, call.autocast)
+    if key in site.looked_at or not has_data(x) or x.shape[-2] == 1:
+        return None
+    chunks = _pieces(call, TOKENS)
+    kept = generators_kept(call.look.body.generators)
+    buffers = in_place_of_buffers(copies(buffers_of(call.layer)))
+    try:
+        with torch.no_grad(), call.streaming(), kept, buffers, few_tokens(call, x, chunks[-1].stop) as tokens:
+            site.overwritten |= _writes(call, tokens, chunks)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return error
+    if x.shape[-2] > CHUNK:
+        site.looked_at[key] = True
+    return None
+
+
+def holding(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
+    """The names, if leaving them out changes nothing; else those of them that hold one by one, if they do together."""
+    if not names or _holds(holds, names):
+        return names
+    some = frozenset(name for name in names if _holds(holds, frozenset({name})))
+    return some if some and some != names and _holds(holds, some) else frozenset()
+
+
+def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
+    try:
+        return holds(names)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # the layer wants one of them whole
+        return False
+
+
+@contextlib.contextmanager
+def few_tokens(call: LayerCall, like: Tensor, length: int) -> Iterator[Tensor]:
+    """Within, the call's arguments are those of one document that nothing masks, and parameters are as training might make
+    them. Yields random tokens [..., B, length, h] as large as those of `like` [..., B, T, h]; without data, their shape.
+    """
+    named = call.arguments.named
+    if not has_data(like):
+        with call.arguments.replaced(in_one(named)):
+            yield like.new_empty((*like.shape[:-2], length, like.shape[-1]))
+        return
+    with RandomState.capture(call.device).replayed(), nothing_cached(), as_trained(call):
+        with torch.no_grad():
+            parts = [random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
+            x = torch.cat(parts, -2)[..., :length, :]
+        with call.arguments.replaced({**nothing_masked(named, length), **in_one(named), **_turned(call, length)}):
+            yield x
+
+
+def _turned(call: LayerCall, length: int) -> dict[str, Any]:
+    """The arguments that say where tokens are, with the highest position among the first `length`: at position 0, where
+    padding may be, rotations change nothing."""
+    named, total = call.arguments.named, call.arguments.length
+    positions = named.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.shape[-1] != total:
+        return {}
+    highest = int(positions.reshape(-1, total).amax(0).argmax())
+    start = max(0, min(highest - length // 2, total - length))
+    dims = {name: dim for name, dim in TOKEN_DIMS.items() if name.startswith("position") and start}
+
+    def turn(x: Any, dim: int) -> Any:
+        return x.roll(-start, dim) if isinstance(x, Tensor) else x
+
+    return {name: rebuilt(named[name], functools.partial(turn, dim=dim)) for name, dim in dims.items() if name in named}
+
+
+def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor | None]:
+    """Of those outputs that have a graph, for a random upstream, by those leaves that want a gradient."""
+    outputs, leaves = ([x for x in found if x.requires_grad] for found in (outputs, leaves))
+    if not outputs or not leaves:
+        return []
+    upstream = [torch.randn_like(y) for y in outputs]
+    with Autocast.capture(outputs[0].device).off():  # as in a backward pass. [Note: autocast in backward]
+        return list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True))
+
+
+def same_gradients(call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    """Whether they agree to the bit, but for what kernels leave of it that add up in any order."""
+    return len(found) == len(expected) and all(_agree(call, *pair) for pair in zip(found, expected, strict=True))
+
+
+def _agree(call: LayerCall, found: Tensor | None, expected: Tensor | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    if torch.equal(found, expected):
+        return True
+    dtype = coarsest(call.layer, expected, call.autocast)
+    wide = torch.promote_types(dtype, torch.float32)
+    tolerance = max(torch.finfo(dtype).eps, 64 * torch.finfo(wide).eps)
+    return bool((found - expected).norm() <= tolerance * expected.norm())
+
+
+def _pieces(call: LayerCall, tokens: int) -> tuple[Chunk, ...]:
+    """A chunk of so many tokens, if there are as many; for a layer with states a second one behind it, if there is one."""
+    length, plan = call.arguments.length, call.plan
+    if call.site.states is None or len(plan) == 1:
+        return (Chunk(0, 0, min(tokens, length)),)
+    first = min(tokens, plan[0].stop)
+    stop = min(2 * first, length)
+    pieces = (Chunk(0, 0, first), Chunk(1, first, stop))
+    return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
+
+
+class _Watched(ChunkMask):
+    """Remembers what attention gave, and its values."""
+
+    def __init__(self, prefix: Prefix, chunk: Chunk) -> None:
+        super().__init__(prefix, chunk, Stage.FORWARD)
+        self.given: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        o = super().attend(*args, **kwargs)
+        self.given.append((o, o.clone()))
+        return o
+
+
+def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
+    """What the layer's forward over x [..., B, T, h] writes to. Visible writes to its input are for others to judge: those
+    autograd knows of."""
+    linears = call.site.linears
+    products: list[tuple[str, Tensor, Tensor]] = []
+    prefix = _prefix(call, chunks)
+    states: States = {}
+    attended = inputs = False
+    for chunk in chunks:
+        given = [part.clone() for part in (x[..., chunk.start : chunk.stop, :], *states.values())]
+        before = [(part, part.clone(), None if part.is_inference() else part._version) for part in given]
+        point = _Watched(prefix, chunk)
+        started = dict(zip(states, given[1:], strict=True))
+        with captured(linears, list(linears), lambda name, out: products.append((name, out, out.clone()))):
+            output = call.run(given[0], chunk, point, states=started)
+        assert output is not None
+        attended |= any(_changed(*pair) for pair in point.given)
+        inputs |= any(_changed(part, old) and (version in (None, part._version)) for part, old, version in before)
+        states = output.states
+    return Overwritten(frozenset(name for name, *pair in products if _changed(*pair)), attended, inputs)
+
+
+def _changed(now: Tensor, before: Tensor) -> bool:
+    return bool(((now != before) & ~(now.isnan() & before.isnan())).any())
+
+
+def _prefix(call: LayerCall, chunks: tuple[Chunk, ...], calls: int | None = None) -> Prefix:
+    rows, length = call.rows, chunks[-1].stop
+    prefix = Prefix(Spans.causal(rows, length), length, call.carried.prefix.attention)
+    prefix.calls = calls
+    return prefix
+
+
+@dataclasses.dataclass
+class Recomputed:
+    """K and V of each attention call, what each chunk gave and started from, and whether end states have a graph."""
+
+    kv: list[Tensor]
+    outputs: list[Tensor]
+    leaves: list[Tensor]
+    starts: list[States]
+    goes_on: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A layer's passes over x [..., B, T, h] in a chunk or two, each run from the same random state."""
+
+    call: LayerCall
+    linears: dict[str, nn.Linear]
+    x: Tensor
+    chunks: tuple[Chunk, ...]
+    needs_input: bool
+    random: RandomState
+
+    def recompute(self) -> Recomputed:
+        """With a graph, as a recomputation does it."""
+        prefix = _prefix(self.call, self.chunks)
+        leaf = self.x.detach().requires_grad_(self.needs_input)
+        found = Recomputed([], [], [leaf], [{}], False)
+        with torch.enable_grad(), self.random.replayed():
+            for chunk in self.chunks:
+                part = leaf[..., chunk.start : chunk.stop, :]
+                output, _ = self.call.compute(part, chunk, Stage.RECOMPUTE, prefix, states=found.starts[-1])
+                assert output is not None
+                ends = output.states
+                found.outputs += [output.hidden_states, *output.extras.values(), *ends.values()]
+                if not ends or chunk is self.chunks[-1]:
+                    break
+                found.goes_on = any(state.requires_grad for state in ends.values())
+                found.starts.append(leaves_of(ends) if found.goes_on else ends)
+                found.leaves += found.starts[-1].values()
+        found.kv += _keys_and_values(prefix)
+        return found
+
+    def refill(
+        self, calls: int, starts: list[States], names: Labels = frozenset(), width: int | None = None
+    ) -> list[Tensor]:
+        """K and V of so many attention calls, as a refill computes them that leaves those products out."""
+        prefix = _prefix(self.call, self.chunks, calls)
+        out = left_out(self.linears, names, width=width)
+        with torch.no_grad(), self.random.replayed(), out:
+            for chunk, states in zip(self.chunks, starts, strict=False):
+                part = self.x[..., chunk.start : chunk.stop, :]
+                self.call.compute(part, chunk, Stage.REFILL, prefix, states=states)
+        return _keys_and_values(prefix)
+
+    def gradients(self, names: Labels = frozenset()) -> list[Tensor | None]:
+        """Of all parameters, the input and start states, as a recomputation gives them that leaves those products out."""
+        others = [name for name in self.linears if name not in names]
+        with self.random.replayed(), computed(self.linears, others), left_out(self.linears, names):
+            found = self.recompute()
+            parameters = [parameter for parameter in self.call.layer.parameters() if parameter.requires_grad]
+            return gradients_of(found.outputs, [*found.leaves, *parameters])
+
+
+def _keys_and_values(prefix: Prefix) -> list[Tensor]:
+    """What is in the prefix's buffers, [B, filled, H_kv, D]."""
+    sites = [site for site in prefix.sites if isinstance(site, CallSite)]
+    return [part[:, : prefix.filled_until] for site in sites for part in (site.k, site.v)]
+
+
+def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
+    like = call.kept.store.peek("x", 0)
+    pieces = [_pieces(call, tokens) for tokens in TRIED]
+    known = has_data(like)
+    with few_tokens(call, like, pieces[-1][-1].stop) as x:
+        random = RandomState.capture(call.device)
+        few, more = (Trial(call, linears, x[..., : p[-1].stop, :], p, needs_input, random) for p in pieces)
+        ran: list[Recomputed] = []
+
+        def run() -> list[Tensor]:
+            ran.append(more.recompute())
+            return ran[0].kv
+
+        try:
+            found = trace_unread(linears, run)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a trace is there to save work; what is wrong with the layer, its own passes will say
+            return UnreadProducts()
+        found = dataclasses.replace(found, states=ran[0].goes_on)
+        if known and found.recompute:
+            expected = more.gradients()
+            recompute = holding(found.recompute, lambda names: same_gradients(call, more.gradients(names), expected))
+            found = dataclasses.replace(found, recompute=recompute)
+        return _refillable(found, [few, more], ran[0].kv)
+
+
+def _refillable(found: UnreadProducts, trials: list[Trial], kv: list[Tensor]) -> UnreadProducts:
+    """What of it a refill can leave out, and how narrow. [Note: narrow queries]"""
+    if not kv or not found.refill:
+        return dataclasses.replace(found, refill=frozenset())
+    calls = len(kv) // 2
+    goes_on = trials[0].call.site.states is not None
+    starts: list[list[States]] = [trial.recompute().starts if goes_on else [{}] for trial in trials]
+    expected = [trial.refill(calls, start) for trial, start in zip(trials, starts, strict=True)]
+
+    def tried(names: Labels, width: int | None) -> bool:
+        def holds(names: Labels) -> bool:
+            again = (trial.refill(calls, start, names, width) for trial, start in zip(trials, starts, strict=True))
+            return all(map(_same, expected, again))
+
+        return _holds(holds, names)
+
+    # Of several attention calls all but the last are computed in a refill.
+    size = kv[0].shape[-1] if calls == 1 and trials[-1].chunks[0].stop == TRIED[-1] else None
+    refill = found.refill if size is not None and tried(found.refill, size) else None
+    if refill is None:
+        refill = holding(found.refill, lambda names: tried(names, None))
+        size = size if refill != found.refill and size is not None and refill and tried(refill, size) else None
+    return dataclasses.replace(found, refill=refill, width=size)
+
+
+def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether K and V are the same to the bit; without data, whether they have the same shapes."""
+    if any(x.shape != y.shape for x, y in zip(found, expected, strict=True)):
+        return False
+    return not has_data(found[0]) or all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -1,0 +1,206 @@
+"""Layers that attend by themselves over what their cache gives back: the cache they get is the prefix.
+
+Models from before transformers' attention interface (GPT-J, GPT-Neo, CodeGen, BLOOM) call `cache.update(key, value)` and
+attend to what it returns. So a chunk's cache returns the keys and values up to the chunk's end, and the mask, which their
+model builds whole, is cut to the chunk. Exact, but the scores of one chunk against its prefix exist, as does the mask.
+
+Sparse attention is served the same way (DeepSeek V3.2, GLM 5): which keys a query reads is a mask over its prefix, that the
+layer makes of the model's mask and of what an indexer gives. The indexer's keys come from the same cache and are one more
+prefix; picking them has no gradient, so theirs is never asked for.
+
+A query that reads nothing would get the mean over the keys of its prefix here, which depends on the chunks. It is made to
+read itself alone, with a value of zero that no other query reads. [Note: empty queries]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, reads
+from streambp.attention.prefix import ChunkMask
+from streambp.cache import ChunkCache
+from streambp.chunks import Barrier, Chunk
+from streambp.device import has_data
+from streambp.errors import UnsupportedMaskError
+from streambp.source import written_forward
+
+PER_KEY = ("alibi",)  # arguments whose last dimension is the keys
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnMask:
+    """The 4-D mask of a layer that attends by itself, and what was found out about it.
+
+    Some are added to the scores. Of the others some say what is read and some what is not (MPT): in a causal one the first
+    query does not read the last key, which tells which.
+
+    Args:
+        mask: [B or 1, H or 1, T, T].
+        barriers: where no chunk may end. [Note: chunk ends]
+        empty: [B or 1, T], queries that read nothing; None if all read something.
+    """
+
+    mask: Tensor
+    barriers: tuple[Barrier, ...] = ()
+    empty: Tensor | None = None
+
+    def read(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        tile = self.mask[:, :, q0:q1, k0:k1]
+        return tile != self.mask[:, :, :1, -1:] if tile.dtype == torch.bool else reads(tile)
+
+    def cut(self, chunk: Chunk) -> Tensor:
+        """[B or 1, H or 1, C, e], with empty queries that read themselves."""
+        part = self.mask[:, :, chunk.start : chunk.stop, : chunk.stop]
+        if self.empty is None:
+            return part
+        part = part.clone()
+        own = part.diagonal(chunk.start, -2, -1)  # [B, H or 1, C]
+        is_read = ~self.mask[:, :, 0, -1:] if part.dtype == torch.bool else own.new_zeros(())
+        own.copy_(torch.where(self.empty[:, None, chunk.start : chunk.stop], is_read, own))
+        return part
+
+    def values(self, v: Tensor, chunk: Chunk) -> Tensor:
+        """v [B, H_kv, C, D] of a chunk, zero for empty queries."""
+        return v if self.empty is None else v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
+
+    def causal(self, length: int) -> OwnMask:
+        """A plain causal mask of its kind for the first tokens."""
+        lower = torch.ones(length, length, dtype=torch.bool, device=self.mask.device).tril()
+        not_read = self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else torch.finfo(self.mask.dtype).min
+        is_read = ~self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else self.mask.new_zeros(())
+        plain = torch.where(lower, is_read, not_read)
+        return OwnMask(plain.expand(*self.mask.shape[:2], -1, -1))
+
+
+class PlainMask(OwnMask):
+    """The mask of a call without one: sdpa takes a whole sequence for causal. Over a prefix it has to be told.
+
+    mask: of its device, without elements.
+    """
+
+    def cut(self, chunk: Chunk) -> Tensor:
+        size = chunk.stop - chunk.start
+        return torch.ones(1, 1, size, chunk.stop, dtype=torch.bool, device=self.mask.device).tril(chunk.start)
+
+    def causal(self, length: int) -> OwnMask:
+        return self
+
+
+class PaddingMask(OwnMask):
+    """The [B, T] mask of real tokens, of a layer that makes its own mask of it and of what its indexer picks (GLM 5 Next).
+
+    A chunk's tokens are all that it says; of the prefix the indexer's cached keys know.
+    """
+
+    def cut(self, chunk: Chunk) -> Tensor:
+        return self.mask[:, chunk.start : chunk.stop]
+
+    def causal(self, length: int) -> OwnMask:
+        return PaddingMask(torch.ones_like(self.mask[:, :length]))
+
+
+def chunk_arguments(named: dict[str, Any], cache: str, point: ChunkMask) -> dict[str, Any]:
+    """The arguments of a chunk for a layer that attends by itself; `cache` is the name of its cache's argument."""
+    chunk: Chunk = point.chunk
+    mask: OwnMask = named["attention_mask"]
+    changed: dict[str, Any] = {cache: ChunkCache(chunk.start, reader(named, point)), "attention_mask": mask.cut(chunk)}
+    changed.update({name: named[name][..., : chunk.stop] for name in PER_KEY if isinstance(named.get(name), Tensor)})
+    return {**named, **changed}
+
+
+def reader(named: dict[str, Any], point: ChunkMask) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What a chunk's cache returns for its keys and values: those of all tokens up to the chunk's end."""
+    return functools.partial(_read, point, named["attention_mask"])
+
+
+def _read(point: ChunkMask, mask: OwnMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return point.read(k, mask.values(v, point.chunk))
+
+
+def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
+    """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is taken for causal.
+
+    Args:
+        by_sdpa: transformers' sdpa attends, which gives a query that reads nothing 0.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] == length:
+        # Every query reads the first token where none of the rows starts with padding.
+        if by_sdpa or mask.is_meta or isinstance(mask, FakeTensor) or bool(mask[:, 0].all()):
+            return PaddingMask(mask)
+        return "it attends by itself, with padding whose queries read a mean over all keys"
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return "it attends by itself, without a 4-D attention mask"
+    if tuple(mask.shape[-2:]) != (length, length):
+        return f"it attends by itself, with a mask of {mask.shape[-1]} keys for an input of {length} positions"
+    if mask.is_meta or isinstance(mask, FakeTensor):
+        return OwnMask(mask)
+    if mask.dtype == torch.bool:
+        corner, ends = mask[:, :, :1, -1:], mask[:, :, [0, -1]]
+        if bool((ends == corner).all() | (corner.any() & ~corner.all())):
+            return "it attends by itself, and its attention mask does not show what it means by True"
+    whole = OwnMask(mask)
+    barriers = find_barriers(whole.read, length, mask.device)
+    if barriers and mask.dtype == torch.bool:
+        return "it attends by itself, and its attention mask is not causal"
+    empty, harmless = find_empty(whole.read, length, mask.device)
+    if not harmless:
+        return "it attends by itself, and its attention mask leaves a query without keys whose own key is read"
+    return OwnMask(mask, barriers, empty)
+
+
+def why_picked_blocks_stay_whole(layer: nn.Module, positions: Any, mask: OwnMask, length: int, by_sdpa: bool) -> str | None:
+    """Why a layer whose indexer picks blocks of keys (MiniMax M3) cannot be cut with these arguments; None if it can.
+
+    The indexer compares position_ids with the places of keys, and looks at padding like at any other key. Where positions
+    are others, or padding comes before a token, a query may pick blocks that its mask leaves nothing of. It gets the mean
+    over all keys then, those of later chunks too.
+
+    Args:
+        by_sdpa: as in `own_mask`; otherwise the model's other layers, too, give a query that reads nothing such a mean.
+
+    Raises:
+        UnsupportedMaskError: they do, and the indexer reads it.
+    """
+    if not any("update_index" in _attributes(module) for module in layer.modules()) or not has_data(mask.mask):
+        return None
+    if mask.empty is not None and not by_sdpa:
+        raise UnsupportedMaskError(
+            "The attention mask pads on the left, where eager attention gives the mean over all tokens, later ones too. "
+            f"Nobody reads it but the indexer of {type(layer).__name__}, which looks at padding as at any token, so that "
+            "chunks would pick other keys. Pad on the right, or load the model with attn_implementation='sdpa'."
+        )
+    if isinstance(positions, Tensor) and not bool((positions == torch.arange(length, device=positions.device)).all()):
+        return "its indexer picks blocks of keys by position_ids, which are not the places of the keys here"
+    if isinstance(mask, PlainMask) or _pads_on_the_right(mask, length):
+        return None
+    return "its indexer picks blocks of keys, and its attention mask is more than causal with padding on the right"
+
+
+def _pads_on_the_right(mask: OwnMask, length: int) -> bool:
+    """Whether queries read all keys up to their own but the last ones of each row."""
+    kept = mask.read(length - 1, length, 0, length)  # [B or 1, H or 1, 1, T]
+    if bool((kept[..., 1:] & ~kept[..., :-1]).any()):
+        return False
+    places = torch.arange(length, device=kept.device)
+    tiles = ((q0, min(q0 + SCAN, length)) for q0 in range(0, length, SCAN))
+    return all(torch.equal(mask.read(q0, q1, 0, length), kept & (places <= places[q0:q1, None])) for q0, q1 in tiles)
+
+
+def _attributes(module: nn.Module) -> tuple[str, ...]:
+    forward = written_forward(module)
+    return forward.__code__.co_names if hasattr(forward, "__code__") else ()
+
+
+def biases_positions(module: nn.Module) -> bool:
+    """Whether an attention in it adds a bias for each pair of positions, for which it asks its cache where queries start.
+
+    transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean over all keys.
+    """
+    return any("get_query_offset" in _attributes(part) for part in module.modules())

@@ -1,0 +1,61 @@
+"""Who splits sequences over ranks: DeepSpeed Ulysses, which streamed layers join, or torch's context parallelism.
+
+Ulysses (ALST) stands in for the attention function that the model's config names, context parallelism for
+`scaled_dot_product_attention`. Streamed attention goes through neither. So Ulysses' process group is taken from the
+function that it registered, and streamed layers exchange heads for tokens themselves (`sharded/layer.py`); context
+parallelism changes what the attention kernel computes, and is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from streambp.errors import UnsupportedModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class Ulysses:
+    """The process group over which a sequence is split; disable_in_eval: it is not while the model is in eval mode."""
+
+    group: Any
+    disable_in_eval: bool
+
+    def splits(self, training: bool) -> bool:
+        return training or not self.disable_in_eval
+
+
+def find_ulysses(implementation: str | None) -> Ulysses | None:
+    """What `UlyssesSPAttentionHF.register_with_transformers` put in place of an attention function, if it did.
+
+    Args:
+        implementation: the attention implementation that the model's config names.
+
+    Raises:
+        UnsupportedModelError: DeepSpeed's function is there, but its process group is not where it is expected.
+    """
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation or "sdpa")
+    if not (getattr(function, "__module__", None) or "").startswith("deepspeed"):
+        return None
+    for value in inspect.getclosurevars(inspect.unwrap(function)).nonlocals.values():
+        if hasattr(value, "process_group") and hasattr(value, "attn"):
+            return Ulysses(value.process_group, getattr(value, "disable_in_eval", False))
+    raise UnsupportedModelError(
+        "DeepSpeed Ulysses (ALST) splits the sequence over ranks, but the process group is not where DeepSpeed 0.19 keeps "
+        "it. Use DeepSpeed 0.19, or run this model unpatched (streambp.unpatch(model))."
+    )
+
+
+def refuse_context_parallelism() -> None:
+    """Raise if torch's context parallelism is at work: a streamed layer would attend to this rank's shard alone."""
+    if (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed"):
+        raise UnsupportedModelError(
+            "torch's context parallelism splits the sequence over ranks inside scaled_dot_product_attention, which "
+            "streamed layers do not call; each would attend to this rank's shard alone. Split sequences with DeepSpeed "
+            "Ulysses (accelerate's ParallelismConfig(sp_backend='deepspeed', sp_size=...)), train without splitting "
+            "(StreamConfig(offload='cpu')), or run this model unpatched (streambp.unpatch(model))."
+        )

@@ -1,0 +1,172 @@
+"""Hooks inside a layer: what they are, and which of them change what they are given.
+
+A hook that changes something must be there for backward's recomputation as it was in forward. One that only looks may come
+and go. Which is which is seen while it runs: it returns something, or a tensor that it was given is of another version
+afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from streambp.distributed.engines import HOOKS, belongs_to_engine
+from streambp.fingerprint.leaves import leaves, name_of, version_of
+
+HookKey = tuple[str, str, str, int]  # the module's name in the layer, the sort of hook, its name, and which of several
+SORTS = dict(zip(HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
+POSITIONS = "alora_offsets"
+FOR_ONE_FORWARD = (POSITIONS, "adapter_names")  # what peft hands its modules by hooks
+
+
+class Hooks:
+    """The hooks inside of a layer that are not an engine's, as of one look.
+
+    ids: of all hooks. exact, kind: as of leaves. places: where each is, and its number there. routing: those by which peft
+    hands something to its modules for one forward alone; they are not among the others.
+    """
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.exact: dict[tuple[HookKey, str], Any] = {}
+        self.kind: tuple[Any, ...] = ()
+        self.places: dict[HookKey, tuple[dict[int, Any], int]] = {}
+        self.routing: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    def why_whole(self) -> str | None:
+        """Why the layer cannot be cut with these hooks, as far as is known without trying."""
+        names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
+        if POSITIONS in names:
+            return f"peft hands {POSITIONS} to its modules, which count tokens from the end of the sequence"
+        if names and torch.is_grad_enabled():
+            return f"peft hands {', '.join(sorted(names))} to its modules by hooks that are there for the forward alone"
+        return None
+
+    def differences(self, before: Hooks, acted: set[HookKey], ignored: set[tuple[HookKey, str]]) -> list[str]:
+        """What is different in hooks that have acted since `before`, in words."""
+        told = []
+        for (key, leaf), exact in before.exact.items():
+            if (key not in acted and "backward" not in key[1]) or (key, base_of(leaf)) in ignored:
+                continue
+            if key not in self.places:
+                told.append(f"{described(key)} is gone")
+            elif (key, leaf) not in self.exact:
+                told.append(f"{described(key)}: {leaf or 'its code'} is gone")
+            elif self.exact[key, leaf] != exact:
+                now = self.exact[key, leaf]
+                same = repr(now) == repr(exact)
+                told.append(f"{described(key)}: {leaf} " + ("is another" if same else f"was {exact!r} and is {now!r}"))
+        return list(dict.fromkeys(told))
+
+
+def _name(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)
+    code = getattr(hook, "__code__", None)
+    name = name_of(hook).rpartition(".")[2]
+    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def base_of(leaf: str) -> str:
+    """The leaf that it is an entry of: what is put into a container changes leaves of many names."""
+    return leaf.partition("[")[0]
+
+
+def described(key: HookKey) -> str:
+    path, sort, name, number = key
+    return f"the {sort} {name}" + (f" ({number + 1})" if number else "") + f" of {path}"
+
+
+def hooks_of(
+    tables: list[dict[int, Any]], named: dict[str, nn.Module], ignored: set[tuple[HookKey, str]], latest: Hooks | None
+) -> Hooks:
+    """The hooks in these tables of the modules inside of a layer; `latest` itself if they are the same.
+
+    Args:
+        tables: of each inner module, in the order of `HOOKS`.
+        named: the layer's modules, itself first.
+    """
+    if not any(tables):
+        return latest if latest is not None and not latest.ids else Hooks([])
+    ids = [number for table in filter(None, tables) for number in table]
+    if latest is not None and latest.ids == ids and not latest.places:
+        return latest
+    found = Hooks(ids)
+    paths = list(named)
+    kinds = []
+    for index, table in enumerate(tables):
+        for number, hook in table.items():
+            if belongs_to_engine(hook):
+                continue
+            path, sort = paths[1 + index // len(HOOKS)], SORTS[HOOKS[index % len(HOOKS)]]
+            if _routes(hook):
+                found.routing.append((named[path], hook))
+                continue
+            name = _name(hook)
+            same = sum(key[:3] == (path, sort, name) for key in found.places)
+            key = (path, sort, name, same)
+            found.places[key] = (table, number)
+            for leaf in leaves(hook, ""):
+                if (key, base_of(leaf.name)) not in ignored:
+                    found.exact[key, leaf.name] = leaf.exact
+                    kinds.append((*key, leaf.name, leaf.kind))
+    found.kind = tuple(map(repr, kinds))
+    if latest is not None and latest.ids == ids and latest.exact == found.exact and not found.routing:
+        return latest
+    return found
+
+
+def _routes(hook: Any) -> bool:
+    if not isinstance(hook, functools.partial) or not getattr(hook.func, "__module__", "").startswith("peft."):
+        return False
+    return any(name in FOR_ONE_FORWARD for name in hook.keywords)
+
+
+@contextlib.contextmanager
+def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
+    """Within, it is noted which of these hooks change what they are given."""
+    acted: set[HookKey] = set()
+    watched = []
+    for key, (table, number) in hooks.places.items():
+        if number in table and "forward" in key[1]:
+            own = table[number]
+            table[number] = _Watched(key, own, acted)
+            watched.append((table, number, own))
+    try:
+        yield acted
+    finally:
+        for table, number, own in watched:
+            if isinstance(table.get(number), _Watched):  # a hook may have removed itself
+                table[number] = own
+
+
+class _Watched:
+    def __init__(self, key: HookKey, hook: Callable[..., Any], acted: set[HookKey]) -> None:
+        self.key, self.hook, self.acted = key, hook, acted
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        if self.key in self.acted:
+            return self.hook(module, *given)
+        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        before = [version_of(x) for x in tensors]
+        result = self.hook(module, *given)
+        if result is not None or before != [version_of(x) for x in tensors]:
+            self.acted.add(self.key)
+        return result
+
+
+@contextlib.contextmanager
+def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Within, peft hands its modules what it handed them in forward."""
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in routing]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,337 @@
+"""What a layer is made of: whether what was found out about it still holds, and whether backward finds what forward did.
+
+[Note: fingerprint] Modules, hooks inside the layer, parameters, buffers and attributes are looked at before a forward, when
+it is over and before its backward. A look costs a list of what is there, compared with that of the look before. Only where
+they differ is each thing named and described (`leaves.py`). Two prints come of it:
+
+    exact   compared between a forward and its backward, which would recompute another layer: it raises and names the change
+    kind    decides which verdicts count (`LayerSite.verdicts`, `unread`): structure alone, not numbers, nor identities
+
+What the layer's own forward changes (counters, what it leaves behind for later) belongs to neither: the look at its end
+finds it. A hook that has changed nothing that it was given may come and go. What the layer answers to questions about its
+modules (`of`) is asked again only when a look differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from streambp.distributed.engines import HOOKS
+from streambp.errors import BackwardError
+from streambp.fingerprint.hooks import HookKey, Hooks, base_of, hooks_of
+from streambp.fingerprint.leaves import Leaf, Mark, contents, holds_more, leaves, name_of
+
+T = TypeVar("T")
+Key = tuple[str, str]  # the module's name in the layer, and of an attribute, parameter or buffer of it
+TORCHS = frozenset(nn.Module().__dict__) - {"training"}
+READ = ("training", "_parameters", "_buffers", "_modules", *HOOKS)
+# Engines and trainers change these while a step runs; `_streambp` is ours.
+THEIRS = (
+    "_streambp", "gradient_checkpointing", "_gradient_checkpointing", "_peft_gradient_checkpointing",
+    "ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn",
+)  # fmt: skip
+OUTSIDE = ("forward", "_old_forward", "_hf_hook")  # of the layer itself: they run around it
+NAMED_AT_MOST = 3
+CLASSES = "~"  # stands for a module's name where it is the modules' classes that something is of
+
+
+class Body:
+    """A layer's modules and what is in them, as of one look; hooks are apart, since they come and go more often."""
+
+    def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
+        self.named = dict(layer.named_modules())
+        self.modules = list(self.named.values())
+        self.dicts = [module.__dict__ for module in self.modules]
+        self.hooks = [d[name] for d in self.dicts[1:] for name in HOOKS]
+        self.types = list({type(module): None for module in self.modules})
+        self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self._tables: list[dict[Any, Any]] = []
+        self._of_tensors: list[dict[str, Any]] = []
+        self._parts: list[tuple[dict[str, Any], tuple[str, ...]]] = []  # of such tables, without what the forward changes
+        self._empty: list[Any] = []
+        self._lists: list[Any] = []
+        self._live: list[tuple[str, dict[str, Any], str]] = []  # attributes that hold what no container does
+        self.exact: dict[tuple[str, str, str], Any] = {}
+        self.generators: list[torch.Generator] = []
+        self.parameters: list[Tensor] = []
+        self.tensors: list[tuple[Key, Tensor]] = []  # whose versions count
+        self._held: list[Tensor] = []
+        kinds: list[Any] = []
+        for path, module in self.named.items():
+            self._read(path, module, ignored, kinds)
+        for known in self.types:
+            self._add((CLASSES, ""), leaves(known.forward, f"{known.__qualname__}.forward"), kinds)
+        self.kind = hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
+        self._flat = self._look()
+
+    def unchanged(self) -> bool:
+        """Whether all is as it was; reads every attribute, describes none."""
+        try:
+            return self._look() == self._flat  # objects that are the same are not compared
+        except Exception:  # an attribute is gone, or is a tensor in the place of something else
+            return False
+
+    def _look(self) -> list[Any]:
+        found: list[Any] = list(map(len, self.dicts))
+        extend = found.extend
+        for getter, values in self._getters:
+            extend(getter(values))
+        for table in self._of_tensors:
+            extend(map(id, table.values()))  # which are held, so that no other takes an id
+        for table, names in self._parts:
+            extend([id(table[name]) for name in names])
+        for table in self._tables:
+            extend(table.values())
+        for items in self._lists:
+            extend(items)
+        extend(map(type, self.modules))
+        extend([known.forward for known in self.types])
+        found.append(any(self._empty))
+        for path, values, name in self._live:
+            extend(leaf.exact for leaf in leaves(values[name], path))
+        return found
+
+    def _read(self, path: str, module: nn.Module, ignored: set[Key], kinds: list[Any]) -> None:
+        own = module.__dict__
+        counts = [
+            name
+            for name in own
+            if name not in TORCHS
+            and not name.startswith(THEIRS)
+            and (path or name not in OUTSIDE)
+            and (path, name) not in ignored
+        ]
+        self._getters.append((operator.itemgetter(*dict.fromkeys((*READ, *counts))), own))
+        for table in (module._parameters, module._buffers):
+            kept = tuple(name for name in table if (path, name) not in ignored)
+            if len(kept) < len(table):
+                self._parts.append((table, kept))
+            else:
+                (self._of_tensors if table else self._empty).append(table)
+        (self._tables if module._modules else self._empty).append(module._modules)
+        self._add((path, ""), [Leaf("", Mark(module), name_of(type(module)))], kinds)
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None:
+                self._add((path, name), leaves(None, ""), kinds)
+            elif (path, name) not in ignored:
+                self._add((path, name), [Leaf("", Mark(tensor), str(tensor.dtype))], kinds)
+                self._count_versions((path, name), tensor)
+        self.parameters += [p for p in module._parameters.values() if p is not None]
+        for name in counts:
+            self._read_attribute((path, name), own, kinds)
+
+    def _read_attribute(self, key: Key, own: dict[str, Any], kinds: list[Any]) -> None:
+        value = own[key[1]]
+        if isinstance(value, Tensor):
+            self._add(key, [Leaf("", Mark(value), ("tensor", value.requires_grad))], kinds)
+            self._count_versions(key, value)
+            return
+        self._add(key, leaves(value, ""), kinds)
+        if holds_more(value):
+            self._live.append((key[1], own, key[1]))
+        for inner in (value, *(part for _, part in contents(value) or ())):
+            if isinstance(inner, torch.Generator):
+                self.generators.append(inner)
+            if contents(inner) is not None:
+                (self._tables if isinstance(inner, dict) else self._lists).append(inner)
+
+    def _count_versions(self, key: Key, tensor: Tensor) -> None:
+        self._held.append(tensor)
+        if not tensor.is_inference():
+            self.tensors.append((key, tensor))
+
+    def _add(self, key: Key, found: Iterable[Leaf], kinds: list[Any]) -> None:
+        for leaf in found:
+            self.exact[(*key, leaf.name)] = leaf.exact
+            kinds.append((*key, leaf.name, leaf.kind))
+
+
+@dataclasses.dataclass(eq=False)
+class Look:
+    """What a layer was made of at one time.
+
+    answers: what was asked of it. [Note: fingerprint]
+    """
+
+    body: Body
+    hooks: Hooks
+    answers: dict[Callable[..., Any], Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What verdicts count for."""
+        trained = bytes([p.requires_grad for p in self.body.parameters])
+        return self.body.kind, self.hooks.kind, trained
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a layer was made of when a forward was over. acted: inner hooks that changed what they were given."""
+
+    look: Look
+    versions: list[int]
+    acted: set[HookKey]
+
+
+class Fingerprint:
+    """A layer's looks. [Note: fingerprint] Copies start without: they hold the original's modules.
+
+    pending: forwards whose backward is still to come. in_cycles: graphs of the layer's recomputations are freed late.
+    """
+
+    def __init__(self) -> None:
+        self._latest: Look | None = None
+        self._ignored: set[Key] = set()  # what the layer's own forward changes
+        self._ignored_of_hooks: set[tuple[HookKey, str]] = set()
+        self.pending = 0
+        self.in_cycles = False
+
+    def __reduce__(self) -> Any:
+        return Fingerprint, ()
+
+    def look(self, layer: nn.Module) -> Look:
+        """What it is made of now; the same object as before if nothing has changed."""
+        latest = self._latest
+        same = latest is not None and latest.body.unchanged()
+        body = latest.body if latest is not None and same else Body(layer, self._ignored)
+        known = latest.hooks if latest is not None and same else None
+        hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, known)
+        if latest is None or not same or hooks is not latest.hooks:
+            self._latest = latest = Look(body, hooks)
+        return latest
+
+    def latest(self, layer: nn.Module) -> Look:
+        """The last look."""
+        return self._latest or self.look(layer)
+
+    def of(self, layer: nn.Module, question: Callable[[nn.Module], T]) -> T:
+        """What a function says of the layer, as of the last look: whoever changes the layer looks again."""
+        answers = self.latest(layer).answers
+        if question not in answers:
+            answers[question] = question(layer)
+        answer: T = answers[question]
+        return answer
+
+    def learn(self, layer: nn.Module, before: Look, versions: list[int] | None = None) -> Look:
+        """What the layer is made of after a forward of its own; what that has changed is left out from now on."""
+        now = self.look(layer)
+        same = now.body is before.body
+        changed = set() if same else {key[:2] for key in _differing(before.body.exact, now.body.exact)}
+        if versions is not None and versions != (after := versions_of(before)):
+            changed |= {k for (k, _), a, b in zip(before.body.tensors, versions, after, strict=True) if a != b}
+        hooks = set() if now is before else _differing(before.hooks.exact, now.hooks.exact)
+        if not changed and not hooks:
+            return now
+        self._ignored |= changed
+        self._ignored_of_hooks |= {(key, base_of(leaf)) for key, leaf in hooks}
+        self._latest = None
+        return self.look(layer)
+
+    def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: set[HookKey]) -> Seen:
+        """Of a forward that is over; `before` and `versions` are from when it began."""
+        look = self.learn(layer, before, versions)
+        self.pending += 1
+        return Seen(look, versions_of(look), acted)
+
+    def check(self, layer: nn.Module, seen: Seen, now: Look) -> None:
+        """Raise if the layer is now not what it was when that forward was over.
+
+        Raises:
+            BackwardError: with the names of what changed.
+        """
+        self.pending = max(0, self.pending - 1)
+        told: list[str] = []
+        if now is not seen.look:
+            before, after = seen.look.body.exact, now.body.exact
+            differing = set() if before is after else _differing(before, after)
+            differing = {key for key in differing if key[:2] not in self._ignored and _counts(key, before, after)}
+            told += [_told(key, before, after) for key in sorted(differing)]
+            told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
+        for (key, _), then, version in zip(seen.look.body.tensors, seen.versions, versions_of(seen.look), strict=True):
+            if then != version and key not in self._ignored:
+                told.append(f"{_path(*key)} was changed in place")
+        if told:
+            more = f"; and {len(told) - NAMED_AT_MOST} more" if len(told) > NAMED_AT_MOST else ""
+            raise changed(layer, "; ".join(told[:NAMED_AT_MOST]) + more)
+
+
+def changed(layer: nn.Module, what: str) -> BackwardError:
+    """The error of a layer that is not in backward what it was in forward."""
+    return BackwardError(
+        f"{type(layer).__name__} is not in backward what it was in forward: {what}. Backward recomputes the layer, so it "
+        "would give the gradient of another model. Call backward before you change the layer: inside of the `with` block "
+        "that changes it, before hooks are removed, adapters scaled or attributes set."
+    )
+
+
+def versions_of(look: Look) -> list[int]:
+    return [tensor._version for _, tensor in look.body.tensors]
+
+
+def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
+    """Keys of what is not the same in both, or in one of them alone."""
+    missing = object()
+    both = {key for key in before if not _equal(before[key], after.get(key, missing))}
+    return both | (after.keys() - before.keys())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one is other or bool(one == other)
+
+
+def _path(path: str, name: str) -> str:
+    return ".".join(part for part in (path, name) if part) or "the layer"
+
+
+def _counts(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> bool:
+    """Classes come and go with their modules."""
+    return key[0] != CLASSES or (key in before and key in after)
+
+
+def _told(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> str:
+    path, attribute, leaf = key
+    if path == CLASSES:
+        return f"{leaf} is another function"
+    name = _path(path, attribute) + (leaf if not leaf or leaf.startswith("[") else f" ({leaf})")
+    if key not in after:
+        return f"{name} is gone"
+    if key not in before:
+        return f"{name} has come"
+    return f"{name} was {_value(before[key])} and is {_value(after[key], before[key])}"
+
+
+def _value(exact: Any, other: Any = None) -> str:
+    if isinstance(exact, tuple) and len(exact) == 2 and exact[0] == "entries":
+        return f"of {exact[1]} entries"
+    if isinstance(exact, tuple):
+        return _value(exact[0], other[0] if isinstance(other, tuple) else None)
+    if isinstance(exact, Mark) and isinstance(other, Mark) and repr(exact) == repr(other):
+        return f"another {exact.kind}"
+    return f"the function {exact.co_name}" if hasattr(exact, "co_name") else repr(exact)
+
+
+def generator_states(generators: list[torch.Generator]) -> list[Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+@contextlib.contextmanager
+def generators_kept(generators: list[torch.Generator]) -> Iterator[None]:
+    """Within, what is drawn from them does not count."""
+    states = generator_states(generators)
+    try:
+        yield
+    finally:
+        set_generators(generators, states)
+
+
+def set_generators(generators: list[torch.Generator], states: list[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

@@ -1,0 +1,250 @@
+"""What one layer call keeps from its forward for its backward, chunk by chunk.
+
+    x           the chunk's hidden_states                                 always
+    attn_out.i  output and logsumexp of attention call i, with lse.i      by `saves`
+    k.i, v.i    keys and values of attention call i                       by `saves`, where they leave the device
+    product.n#i the output of call i of the Linear n                      by `saves`
+    state.i     state i that the chunk started from                       always, but for the first chunk
+    random      the random state that the chunk started from              always
+
+All but the random states go into a store, on the device or on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from streambp.attention.merge import Attended
+from streambp.chunks import Chunk, ChunkPlan
+from streambp.config import SAVES
+from streambp.errors import UnsupportedModelError
+from streambp.layer.carried import Carried
+from streambp.layer.cost import Cost, Product, Watch
+from streambp.layer.products import Sums, captured, known, matching
+from streambp.layer.recompute import RandomState
+from streambp.layer.site import LayerSite
+from streambp.layer.store import Access, InMemory, Offloader, SavedTensors
+from streambp.recurrent.states import Key, States
+
+
+class Kept:
+    """What backward will want of the chunks of one layer call, and in which order it asks for it.
+
+    products: the Linears whose outputs are kept, of `linears`. product_names: the outputs, by store name.
+    """
+
+    lends_attended = True  # the layer gets to work with the very output of attention that is kept
+
+    def __init__(self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device) -> None:
+        self.site, self.plan, self.carried, self.device = site, plan, carried, device
+        self.saves = site.config.named_saves
+        self.named = True  # by the user
+        self.watch: Watch | None = None
+        self.store: SavedTensors = InMemory()
+        self.random: list[RandomState] = []
+        self.linears: dict[str, nn.Linear] = {}
+        self.products: list[str] = []
+        self.product_names: list[str] = []
+        self._state_keys: list[Key] = []
+        self._captured: list[tuple[str, Tensor, int]] = []
+
+    def save_to(self, offloader: Offloader) -> None:
+        """Saved tensors go there."""
+        length = self.plan.length
+        self.store = offloader.open(self.site.index, self.device, length)
+        chosen = offloader.chosen_saves(length)
+        self.saves, self.named = (self.saves, True) if chosen is None else (chosen, False)
+        self.watch = offloader.watch(length, self.site.unread)
+
+    @property
+    def moves_kv(self) -> bool:
+        """Keys and values leave with the rest; otherwise, if saved, they stay in the prefix's buffers."""
+        return "kv" in self.saves and self.store.copies
+
+    def snapshot(self) -> None:
+        """Remember the random state that the next chunk starts from."""
+        self.random.append(RandomState.capture(self.device))
+
+    def keep_states(self, chunk: Chunk, states: States) -> None:
+        """Save the states that a chunk starts from."""
+        self._state_keys = list(states)
+        for number, state in enumerate(states.values()):
+            self.store.put(f"state.{number}", chunk.index, state)
+
+    def states(self, chunk: Chunk, again: bool = False) -> States:
+        """The states that a chunk starts from; again: they will be asked for once more."""
+        if chunk.index == 0:
+            return {}
+        read = self.store.peek if again else self.store.take
+        return {key: read(f"state.{number}", chunk.index) for number, key in enumerate(self._state_keys)}
+
+    def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
+        """Save what backward will want of this chunk: hidden_chunk [..., B, C, h], without a graph, and what its attention
+        calls left.
+
+        Raises:
+            UnsupportedModelError: the layer has written to something that is to be saved.
+        """
+        self.store.put("x", chunk.index, hidden_chunk)
+        self.keep_products(chunk)
+        for site, part in enumerate(attended):
+            if "attn_out" in self.saves:
+                if part.changed:
+                    raise self._attended_overwritten()
+                self.store.put(f"attn_out.{site}", chunk.index, part.o)
+                self.store.put(f"lse.{site}", chunk.index, part.lse)
+            whole = self.carried.prefix.part(site, chunk) if self.moves_kv else None  # tiles are in the store already
+            if whole is not None:
+                self.store.put(f"k.{site}", chunk.index, whole[0])
+                self.store.put(f"v.{site}", chunk.index, whole[1])
+        if self.watch is not None:
+            self.watch.chunk_done(self._cost(chunk, hidden_chunk, attended))
+
+    def _cost(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> Cost:
+        tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
+        prefix, overwritten = self.carried.prefix, self.site.overwritten
+        products = {
+            name: Product(linear.out_features * tokens * hidden_chunk.itemsize, 2.0 * linear.weight.numel() * tokens)
+            for name, linear in self.site.linears.items()
+            if name not in overwritten.products
+        }
+        return Cost(
+            x=hidden_chunk.nbytes,
+            attn_out=0 if overwritten.attended else sum(part.o.nbytes + part.lse.nbytes for part in attended),
+            kv=(chunk.stop - chunk.start) * sum(size.keys for size in prefix.sizes_seen),
+            attention_flops=sum(prefix.flops(chunk, part) for part in attended),
+            products=products,
+            overwritten=overwritten.products | ({"attn_out"} if overwritten.attended else set()),
+        )
+
+    def keep_products(self, chunk: Chunk) -> None:
+        """Save what was captured since the last call.
+
+        Raises:
+            UnsupportedModelError: the layer has written to one of them.
+        """
+        for name, product, version in self._captured:
+            if product._version != version:
+                raise self._product_overwritten(linear_of(name))
+            self.store.put(name, chunk.index, product)
+        self._captured.clear()
+
+    def find_products(self) -> None:
+        """Which Linears `saves` names; within `LayerCall.streaming`, where no engine's hooks stand in the way.
+
+        What the layer overwrites is not kept. [Note: writes through pointers]
+
+        Raises:
+            UnsupportedModelError: the user has named something that the layer overwrites.
+        """
+        overwritten = self.site.overwritten
+        if "attn_out" in self.saves and overwritten.attended and self.lends_attended:
+            if self.named:
+                raise self._attended_overwritten()
+            self.saves = tuple(name for name in self.saves if name != "attn_out")
+        globs = [name for name in self.saves if name not in SAVES]
+        if globs:
+            self.linears = self.site.linears
+            products = matching(self.linears, globs)
+            self.products = [name for name in products if name not in overwritten.products]
+            if self.named and len(self.products) < len(products):
+                raise self._product_overwritten(*(name for name in products if name in overwritten.products))
+
+    def _attended_overwritten(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"The output of attention is changed in place inside {type(self.site.layer).__name__}, so it cannot be saved. "
+            "Leave 'attn_out' out of StreamConfig's saves."
+        )
+
+    def _product_overwritten(self, *names: str) -> UnsupportedModelError:
+        kind = type(self.site.layer).__name__
+        if len(names) == 1:
+            return UnsupportedModelError(
+                f"The output of {names[0]} is changed in place inside {kind}, so it cannot be saved. Leave it out of "
+                f"StreamConfig's saves, which is {self.saves}."
+            )
+        return UnsupportedModelError(
+            f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so they cannot be saved. Leave them "
+            f"out of StreamConfig's saves, which is {self.saves}: name the Linears to save one by one."
+        )
+
+    @contextlib.contextmanager
+    def capturing(self, names: list[str] | None = None) -> Iterator[None]:
+        """Within, outputs of the Linears that `saves` names, or of those given here, are collected for `keep`."""
+
+        def sink(name: str, product: Tensor) -> None:
+            number = sum(kept.startswith(f"product.{name}#") for kept, *_ in self._captured)
+            key = f"product.{name}#{number}"
+            self._captured.append((key, product, product._version))
+            if key not in self.product_names:
+                self.product_names.append(key)
+
+        with captured(self.linears, self.products if names is None else names, sink):
+            yield
+
+    @contextlib.contextmanager
+    def knowing(
+        self, chunk: Chunk, names: list[str] | None = None, again: bool = False, sums: Sums | None = None
+    ) -> Iterator[None]:
+        """Within, those Linears return what was kept of this chunk.
+
+        Args:
+            again: it will be asked for once more. sums: as in `products.summed`.
+        """
+        calls: dict[str, int] = {}
+
+        def source(name: str) -> Tensor | None:
+            number = calls.get(name, 0)
+            calls[name] = number + 1
+            key = f"product.{name}#{number}"
+            if not self.store.has(key, chunk.index):
+                return None
+            return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
+
+        with known(self.linears, self.products if names is None else names, source, sums):
+            yield
+
+    def accesses(self) -> tuple[list[Access], int]:
+        """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
+        sites, chunks = range(self.carried.prefix.calls or 0), range(len(self.plan))
+        order: list[Access] = []
+        states = [f"state.{number}" for number in range(len(self._state_keys))]
+        tiled: list[Access] = []  # the first tiles; each visit of one announces the next
+        if self.moves_kv:
+            for site, resident in enumerate(self.carried.prefix.resident_tiles(backward=True)):
+                if resident is None:
+                    order += [(f"{part}.{site}", chunk) for chunk in chunks for part in "kv"]
+                else:
+                    tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
+        elif "kv" not in self.saves and sites:
+            order += [(name, chunk) for chunk in chunks[:-1] for name in ("x", *(states if chunk else ()))]
+        products = [[name for name in self.product_names if self.store.has(name, chunk)] for chunk in chunks]
+        attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
+        for chunk in reversed(chunks):
+            order += [(name, chunk) for name in ("x", *(states if chunk else ()), *products[chunk], *attended)]
+            order += tiled if chunk == chunks[-1] else []
+        return order, 1 + len(states) + max(map(len, products)) + len(attended)
+
+    def restore_kv(self) -> bool:
+        """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""
+        sites = range(self.carried.prefix.calls or 0)
+        if not all(self.store.has(f"v.{site}", chunk.index) for chunk in self.plan for site in sites):
+            return False
+        self.carried.prefix.find_saved()
+        return True
+
+    def attended(self, chunk: Chunk) -> list[Attended] | None:
+        """What the chunk's attention calls gave, for the last time; None if it was not kept."""
+        names = [(f"attn_out.{site}", f"lse.{site}") for site in range(self.carried.prefix.calls or 0)]
+        if not all(self.store.has(lse, chunk.index) and self.store.has(o, chunk.index) for o, lse in names):
+            return None
+        return [Attended(self.store.take(o, chunk.index), self.store.take(lse, chunk.index)) for o, lse in names]
+
+
+def linear_of(product: str) -> str:
+    """The Linear's name out of its output's."""
+    return product.removeprefix("product.").split("#")[0]

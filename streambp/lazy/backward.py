@@ -1,0 +1,262 @@
+"""One pass over the head in backward, for everything that a program computed of the logits of one forward.
+
+The gradient of a logit is the sum of what each use of it gives, and uses may cancel: a token's own logit and the logsumexp,
+taken apart, give 1 - p and no more. Rounded apart, nothing would be left of that in half precision. So each use leaves the
+gradient of its result, a `Term`, and one pass adds them up for a block of logits before it goes on to the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from streambp.device import has_data
+from streambp.head.blocks import (
+    LOGITS_PER_BLOCK,
+    TOKENS_PER_BLOCK,
+    Products,
+    Projection,
+    Softmax,
+    Upstream,
+    fold,
+    logits_gradient,
+    product_gradient,
+    token_blocks,
+)
+from streambp.head.log_probs import HeadGradients, HeadInputs
+from streambp.lazy.expression import Beside, Node, Reading, evaluate, leaves, readings
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """How many rows of logits are there at a time where torch's own operations compute with them."""
+    return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The positions [n] of a block, among the M of the forward, and where in the pass the block is."""
+
+    positions: Tensor
+    block: slice
+
+
+class Term(Protocol):
+    """What one use of the logits adds to their gradient."""
+
+    def touched(self, count: int) -> Tensor:
+        """[count] of bool: at which positions it adds something."""
+
+    def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
+        """Positions are rows of the pass: row_of [M], or themselves. Blocks of rows are between `edges`."""
+
+    def add_to(self, total: Tensor, product: Tensor, rows: Rows) -> None:
+        """Add d loss / d product to `total` [n, V], in promote_types(dtype, float32), for a block of products [n, V]."""
+
+
+class StatisticsTerm:
+    """The gradients of each position's own statistics, of which there is a closed form.
+
+    d loss / d logits = onehot(label) pick + p lse + mean / V, from gradients pick, lse and mean [M] of the label's logit,
+    the logsumexp and the logits' mean. further: of other entries than the label, (positions, entries, gradients).
+    """
+
+    def __init__(self, projection: Projection, count: int, like: Tensor) -> None:
+        self.projection = projection
+        self.labels = torch.full((count,), -1, dtype=torch.long, device=like.device)
+        self.pick, self.lse, self.mean = (like.new_zeros(count) for _ in range(3))
+        self.has_mean = False
+        self.further: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, given: StatisticsGradient) -> None:
+        at = given.positions
+        if given.pick is not None:
+            assert given.labels is not None
+            free = given.unique and (not has_data(at) or not bool((self.labels[at] >= 0).any()))
+            if free:
+                self.labels[at] = given.labels
+                self.pick[at] = given.pick.to(self.pick.dtype)
+            else:
+                self.further.append((at, given.labels, given.pick.to(self.pick.dtype)))
+        for total, part in ((self.lse, given.lse), (self.mean, given.mean)):
+            if part is not None:
+                total.index_add_(0, at, part.to(total.dtype))
+        self.has_mean |= given.mean is not None
+
+    def touched(self, count: int) -> Tensor:
+        found = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
+        for at, _, gradient in self.further:
+            found[at[gradient != 0]] = True
+        return found
+
+    def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
+        if row_of is not None:
+            self.further = [(row_of[at], entries, gradient) for at, entries, gradient in self.further]
+
+    @property
+    def fits_kernels(self) -> bool:
+        return not self.further
+
+    def in_place(self, product: Tensor, rows: Rows) -> Tensor:
+        """d loss / d product of a block, in its dtype and perhaps its memory."""
+        softmax, upstream = self._of(product, rows)
+        return product_gradient(product, self.projection, softmax, slice(0, product.shape[-1]), upstream)
+
+    def add_to(self, total: Tensor, product: Tensor, rows: Rows) -> None:
+        softmax, upstream = self._of(product, rows)
+        logits = self.projection.logits(product)
+        grad = logits_gradient(logits, softmax, slice(0, product.shape[-1]), upstream)
+        for at, entries, gradient in self.further:
+            here = (at >= rows.block.start) & (at < rows.block.stop) & (gradient != 0)
+            grad.index_put_((at[here] - rows.block.start, entries[here]), gradient[here], accumulate=True)
+        total += self.projection.backward(grad, logits)
+
+    def _of(self, product: Tensor, rows: Rows) -> tuple[Softmax, Upstream]:
+        labels, pick, lse, mean = (values[rows.positions] for values in (self.labels, self.pick, self.lse, self.mean))
+        columns = product.shape[-1]
+        folded = fold(product, self.projection, labels, slice(0, columns))
+        softmax = Softmax(labels, folded.max + torch.log(folded.sum), None, columns)
+        # A label's log-probability takes its gradient off p's; `lse` is what p is to have in all.
+        return softmax, Upstream(pick, None, mean if self.has_mean else None, lse + pick + mean)
+
+
+@dataclasses.dataclass(frozen=True)
+class StatisticsGradient:
+    """Gradients of the statistics of N tokens, [N] each; unique: no two of `positions` are the same."""
+
+    projection: Projection
+    positions: Tensor
+    unique: bool
+    labels: Tensor | None = None
+    pick: Tensor | None = None
+    lse: Tensor | None = None
+    mean: Tensor | None = None
+
+    def times(self, factor: Tensor) -> StatisticsGradient:
+        pick, lse, mean = (None if g is None else g * factor for g in (self.pick, self.lse, self.mean))
+        return dataclasses.replace(self, pick=pick, lse=lse, mean=mean)
+
+
+class NodeTerm:
+    """The gradient of any function of rows, by running it again under autograd.
+
+    Args:
+        node: of N tokens, its leaves flat: [N], [N, k].
+        reading: the leaf that is differentiated.
+        gradients: of what the node gives, [N, ...] each, or None.
+        logits_of: gives the logits of other readings.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        reading: Reading,
+        gradients: Sequence[Tensor | None],
+        logits_of: Callable[[Sequence[tuple[Reading, Tensor]]], list[Tensor]],
+    ) -> None:
+        self.node, self.reading, self.gradients, self.logits_of = node, reading, gradients, logits_of
+        self.entries: list[Tensor] = []  # of each block, among the N
+        self.row_of: Tensor | None = None
+        self.blocks = 0
+
+    def times(self, factor: Tensor) -> NodeTerm:
+        scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
+        return NodeTerm(self.node, self.reading, scaled, self.logits_of)
+
+    def touched(self, count: int) -> Tensor:
+        found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)
+        found[self.reading.positions] = True
+        return found
+
+    def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
+        self.row_of = row_of
+        rows = self.reading.positions if row_of is None else row_of[self.reading.positions]
+        order = torch.argsort(rows)
+        if not has_data(rows):
+            ends = [min(edge, rows.shape[0]) for edge in edges]
+        else:
+            ends = torch.searchsorted(rows[order], torch.tensor(edges, device=rows.device)).tolist()
+        self.entries = [order[start:stop] for start, stop in itertools.pairwise(ends)]
+        self.blocks = 0
+
+    def add_to(self, total: Tensor, product: Tensor, rows: Rows) -> None:
+        entries = self.entries[self.blocks]
+        self.blocks += 1
+        if not entries.shape[0]:
+            return
+        at = self.reading.positions[entries]
+        at = (at if self.row_of is None else self.row_of[at]) - rows.block.start
+        leaf = product[at].to(total.dtype).requires_grad_()  # wide, or its part would be rounded before it is added
+        values = values_beside(self.node, entries)
+        others = [(r, r.positions[entries]) for r in readings(self.node) if r is not self.reading]
+        values |= dict(zip((r for r, _ in others), self.logits_of(others), strict=True))
+        with torch.enable_grad():
+            values[self.reading] = self.reading.projection.logits(leaf)
+            found = evaluate(self.node, values)
+        outputs = found if isinstance(found, tuple | list) else (found,)
+        used = [(y, g[entries].to(y.dtype)) for y, g in zip(outputs, self.gradients, strict=True) if g is not None]
+        used = [(y, g) for y, g in used if y.requires_grad]
+        if used:
+            (part,) = torch.autograd.grad([y for y, _ in used], leaf, [g for _, g in used])
+            total.index_add_(0, at, part.to(total.dtype))
+
+
+def values_beside(node: Node, entries: Tensor | slice) -> dict[Node, Any]:
+    """What a program gave beside the logits, for some of a node's N tokens."""
+    beside = [leaf for leaf in leaves(node) if isinstance(leaf, Beside)]
+    for leaf in beside:
+        leaf.check()
+    return {leaf: leaf.tensor[entries] for leaf in beside}
+
+
+def sweep(
+    inputs: HeadInputs, terms: Sequence[Any], hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters, where `needs` says so."""
+    work = HeadGradients(inputs, hidden, weight, bias, needs)
+    products, everything = Products(weight, bias), slice(0, weight.shape[0])
+    alone = terms[0] if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and terms[0].fits_kernels else None
+    tokens = rows_at_once(weight.shape[0])
+    if alone is not None:
+        tokens = inputs.block_size(hidden, weight.shape[0], whole=True).tokens
+    rows = _touched(terms, hidden)
+    count = hidden.shape[0] if rows is None else rows.shape[0]
+    blocks = list(token_blocks(count, tokens))
+    row_of = None
+    if rows is not None:
+        row_of = torch.full_like(hidden[:, 0], -1, dtype=torch.long).index_copy_(
+            0, rows, torch.arange(count, device=rows.device)
+        )
+    positions = torch.arange(count, device=hidden.device) if rows is None else rows
+    for term in terms:
+        term.place(row_of, [0, *(block.stop for block in blocks)])
+    with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
+        for block in blocks:
+            leaf, normed = work.recompute(rows, block)
+            product = products.of(normed.detach(), everything)
+            if alone is not None:
+                grad = alone.in_place(product, Rows(positions[block], block))
+            else:
+                total = torch.zeros_like(product, dtype=torch.promote_types(product.dtype, torch.float32))
+                for term in terms:
+                    term.add_to(total, product, Rows(positions[block], block))
+                grad = total.to(product.dtype)
+                del total
+            work.add_block(grad, normed, products, everything)
+            del product, grad
+            work.finish_tokens(leaf, normed, shadows, rows, block)
+    return work.results()
+
+
+def _touched(terms: Sequence[Any], hidden: Tensor) -> Tensor | None:
+    """The positions that any term adds to, in order; None: all."""
+    if not has_data(hidden):
+        return None
+    found = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+    for term in terms:
+        found |= term.touched(hidden.shape[0])
+    return None if bool(found.all()) else found.nonzero().squeeze(-1)

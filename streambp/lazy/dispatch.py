@@ -1,0 +1,243 @@
+"""Logits that a model returns without computing them.
+
+A streamed model that is called without labels, by a program that computes its loss from logits, returns `LazyLogits`. What
+the program makes of them row by row is remembered (`rows.py`); what it takes of each row, a log-probability, a logsumexp,
+an entropy, an argmax, is computed block by block (`hub.py`). Any other operation builds the real tensor and goes on with
+it, exact, at the memory cost that the unpatched model has; the operation's name is kept, for `describe`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import streambp.lazy.token_rules as token_rules
+from streambp.errors import StreamBPError
+from streambp.head.recipe import HeadRecord, told
+from streambp.lazy.head import Hub
+from streambp.lazy.hooks import HOOKS, note_use, refuse_late
+from streambp.lazy.index_rules import index
+from streambp.lazy.loss_rules import cross_entropy, kl_div, nll_loss
+from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
+from streambp.lazy.standin import METADATA, Deferred, remember, writes
+from streambp.lazy.tensor import LazyRows, Shared
+
+METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
+
+
+class LazyLogits(LazyRows):
+    """Rows of logits, or of what was made of them."""
+
+    @classmethod
+    def of(cls, deferred: Deferred, record: HeadRecord) -> LazyRows:
+        """What a model's forward has made of its deferred hidden states, for its caller; record: of what this does."""
+        source = deferred.source.reshape(-1, deferred.source.shape[-1])
+        hub = Hub(source, dataclasses.replace(deferred.recipe, record=record))
+        made = cls.make(hub.read(source, deferred.shape[:-1]), hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
+        made.followed = deferred.recipe.record is not record  # by the model's own loss
+        return made
+
+    @classmethod
+    @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in METADATA_OF_ROWS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
+        if isinstance(kwargs.get("out"), LazyRows):
+            raise StreamBPError(f"{name} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
+        given = args[0] if args else None
+        args, kwargs = tree_map_only(LazyRows, lambda x: x.latest(name), (args, kwargs))
+        rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyRows)]
+        for x in rows:
+            x.check(name)
+            x.heed()
+        refuse_late(func, name, args, kwargs, rows, Shared.instead)
+        follow = all(x.written is None and x.known() for x in rows)
+        if isinstance(given, LazyRows) and (writes(name) or name == "requires_grad_" or kwargs.get("inplace") is True):
+            return _write(given, func, name, args, kwargs, follow)
+        if follow and kwargs.get("out") is None:
+            result = _by_rule(func, name, args, kwargs)
+            if result is not NotImplemented:
+                note_use(rows, result)
+                return result
+        result = _on_real(func, name, args, kwargs, rows)
+        note_use(rows, result)
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """C++ that does not ask for rules. What autograd does with it was settled before it came here."""
+        if func._schema.is_mutable:
+            raise StreamBPError(f"{func} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
+
+        def real(x: LazyRows) -> Tensor:
+            x = x.latest(str(func))
+            x.record.built_for = x.record.built_for or str(func)
+            with torch.no_grad():
+                return x.values() if x.written is None else x.written.detach()
+
+        args, kwargs = tree_map_only(LazyRows, real, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _by_rule(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What a rule gives; NotImplemented where there is none."""
+    if name in ROW_RULES:
+        found = ROW_RULES[name](name, func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    rule = TOKEN_RULES.get(name)
+    if rule is None or not isinstance(args[0] if args else None, LazyRows) or not _takes(rule, args, kwargs):
+        return NotImplemented
+    if args[0].classes is not None and name not in ANY_SHAPE:
+        return NotImplemented
+    if any(isinstance(leaf, LazyRows) for leaf in tree_leaves((args[1:], kwargs))):
+        return NotImplemented
+    return rule(*args, **kwargs)
+
+
+def _takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether the arguments are named as the rule names them."""
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows]) -> Any:
+    """An operation without a rule, on real tensors."""
+    built: dict[int, tuple[LazyRows, Tensor]] = {}
+    needed = told(name, args, kwargs, has_rule=("label_smoothing",))
+    for x in rows:
+        if id(x) not in built:
+            x.record.built_for = x.record.built_for or needed
+            built[id(x)] = x, x.build()
+    args, kwargs = tree_map_only(LazyRows, lambda x: built[id(x)][1], (args, kwargs))
+    result = func(*args, **kwargs)
+    for x, real in built.values():
+        remember(x, real, result)
+        if name in HOOKS and x.link is not None:
+            x.link.passed_by = f"a hook ({name}) was put on"
+    return result
+
+
+def _write(x: LazyRows, func: Any, name: str, args: Any, kwargs: Any, follow: bool) -> Any:
+    """Change a stand-in in place: it becomes another function, or real.
+
+    Under no_grad torch keeps the place in the graph of a tensor that is written to, as no other function would.
+    """
+    before = x.current()
+    if name == "detach_":
+        before.become(before.build().detach())
+        return x
+    if follow and (torch.is_grad_enabled() or not before.graded):
+        plain = plain_name(name)
+        out_of_place = getattr(Tensor, plain, None)
+        made = NotImplemented
+        if out_of_place is not None and plain in ROW_RULES:
+            made = _by_rule(out_of_place, plain, args, kwargs)
+        if isinstance(made, LazyRows) and _alike(made, before):
+            before.become(made)
+            return x
+    before.record.built_for = before.record.built_for or name
+    rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyRows)]
+    real = {id(leaf): leaf.build() for leaf in rows}
+    if not before.graded:
+        real[id(before)] = real[id(before)].detach()  # not as a view of something made under no_grad, which forbids writes
+    before.become(real[id(before)])
+    args, kwargs = tree_map_only(LazyRows, lambda leaf: real[id(leaf)], (args, kwargs))
+    result = func(*args, **kwargs)
+    if real[id(before)].shape != x.shape:
+        raise StreamBPError(
+            f"{name} changes the shape of logits in place, which a tensor that stands for them cannot. Use "
+            f"{plain_name(name)} or StreamConfig(lazy_logits=False)."
+        )
+    before.memory.watch(real[id(before)])
+    return x if result is real[id(before)] else result
+
+
+def plain_name(name: str) -> str:
+    """add_ -> add, __iadd__ -> __add__."""
+    return f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
+
+
+def _alike(made: LazyRows, before: LazyRows) -> bool:
+    return made.shape == before.shape and made.dtype == before.dtype and made.graded == before.graded
+
+
+ELEMENTWISE = (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "neg", "negative", "abs", "absolute", "sigmoid", "logsigmoid",
+    "tanh", "square", "sqrt", "rsqrt", "reciprocal", "relu", "softplus", "clamp", "clamp_min", "clamp_max", "clip", "pow",
+    "xlogy", "nan_to_num", "masked_fill", "where", "add", "sub", "subtract", "rsub", "float_power", "isnan", "isinf",
+    "isfinite", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "maximum", "minimum",
+    "logaddexp",
+    "__neg__", "__abs__", "__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__rdiv__", "__pow__", "__rpow__",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "__and__", "__or__",
+)  # fmt: skip
+SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__", "__div__")
+
+# By name: torch passes whatever stands under that name in `Tensor`, which others may have wrapped.
+ROW_RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(SCALING, scale),
+    **dict.fromkeys(DIM, along_rows),
+    "kl_div": kl_div,
+    "cross_entropy": cross_entropy,
+    "nll_loss": nll_loss,
+}
+ANY_SHAPE = (
+    "transpose",
+    "permute",
+    "swapaxes",
+    "swapdims",
+    "contiguous",
+    "clone",
+    "detach",
+    "to",
+    "float",
+    "double",
+    "register_hook",
+)
+TOKEN_RULES: dict[str, Callable[..., Any]] = {
+    "__getitem__": index,
+    "__iter__": token_rules.iterate,
+    "view": token_rules.view,
+    "reshape": token_rules.view,
+    "flatten": token_rules.flatten,
+    "unbind": token_rules.unbind,
+    "split": token_rules.split,
+    "chunk": token_rules.chunk,
+    "select": token_rules.select,
+    "narrow": token_rules.narrow,
+    "index_select": token_rules.index_select,
+    "take_along_dim": token_rules.take_along_dim,
+    "squeeze": token_rules.squeeze,
+    "unsqueeze": token_rules.unsqueeze,
+    "transpose": token_rules.transpose,
+    "swapaxes": token_rules.transpose,
+    "swapdims": token_rules.transpose,
+    "permute": token_rules.permute,
+    "contiguous": token_rules.contiguous,
+    "clone": token_rules.clone,
+    "detach": token_rules.detach,
+    "register_hook": LazyRows.hook,
+    "float": token_rules.to_float,
+    "double": token_rules.double,
+    "to": token_rules.to,
+    "type_as": token_rules.to,
+    **{name: token_rules.made_new(name) for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")},
+}

@@ -1,0 +1,327 @@
+"""What all that a program computes of one forward's logits shares: where they come from, and where their gradients go.
+
+[Note: one pass in backward] A result of the logits is an output of `Result`, an autograd Function whose input is the hub's
+handle, an empty tensor that stands for the logits in the graph; hidden states and weights are inputs of `Handle` alone. In
+backward each `Result` leaves its gradients with the hub and passes nothing on. autograd runs `Handle` after all of them.
+It computes the gradients of hidden states and weights from all that was left in one pass (`sweep.py`). What is left belongs
+to one backward call, lest gradients that never reach the handle (`autograd.grad` of something else) stay for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.device import has_data
+from streambp.distributed.zero import full_shape
+from streambp.errors import BackwardError, StreamBPError
+from streambp.head.blocks import Products, Projection, Statistics, Wanted, token_blocks
+from streambp.head.log_probs import HeadInputs, make_inputs
+from streambp.head.recipe import Recipe, within
+from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, rows_at_once, sweep, values_beside
+from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, readings
+from streambp.lazy.seen import Seen
+
+Weights = Callable[[Tensor, Tensor | None], tuple[Any, ...]]
+
+
+class Handle(torch.autograd.Function):
+    """source [M, h], weight [V, h], bias [V] or None, the norm's parameters -> [1]. [Note: one pass in backward]"""
+
+    @staticmethod
+    def forward(ctx: Any, hub: Hub, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor) -> Tensor:
+        ctx.hub = hub
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(source, weight, bias, *norm)
+        return source.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        source, weight, bias, *_ = ctx.saved_tensors
+        left = ctx.hub.take()
+        if not left:
+            return (None,) * len(ctx.needs_input_grad)
+        ctx.hub.check()
+        return None, *sweep(ctx.hub.inputs, ctx.hub.terms(left, source), source, weight, bias, ctx.needs_input_grad[1:])
+
+
+class Hooked(torch.autograd.Function):
+    """A handle -> a handle, for whose gradients an engine has a hook that scales them. [Note: one pass in backward]"""
+
+    @staticmethod
+    def forward(ctx: Any, hub: Hub, hook: Callable[[Tensor], Tensor | None], handle: Tensor) -> Tensor:
+        ctx.hub, ctx.hook = hub, hook
+        ctx.set_materialize_grads(False)
+        return handle.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, ...]:
+        ctx.hub.scale_left(ctx.hook)
+        return None, None, None
+
+
+class Result(torch.autograd.Function):
+    """What `calculation` gives; its gradients are left with the hubs. [Note: one pass in backward]"""
+
+    @staticmethod
+    def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:
+        values: tuple[Tensor, ...] = calculation.run()
+        ctx.calculation = calculation
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(value for value in values if not value.is_floating_point()))
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        refuse_second_derivatives()
+        if any(grad is not None for grad in grads):
+            ctx.calculation.leave(grads)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def refuse_second_derivatives() -> None:
+    """Raises BackwardError inside a backward pass with create_graph."""
+    if torch.is_grad_enabled():
+        raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
+
+
+class Hub:
+    """The head of one forward.
+
+    Args:
+        source: [M, h], what the logits are made of; recipe: how. They must not be written to while the logits are used.
+    """
+
+    def __init__(self, source: Tensor, recipe: Recipe) -> None:
+        assert recipe.weight is not None
+        self.recipe, self.record = recipe, recipe.record
+        self.hidden = source.detach()
+        self.vocabulary: int = full_shape(recipe.weight)[0]
+        self.wide = torch.promote_types(source.dtype, torch.float32)
+        self.inputs: HeadInputs = make_inputs(
+            source, source.new_empty(0, dtype=torch.long), Projection(), recipe.norm, -100
+        )
+        # Under ZeRO-3 weights come and go.
+        self._seen = Seen((self.hidden, *recipe.inputs()), recipe.inputs() if recipe.head is None else ())
+        self._left: dict[int, list[Any]] = {}
+        self._known: dict[Projection, tuple[Tensor, ...]] = {}  # [M] each: logsumexp, mean, and where they are known
+
+    def read(self, source: Tensor, tokens: torch.Size) -> Reading:
+        """The logits of all positions, [*tokens], differentiable as `source` [M, h] and the weights are.
+
+        The handle is kept by what reads, and not here: its place in the graph refers to this hub.
+        """
+        recipe = self.recipe
+        norm = self.inputs.norm_values()
+
+        def connect(source: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+            return (Handle.apply(self, source, weight, bias, *norm),)
+
+        assert recipe.weight is not None
+        if recipe.head is None:
+            (handle,) = connect(source, recipe.weight, recipe.bias)
+        else:
+            (handle,) = within(recipe.head, source, connect)
+        positions = torch.arange(source.shape[0], device=source.device).view(tokens)
+        return Reading(self, handle, positions, recipe.projection())
+
+    def check(self) -> None:
+        """Raise if the logits can no longer be computed as they were."""
+        changed = self._seen.written()
+        weight = self.recipe.weight
+        assert weight is not None
+        if changed is None and self.recipe.head is None and has_data(weight) and not weight.untyped_storage().size():
+            raise StreamBPError(
+                "The output projection's weight is no longer on this rank where the logits are used: an engine has freed "
+                "it after the forward. Set StreamConfig(lazy_logits=False)."
+            )
+        changed = self._seen.changed() if changed is None else changed
+        if changed is not None:
+            raise StreamBPError(
+                f"The head's weights or inputs {list(changed.shape)} changed since the model was called, and its logits "
+                "are computed where they are used. Use them before optimizer.step() or any other update, or set "
+                "StreamConfig(lazy_logits=False)."
+            )
+
+    def with_weights(self, compute: Weights) -> tuple[Any, ...]:
+        """compute(weight, bias), without a gradient; under ZeRO-3 between the hooks that gather and release them."""
+        self.check()
+        with torch.no_grad():
+            if self.recipe.head is None:
+                assert self.recipe.weight is not None
+                return compute(self.recipe.weight, self.recipe.bias)
+            return within(self.recipe.head, self.hidden, lambda source, weight, bias: compute(weight, bias))
+
+    def logits_at(self, positions: Tensor, projection: Projection, products: Products) -> Tensor:
+        """[n, V] in promote_types(dtype, float32), without a gradient."""
+        with torch.no_grad():
+            normed = self.inputs.normed(self.hidden[positions])
+            return projection.logits(products.of(normed, slice(0, self.vocabulary)))
+
+    def statistics(self, reading: Reading, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The label's logit (0 without labels), the logsumexp and the logits' mean of N tokens, [N] in `wide`."""
+        positions, count = reading.positions.reshape(-1), reading.positions.numel()
+        picks = labels if labels is not None else positions.new_full((count,), -1)
+
+        def compute(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            out = [self.hidden.new_empty(count, dtype=self.wide) for _ in range(3)]
+            products = Products(weight, bias)
+            size = self.inputs.block_size(self.hidden, self.vocabulary)
+            for block in token_blocks(count, size.tokens):
+                statistics = Statistics(picks[block], Wanted())
+                normed = self.inputs.normed(self.hidden[positions[block]])
+                for columns in token_blocks(self.vocabulary, size.entries):
+                    statistics.add(products.of(normed, columns), reading.projection, columns)
+                folded = statistics.so_far
+                out[0][block], out[1][block] = folded.target, statistics.lse()
+                out[2][block] = folded.total / self.vocabulary
+            return tuple(out)
+
+        found = self.with_weights(compute)
+        self._remember(reading.projection, positions, found[1:])
+        return found[0], found[1], found[2]
+
+    def _remember(self, projection: Projection, positions: Tensor, found: Sequence[Tensor]) -> None:
+        if projection not in self._known:
+            count = self.hidden.shape[0]
+            with torch.inference_mode(False):  # what a program asks for in it may be added to afterwards
+                zeros = [self.hidden.new_zeros(count, dtype=dtype) for dtype in (self.wide, self.wide, torch.bool)]
+            self._known[projection] = tuple(zeros)
+        *values, known = self._known[projection]
+        for value, part in zip(values, found, strict=True):
+            value[positions] = part
+        known[positions] = True
+
+    def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
+        """The logsumexp and the mean of N tokens, if they were computed already with something else."""
+        positions = reading.positions.reshape(-1)
+        if reading.projection not in self._known or not has_data(positions):
+            return None
+        self.check()
+        lse, mean, known = self._known[reading.projection]
+        return (lse[positions], mean[positions]) if bool(known[positions].all()) else None
+
+    def leave(self, gradient: Any) -> None:
+        """Take in a `StatisticsGradient` or `NodeTerm` for the backward call that is running."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._left:
+            self._left[task] = []
+            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(lambda: self._left.pop(task, None))
+        self._left[task].append(gradient)
+
+    def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        """Multiply what was left for this backward call by what `hook` makes of 1."""
+        task = torch._C._current_graph_task_id()
+        if task in self._left:
+            factor = hook(self.hidden.new_ones(1, dtype=self.wide))
+            if factor is not None:
+                self._left[task] = [gradient.times(factor) for gradient in self._left[task]]
+
+    def take(self) -> list[Any]:
+        return self._left.pop(torch._C._current_graph_task_id(), [])
+
+    def terms(self, left: Sequence[Any], source: Tensor) -> list[Any]:
+        """What was left, statistics of the same projection together."""
+        found: list[Any] = [gradient for gradient in left if isinstance(gradient, NodeTerm)]
+        together: dict[Projection, StatisticsTerm] = {}
+        for gradient in left:
+            if isinstance(gradient, StatisticsGradient):
+                like = source.new_empty(0, dtype=self.wide)
+                term = together.setdefault(gradient.projection, StatisticsTerm(gradient.projection, source.shape[0], like))
+                term.add(gradient)
+        return [*together.values(), *found]
+
+
+class Statistic:
+    """The label's logit, the logsumexp and the logits' mean of a reading's N tokens, as far as `wanted`."""
+
+    def __init__(self, reading: Reading, labels: Tensor | None, lse: bool = False, mean: bool = False) -> None:
+        self.reading, self.labels, self.wanted = reading, labels, (labels is not None, lse, mean)
+
+    def run(self) -> tuple[Tensor, ...]:
+        head = self.reading.head
+        known = None if self.wanted[0] else head.known_statistics(self.reading)
+        values = head.statistics(self.reading, self.labels) if known is None else (None, *known)
+        return tuple(value for value, wanted in zip(values, self.wanted, strict=True) if wanted)
+
+    def leave(self, grads: Sequence[Tensor | None]) -> None:
+        given = iter(grads)
+        pick, lse, mean = (next(given) if wanted else None for wanted in self.wanted)
+        reading = self.reading
+        positions = reading.positions.reshape(-1)
+        reading.head.leave(StatisticsGradient(reading.projection, positions, reading.unique, self.labels, pick, lse, mean))
+
+
+class Function:
+    """Any function of rows, [N, ...] tensors for [N, V] logits.
+
+    Args:
+        node: its leaves flat: [N], [N, k].
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def run(self) -> tuple[Tensor, ...]:
+        found = readings(self.node)
+        count = found[0].positions.shape[0]
+        tokens = rows_at_once(found[0].head.vocabulary)
+
+        def compute(products: dict[Hub, Products]) -> tuple[Tensor, ...]:
+            parts: list[tuple[Tensor, ...]] = []
+            for block in token_blocks(count, tokens) if count else (slice(0, 0),):
+                values = values_beside(self.node, block)
+                values |= {r: r.head.logits_at(r.positions[block], r.projection, products[r.head]) for r in found}
+                value = evaluate(self.node, values)
+                parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
+            return tuple(torch.cat(column) if len(column) > 1 else column[0].clone() for column in zip(*parts, strict=True))
+
+        return with_all_weights([reading.head for reading in found], compute)
+
+    def leave(self, grads: Sequence[Tensor | None]) -> None:
+        leave_for_node(self.node, grads)
+
+
+def leave_for_node(node: Node, grads: Sequence[Tensor | None]) -> None:
+    """Leave the gradients of what a flat node gives with the hubs of its readings."""
+    for reading in readings(node):
+        if reading.handle.requires_grad:
+            reading.head.leave(NodeTerm(node, reading, grads, logits_of))
+
+
+def logits_of(found: Sequence[tuple[Reading, Tensor]]) -> list[Tensor]:
+    """The logits [n, V] of other readings, at some of their positions."""
+
+    def compute(products: dict[Hub, Products]) -> tuple[Tensor, ...]:
+        return tuple(r.head.logits_at(positions, r.projection, products[r.head]) for r, positions in found)
+
+    return list(with_all_weights([reading.head for reading, _ in found], compute)) if found else []
+
+
+def with_all_weights(hubs: Sequence[Hub], compute: Callable[[dict[Hub, Products]], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """compute(products of each hub), without a gradient."""
+    return _with_rest(list(dict.fromkeys(hubs)), {}, compute)
+
+
+def _with_rest(
+    rest: Sequence[Hub], have: dict[Hub, Products], compute: Callable[[dict[Hub, Products]], tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    if not rest:
+        return compute(have)
+    return rest[0].with_weights(
+        lambda weight, bias: _with_rest(rest[1:], {**have, rest[0]: Products(weight, bias)}, compute)
+    )
+
+
+def result(calculation: Statistic | Function, node: Node, graded: bool) -> tuple[Tensor, ...]:
+    """What a calculation gives, differentiable if `graded` and grad mode say so."""
+    inputs = inputs_of(node)
+    if graded and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)
+        return values
+    with torch.no_grad():
+        return calculation.run()

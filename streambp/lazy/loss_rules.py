@@ -1,0 +1,122 @@
+"""What happens to lazy rows in torch's own losses: these are computed from the entries that they pick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from streambp.head.log_probs import check_labels
+from streambp.lazy.expression import Call
+from streambp.lazy.head import Function, Statistic
+from streambp.lazy.row_rules import elementwise, last, log_softmaxed, nominal, note, of_all, picked, sample_of
+from streambp.lazy.tensor import LazyRows, flat
+
+
+def kl_div(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Of distributions that are lazy rows, or of one that is real; the reductions are torch's own."""
+    return _kl_div(func, *args, **kwargs)
+
+
+def _kl_div(
+    func: Callable[..., Any],
+    x: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Any:
+    if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
+        return NotImplemented
+    each = elementwise("kl_div", func, (x, target), {"reduction": "none", "log_target": log_target})
+    if each is NotImplemented or reduction == "none":
+        return each
+    total = of_all("sum", torch.sum, each, [], {})
+    return total if reduction == "sum" else total / (each.shape[0] if reduction == "batchmean" else each.numel())
+
+
+def nll_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return _nll(*args, **kwargs)
+
+
+def _nll(
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    if weight is not None or not _is_reduction(size_average, reduce, reduction) or not _is_target(x, target):
+        return NotImplemented
+    note(x, "nll_loss")
+    dtype = nominal(F.nll_loss, (sample_of(x), target.reshape(-1)[:0]), {"reduction": "none"}).dtype
+    return _from_picked(last(x), target, ignore_index, reduction, 0.0, dtype)
+
+
+def cross_entropy(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return _cross_entropy(*args, **kwargs)
+
+
+def _cross_entropy(
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if weight is not None or not _is_reduction(size_average, reduce, reduction) or not _is_target(x, target):
+        return NotImplemented
+    each = {"reduction": "none", "label_smoothing": label_smoothing}
+    dtype = nominal(F.cross_entropy, (sample_of(x), target.reshape(-1)[:0]), each).dtype
+    x = last(x)
+    log_probs = elementwise("log_softmax", F.log_softmax, (x,), {"dim": -1})
+    note(x, "cross_entropy")
+    return _from_picked(log_probs, target, ignore_index, reduction, label_smoothing, dtype)
+
+
+def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
+    return size_average is None and reduce is None and reduction in ("none", "sum", "mean")
+
+
+def _is_target(x: Any, target: Any) -> bool:
+    if not isinstance(x, LazyRows) or not isinstance(target, Tensor) or target.is_floating_point():
+        return False
+    return x.tokens == target.shape and (x.dim() <= 2 or x.classes == 1)
+
+
+def _from_picked(
+    log_probs: LazyRows, target: Tensor, ignore_index: int, reduction: str, smoothing: float, dtype: torch.dtype
+) -> Tensor:
+    """The loss of log-probabilities, as torch defines it. Ignored tokens are not computed at all."""
+    labels = target.reshape(-1).detach().clone()
+    check_labels(labels, log_probs.width, ignore_index)
+    kept = labels != ignore_index
+    places = torch.arange(labels.shape[0], device=labels.device) if labels.is_meta else kept.nonzero().squeeze(-1)
+    rows = log_probs.moved(lambda t: t.reshape(-1, t.shape[-1])[places], view=False)
+    losses = _smoothed(rows, labels[places], smoothing)
+    if reduction == "none":
+        return losses.new_zeros(labels.shape[0]).index_put((places,), losses).to(dtype).view(target.shape)
+    total = losses.sum()
+    return (total / kept.sum() if reduction == "mean" else total).to(dtype)
+
+
+def _smoothed(log_probs: LazyRows, labels: Tensor, smoothing: float) -> Tensor:
+    """-log p of the labels [N], mixed with its mean over the vocabulary."""
+    found = log_softmaxed(log_probs.node)
+    if smoothing and found is not None:
+        target, lse, mean = log_probs.compute(Statistic(found[0], labels, lse=True, mean=True))
+        return lse - target * (1.0 - smoothing) - mean * smoothing
+    losses = -picked(log_probs, labels[:, None])[:, 0]
+    if smoothing:
+        (mean,) = log_probs.compute(Function(flat(Call(torch.mean, (log_probs.node, -1), {}, True, "mean"))))
+        losses = losses * (1.0 - smoothing) - mean * smoothing
+    return losses

@@ -1,0 +1,239 @@
+"""What happens to lazy rows where an operation takes each row by itself: it is remembered, or computed block by block.
+
+A rule is given what torch was. What torch itself makes of samples, [0, W] tensors, says what is allowed, how wide the
+result is and in which dtype, autocast included. All is computed in promote_types(dtype, float32) and rounded at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from streambp.head.log_probs import check_labels
+from streambp.lazy.expression import Beside, Call, Node, Reading, names
+from streambp.lazy.head import Function, Statistic
+from streambp.lazy.tensor import LazyRows, flat
+
+ROW_BY_ROW = frozenset({"log_softmax", "softmax", "softmin"})
+# Reductions of a row, by where their dim stands.
+FIRST = (
+    "sum", "mean", "nansum", "nanmean", "logsumexp", "max", "min", "amax", "amin", "argmax", "argmin", "any", "all",
+    "count_nonzero", "gather", "softmax", "log_softmax", "softmin",
+)  # fmt: skip
+DIM = dict.fromkeys(FIRST, 1) | {"topk": 2, "take_along_dim": 2, "norm": 2}
+# Their result depends on how values were rounded: the largest one in half precision is below what it was rounded from.
+OF_ROUNDED = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isfinite", "nan_to_num"})
+OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}  # a reduction of all entries is one of the rows' own
+
+
+def sample_of(x: LazyRows) -> Tensor:
+    """[0, W]."""
+    return torch.empty((0, x.width), dtype=x.dtype, device=x.device)
+
+
+def nominal(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What torch makes of the samples."""
+    with torch.no_grad():
+        return func(*args, **kwargs)
+
+
+def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Remember an operation that computes each entry by itself, or each row."""
+    rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyRows)]
+    if any(x.classes is not None for x in rows):
+        return NotImplemented
+    if name.strip("_") in OF_ROUNDED and any(x.dtype.itemsize < 4 for x in rows):
+        return NotImplemented
+    first, graded = rows[0], torch.is_grad_enabled() and any(x.graded for x in rows)
+    if any(x.tokens != first.tokens for x in rows):
+        return NotImplemented
+    width = max(x.width for x in rows)
+    beside: dict[int, tuple[Any, Tensor]] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, LazyRows):
+            fitted = _fitted(leaf, first, width)
+            if fitted is None:
+                return NotImplemented
+            beside[id(leaf)] = fitted
+    plain_args, plain_kwargs = tree_map_only(
+        Tensor, lambda t: sample_of(t) if isinstance(t, LazyRows) else beside[id(t)][1], (args, kwargs)
+    )
+    sample = nominal(func, plain_args, plain_kwargs)
+    if not isinstance(sample, Tensor) or sample.dim() != 2 or sample.shape[-1] != width:
+        return NotImplemented
+    node_args, node_kwargs = tree_map_only(
+        Tensor, lambda t: _graded(t, graded) if isinstance(t, LazyRows) else beside[id(t)][0], (args, kwargs)
+    )
+    return first.make(Call(func, node_args, node_kwargs, graded, name), width, sample.dtype, graded)
+
+
+def _graded(x: LazyRows, graded: bool) -> Node:
+    """Its node, which passes a gradient on if `graded` and if it has one."""
+    return Call(torch.detach, (x.node,), {}, False, "detach") if graded and not x.graded else x.node
+
+
+def _fitted(tensor: Tensor, x: LazyRows, width: int) -> tuple[Any, Tensor] | None:
+    """A program's tensor as a part of a node, and its sample; None: it does not fit, or wants a gradient."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return None
+    tensor = tensor.detach()
+    if tensor.numel() <= x.tokens.numel() + width:
+        tensor = tensor.clone()  # its values as they are now, whatever becomes of it
+    if tensor.dim() == 0:
+        return Beside.of(tensor.to(x.device).expand(*x.tokens, 1)), tensor
+    if tensor.dim() > x.dim() or tensor.shape[-1] not in (1, width) or tensor.device != x.device:
+        return None
+    try:
+        whole = tensor.expand(*x.tokens, tensor.shape[-1])
+    except RuntimeError:
+        return None
+    return Beside.of(whole), whole.reshape(-1, whole.shape[-1])[:0]
+
+
+def last(x: LazyRows) -> LazyRows:
+    """With its entries in the last dimension."""
+    return x if x.classes is None else x.make(x.node, x.width, x.dtype, x.graded).sharing(x)
+
+
+def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Operations along one dimension, if it is the last: remembered (softmax) or computed (sum, gather, topk)."""
+    x, rest = args[0], list(args[1:])
+    if not isinstance(x, LazyRows):
+        return NotImplemented
+    if any(isinstance(leaf, LazyRows) for leaf in tree_leaves((rest, kwargs))):
+        return NotImplemented
+    kwargs = dict(kwargs)
+    at = DIM[name] - 1
+    if "axis" in kwargs:
+        kwargs["dim"] = kwargs.pop("axis")
+    dim = rest.pop(at) if len(rest) > at else kwargs.pop("dim", None if name != "topk" else -1)
+    if dim is None and name in OF_ALL:
+        return of_all(name, func, x, rest, kwargs)
+    if isinstance(dim, tuple | list):
+        dim = dim[0] if len(dim) == 1 else None
+    along = x.dim() - 1 if x.classes is None else x.classes
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim % x.dim() != along:
+        return NotImplemented
+    if name in ROW_BY_ROW:
+        made = elementwise(name, func, (last(x),), {**_rest(rest, kwargs), "dim": -1})
+        return made if x.classes is None else made.make(made.node, made.width, made.dtype, made.graded, x.classes)
+    if x.classes is not None:
+        return NotImplemented
+    if name in ("gather", "take_along_dim"):
+        index = rest[0] if rest else kwargs.get("index", kwargs.get("indices"))
+        return gather(x, index)
+    if name == "topk":
+        kwargs["k"] = rest.pop(0) if rest else kwargs["k"]
+    return _reduce(name, func, x, rest, kwargs)
+
+
+def _rest(rest: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """softmax's further arguments, of torch's function (dtype) or F's (_stacklevel, dtype)."""
+    found = {name: value for name, value in kwargs.items() if name != "_stacklevel"}
+    dtypes = [value for value in rest if isinstance(value, torch.dtype)]
+    return {**found, "dtype": dtypes[0]} if dtypes else found
+
+
+def of_all(name: str, func: Callable[..., Any], x: LazyRows, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    if rest or kwargs.get("keepdim"):
+        return NotImplemented
+    of_rows = _reduce(name, func, x, [], kwargs)
+    return getattr(torch, OF_ALL[name])(of_rows)
+
+
+def _reduce(name: str, func: Callable[..., Any], x: LazyRows, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    """[*tokens], or [*tokens, 1] or [*tokens, K], one or several of them."""
+    if name == "norm":
+        kwargs = {"p": rest.pop(0) if rest else "fro", **kwargs}
+    further = ("largest", "sorted") if name == "topk" else ("keepdim",)
+    kwargs = {"dim": -1, **kwargs, **dict(zip(further, rest, strict=False))}
+    sample = nominal(func, (sample_of(x),), kwargs)
+    values = _closed_form(name, x, kwargs)
+    if values is None:
+        values = x.compute(Function(flat(Call(func, (x.node,), kwargs, True, name))))
+    note(x, name)
+    return _shaped(values, sample, x)
+
+
+def _shaped(values: Any, sample: Any, x: LazyRows) -> Any:
+    """Results [N, ...] with the tokens' shape and the dtypes and type of the sample."""
+    several = isinstance(sample, tuple | list)
+    samples = sample if several else (sample,)
+    shaped = [v.reshape((*x.tokens, *s.shape[1:])).to(s.dtype) for v, s in zip(values, samples, strict=True)]
+    return type(sample)(shaped) if several else shaped[0]
+
+
+def note(x: LazyRows, name: str) -> None:
+    x.record.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
+
+
+def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
+    """The logits that a node is the log_softmax of, and the sign that it has."""
+    if isinstance(node, Call) and node.name in ("neg", "negative", "__neg__") and len(node.args) == 1:
+        inner = log_softmaxed(node.args[0])
+        return None if inner is None else (inner[0], -inner[1])
+    if not isinstance(node, Call) or node.name != "log_softmax" or not isinstance(node.args[0], Reading):
+        return None
+    reading = node.args[0]
+    dtype = node.kwargs.get("dtype")
+    return (reading, 1.0) if dtype is None or dtype == reading.head.wide else None
+
+
+def _closed_form(name: str, x: LazyRows, kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
+    """The logsumexp or the sum of log-probabilities, from statistics of the logits."""
+    if name == "logsumexp" and isinstance(x.node, Reading):
+        (lse,) = x.compute(Statistic(x.node, None, lse=True))
+        return (lse,)
+    found = log_softmaxed(x.node)
+    if found is None or name not in ("sum", "mean") or kwargs.get("dtype") not in (None, found[0].head.wide):
+        return None
+    reading, sign = found
+    lse, mean = x.compute(Statistic(reading, None, lse=True, mean=True))
+    factor = sign if name == "mean" else sign * x.width
+    return ((mean - lse) * factor,)
+
+
+def gather(x: LazyRows, index: Any) -> Any:
+    if not isinstance(index, Tensor) or index.dim() != x.dim() or index.shape[:-1] != x.tokens:
+        return NotImplemented
+    index = index.detach()
+    check_labels(index.reshape(-1), x.width, None)
+    note(x, "gather")
+    return picked(x, index).to(x.dtype)
+
+
+def picked(x: LazyRows, index: Tensor) -> Tensor:
+    """The entries [*tokens, K] of rows that `index` names, in promote_types(dtype, float32)."""
+    labels = index.reshape(-1).clone()  # the program may write to it
+    found = log_softmaxed(x.node)
+    if index.shape[-1] == 1 and found is not None:
+        reading, sign = found
+        target, lse = x.compute(Statistic(reading, labels, lse=True))
+        return ((target - lse) * sign).view(index.shape)
+    if index.shape[-1] == 1 and isinstance(x.node, Reading):
+        return x.compute(Statistic(x.node, labels))[0].view(index.shape)
+    node = Call(torch.gather, (x.node, -1, Beside.of(index.clone())), {}, True, "gather")
+    return x.compute(Function(flat(node)))[0].view(index.shape)
+
+
+def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Times or over something: logits over a number are still logits."""
+    x, other = (*args, *kwargs.values(), None)[:2]
+    multiplies = "mul" in name
+    if multiplies and isinstance(other, LazyRows):
+        x, other = other, x
+    if len(args) + len(kwargs) == 2 and isinstance(x, LazyRows) and isinstance(x.node, Reading) and is_number(other):
+        projection = x.node.projection
+        temperature = projection.temperature / other if multiplies else projection.temperature * other
+        return x.changed(dataclasses.replace(x.node, projection=dataclasses.replace(projection, temperature=temperature)))
+    return elementwise(name, func, args, kwargs)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value != 0

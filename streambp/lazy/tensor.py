@@ -1,0 +1,247 @@
+"""The tensor that stands for rows of logits, or for what a program makes of them, outside of the model's forward.
+
+[Note: lazy rows in a graph] What follows the rules reads the hub's hidden states, and never the stand-in. Whoever does not
+(an autograd.Function, a kernel) makes the stand-in an input, and sends the gradient of all its values there: `Link` leaves
+that with the hub like any other. A stand-in that an autograd.Function returned is another matter: what happens to its
+gradient there is not known, so its values are computed and their gradient goes the same way (`Taken`). Engines that put a
+node of theirs before a model's outputs, or a hook that scales, change nothing else, and are known by name.
+
+[Note: writes to lazy rows] A stand-in that is written to becomes another function of rows (`div_`), or real. Those that
+would share its memory would show it; they are refused when they are used. So is its place in the graph, which means the
+value before. What was changed through a real alias (of `numpy()`, `data_ptr()`) is found by its version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.errors import BackwardError, StreamBPError
+from streambp.lazy.expression import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
+from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, result
+from streambp.lazy.standin import Memory
+
+PASSED_BY = "PreBackwardFunctionForModuleBackward"  # of DeepSpeed: gathers what a module has itself, which a model has not
+RUN_TOO = "_DDPSinkBackward"  # of DDP: what reduces gradients late waits for it
+SCALING_HOOKS = "OutputBackwardHookManager"  # of DeepSpeed's engine: prepares a backward, and divides by the accumulation
+
+
+class Shared(Memory):
+    """What stand-ins of the same memory know of each other. writes: to any of them."""
+
+    instead = "StreamConfig(lazy_logits=False)"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+
+
+class Link(torch.autograd.Function):
+    """A stand-in's place in the graph. [Note: lazy rows in a graph]"""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Any], *handles: Tensor) -> Any:
+        made = make()
+        ctx.set_materialize_grads(False)
+        ctx.node, ctx.classes = made.node, made.classes
+        ctx.passed_by = None
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> Any:
+        if upstream is not None:
+            if ctx.passed_by:
+                raise BackwardError(
+                    "A gradient arrived at logits from something other than torch's own operations (an autograd.Function, "
+                    f"a kernel), which took them as they were made; but {ctx.passed_by} them. Use "
+                    "StreamConfig(lazy_logits=False)."
+                )
+            of_rows = upstream if ctx.classes is None else upstream.movedim(ctx.classes, -1)
+            leave_for_node(flat(ctx.node), [of_rows.reshape(-1, of_rows.shape[-1])])
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class Anchor(torch.autograd.Function):
+    """A stand-in -> [1], through which no gradient flows, but what stands before it runs in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: LazyRows) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.zeros(1, dtype=stand_in.dtype, device=stand_in.device)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: None) -> None:
+        return None
+
+
+class Taken(torch.autograd.Function):
+    """A stand-in that an autograd.Function returned -> its values. [Note: lazy rows in a graph]"""
+
+    @staticmethod
+    def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
+        return values()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
+        return None, upstream
+
+
+def flat(node: Node) -> Node:
+    """Of N tokens in one dimension."""
+    return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
+
+
+def _hooked(leaf: Node, hook: Callable[[Tensor], Tensor | None]) -> Node:
+    if not isinstance(leaf, Reading):
+        return leaf
+    return dataclasses.replace(leaf, handle=Hooked.apply(leaf.head, hook, leaf.handle))
+
+
+class LazyRows(Tensor):
+    """Shape, dtype and device of [*tokens, W] values; `node` says what they are.
+
+    Made by `make`. classes: the dimension of the W, if it is not the last. written: the real tensor, once it has taken this
+    one's place. derived: it shares the memory of another. seen: the writes to that memory that it knows of. now: what it is
+    since it was written to. link: its own place in the graph. followed: something with a gradient was made of it.
+    """
+
+    node: Node
+    width: int
+    classes: int | None
+    memory: Shared
+    written: Tensor | None
+    derived: bool
+    seen: int
+    now: LazyRows | None
+    link: Any
+    heeded: bool
+    followed: bool
+
+    @staticmethod
+    def __new__(cls, node: Node, width: int, dtype: torch.dtype, classes: int | None = None) -> LazyRows:
+        reading = readings(node)[0]
+        shape = list(reading.positions.shape)
+        shape.insert(len(shape) if classes is None else classes, width)
+        self: LazyRows = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=reading.head.hidden.device, requires_grad=False
+        )  # type: ignore[attr-defined]
+        self.node, self.width, self.classes = node, width, classes
+        self.memory, self.seen, self.link = Shared(), 0, None
+        self.written, self.derived, self.now, self.heeded, self.followed = None, False, None, False, False
+        return self
+
+    @classmethod
+    def make(cls, node: Node, width: int, dtype: torch.dtype, graded: bool, classes: int | None = None) -> LazyRows:
+        """One that requires a gradient if it is `graded`, in grad mode, and what it stands for would."""
+        if not graded:
+            return cls(node, width, dtype, classes)
+        made: LazyRows = Link.apply(lambda: cls(node, width, dtype, classes), *inputs_of(node))
+        made.link = made.grad_fn
+        return made
+
+    @property
+    def tokens(self) -> torch.Size:
+        return readings(self.node)[0].positions.shape
+
+    @property
+    def record(self) -> Any:
+        return readings(self.node)[0].head.record
+
+    @property
+    def graded(self) -> bool:
+        return self.requires_grad
+
+    def sharing(self, other: LazyRows) -> LazyRows:
+        """This one, as a view of another."""
+        self.memory, self.seen, self.derived = other.memory, other.seen, True
+        return self
+
+    def changed(self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True) -> LazyRows:
+        """Another with something changed, in memory of its own."""
+        graded = graded and self.graded
+        return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
+
+    def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> LazyRows:
+        """The same function of other tokens: [*tokens, k] -> [*other tokens, k], for any k."""
+        made = self.changed(over_tokens(self.node, change, unique))
+        return made.sharing(self) if view else made
+
+    def current(self) -> LazyRows:
+        return self if self.now is None else self.now.current()
+
+    def latest(self, operation: str) -> LazyRows:
+        """`current`, unless somebody other than torch's own operations has put what was written into the graph."""
+        by_others = (self.now is not None or self.written is not None) and not self.known()
+        if by_others and operation != "__set__":  # of an attribute, by the engine itself
+            function = type(self.grad_fn).__name__.removesuffix("Backward")
+            raise StreamBPError(
+                f"Logits were changed in place by {function}, an autograd.Function that marks them dirty, and then used "
+                f"({operation}): its gradient would not be asked for. Return a new tensor there, or use "
+                "StreamConfig(lazy_logits=False)."
+            )
+        return self.current()
+
+    def check(self, operation: str) -> None:
+        """Raise if another that shares its memory was written to."""
+        if self.written is None:
+            self.memory.check(operation)
+        if self.seen != self.memory.writes:
+            raise StreamBPError(
+                "Logits were changed in place through a part or a view of them, and then used again as a whole, or the "
+                f"other way round ({operation}), while they are computed where they are used. Use {self.memory.instead}."
+            )
+
+    def heed(self) -> None:
+        """Have an engine's node that stands before it in the graph run in backward, for what is made of it from now on."""
+        if type(self.grad_fn).__name__ == RUN_TOO and not self.heeded and torch.is_grad_enabled():
+            self.node, self.heeded = anchored(self.node, Anchor.apply(self)), True
+
+    def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Have an engine's hook called for the gradients of what is made of it from now on; whether it is one."""
+        if SCALING_HOOKS not in getattr(hook, "__qualname__", "") or self.classes is not None:
+            return NotImplemented
+        self.node = rebuilt(self.node, lambda leaf: _hooked(leaf, hook))
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.register_hook(self, hook)  # for whom makes it an input of a Function
+
+    def known(self) -> bool:
+        """Whether its place in the graph is the one that it was made with, or an engine's before it."""
+        place = self.grad_fn
+        return place is self.link or type(place).__name__ in (PASSED_BY, RUN_TOO)
+
+    def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
+        """What a calculation of its rows gives, [N, ...] each."""
+        return result(calculation, self.node, self.graded)
+
+    def values(self) -> Tensor:
+        """The real tensor, differentiable in grad mode as far as its hub goes."""
+        (values,) = self.compute(Function(flat(self.node)))
+        real = values.to(self.dtype).view(*self.tokens, self.width)
+        return real if self.classes is None else real.movedim(-1, self.classes)
+
+    def build(self) -> Tensor:
+        """The real tensor, differentiable if this one is, whatever grad mode it is asked for in."""
+        if self.written is not None:
+            return self.written
+        with torch.set_grad_enabled(self.graded):
+            if self.known() or not self.graded:
+                return self.values()
+            taken: Tensor = Taken.apply(self.values, self)
+            return taken
+
+    def become(self, other: LazyRows | Tensor) -> None:
+        """Be written to. [Note: writes to lazy rows]"""
+        self.memory.writes += 1
+        if self.link is not None:
+            self.link.passed_by = "something was written to"
+        if isinstance(other, LazyRows):
+            self.now = other
+            other.memory, other.derived, other.seen = self.memory, self.derived, self.memory.writes
+        else:
+            self.written = other
+            self.memory.watch(other)
+        self.seen = self.memory.writes

@@ -1,0 +1,371 @@
+"""What `patch` puts in place of a causal language model's forward, and of its output projection during it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from streambp.attention.interface import own_implementation
+from streambp.attention.own import biases_positions
+from streambp.distributed.ulysses import find_ulysses
+from streambp.distributed.zero import is_partitioned
+from streambp.errors import StreamBPError
+from streambp.foreign import foreign_forward, trls_head
+from streambp.head.blocks import Wanted
+from streambp.head.log_probs import TokenLogProbs
+from streambp.head.recipe import HeadRecord, Recipe
+from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.layer.arguments import has_cache
+from streambp.lazy.dispatch import LazyLogits
+from streambp.lazy.standin import Deferred
+from streambp.model.callers import computes_its_own_loss, warn_of_missing_predictions
+from streambp.model.padding import warn_of_labels_after_padding
+from streambp.model.wrappers import PatchState, wants_cache
+
+BLOCKWISE = "blockwise loss, no logits"
+WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
+WITH_LOGITS = "builds the logits: the call had a cache"
+
+
+def _how(record: HeadRecord) -> str:
+    """What became of the deferred tensors of a call with labels."""
+    if record.built_for is not None:
+        return f"builds the logits: the loss uses {record.built_for} on them, costs memory"
+    if not record.used:
+        return "builds the logits: the model's loss does not come from its output projection, costs memory"
+    if record.hidden_built_for is not None:
+        return f"{BLOCKWISE}; the final norm's output is computed for the model's {record.hidden_built_for}"
+    return BLOCKWISE
+
+
+def _how_lazily(record: HeadRecord, loss: str | None) -> str:
+    """What became of lazy logits so far; of a call with labels, beside how its loss was computed."""
+    before = "" if loss is None else f"{loss}; besides, "
+    if record.built_for is not None:
+        return f"{before}builds the logits: the program uses {record.built_for} on them, costs memory"
+    if record.computed:
+        return f"{before}no logits: computed blockwise for {', '.join(record.computed)}"
+    return "no logits: none were used" if loss is None else loss
+
+
+@dataclasses.dataclass
+class Scored:
+    """A model's output, and what its labels scored: tokens [B, T - 1] of labels[:, 1:] (with shift_labels [B, T]).
+
+    hidden_states [B, T - 1, h] is what the head computed them from, before `norm` if there is one.
+    """
+
+    output: Any
+    tokens: TokenLogProbs
+    hidden_states: Tensor
+    norm: nn.Module | None
+
+
+@dataclasses.dataclass
+class HeadUse:
+    """What became of a model's head in its calls so far, for `describe`.
+
+    last: how the last call computed its loss, the last one in training if there was one.
+    lazy: of that call, if its logits are computed where they are used, the record of that.
+    trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
+    warned: that an evaluation has no logits for its metrics.
+    """
+
+    last: str | None = None
+    lazy: HeadRecord | None = None
+    trained: int = 0
+    unlabelled: int = 0
+    warned: bool = False
+
+    @property
+    def told(self) -> str | None:
+        return self.last if self.lazy is None else _how_lazily(self.lazy, self.last)
+
+    def note(self, how: str | None, training: bool, labelled: bool = True, lazy: HeadRecord | None = None) -> None:
+        self.trained += training
+        self.unlabelled += training and not labelled
+        if training or not self.trained:
+            self.last, self.lazy = how, lazy
+
+
+class CausalLMForward(InstanceForward):
+    """A causal language model whose loss is computed without logits when labels are given (DESIGN.md section 8).
+
+    Args:
+        norms: the final norms of its decoder; the head's blocks may compute them.
+    """
+
+    def __init__(self, module: PreTrainedModel, state: PatchState, norms: tuple[nn.Module, ...]) -> None:
+        super().__init__(module)
+        self.norms = norms
+        self.state = state
+        self.use = HeadUse()
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        before, self.state.position_ids = self.state.position_ids, kwargs.get("position_ids")
+        try:
+            return self._original(*args, **kwargs)
+        finally:
+            self.state.position_ids = before
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        trls = trls_head(getattr(self.previous, "__func__", None))
+        if trls is not None and not kwargs.get("fused_lm_head") and isinstance(trls["original_forward"], MethodType):
+            # Of this model: what TRL's head holds is bound to the one that it was given to, which a copy is not.
+            return trls["original_forward"].__func__(self.module, *args, **kwargs)
+        return super().original(*args, **kwargs)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.retired:
+            return self.original(*args, **kwargs)
+        want_log_probs = kwargs.pop("output_log_probs", False)
+        if args:
+            kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
+        labels = kwargs.get("labels")
+        if not self.state.warned_of_padding:
+            attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
+            averages = attention == "eager" or self._biased
+            self.state.warned_of_padding = warn_of_labels_after_padding(averages, kwargs)
+        if labels is None and want_log_probs:
+            raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
+        if labels is None or not self.state.config.head or self._caches(kwargs) or self.foreign is not None:
+            if want_log_probs:
+                self.refuse_foreign()
+                raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
+            self._refuse_unshifted(kwargs)
+            if labels is None and self._is_lazy(kwargs):
+                return self._lazily(kwargs)
+            output = self.original(**kwargs)
+            if labels is not None:
+                self._note(WITH_LOGITS)
+            elif self._trains:
+                self._note(WITHOUT_LABELS, labelled=False)
+            return output
+        if want_log_probs:
+            scored = self.score(kwargs, Wanted())
+            scored.output["log_probs"] = scored.tokens.log_probs
+            return scored.output
+        return self._with_record(kwargs, HeadRecord(self.state.pending), hands_out=True)
+
+    @property
+    def foreign(self) -> str | None:
+        """The function of another library that computes this model's loss. [Note: foreign forwards]"""
+        return foreign_forward(type(self.module), self.previous)  # type: ignore[arg-type]
+
+    def refuse_foreign(self) -> None:
+        """Raises StreamBPError where per-token values cannot be had."""
+        if self.foreign is not None:
+            raise StreamBPError(
+                f"Per-token values were asked for, but {self.foreign} stands in place of the forward of "
+                f"{type(self.module).__name__} and computes its loss in its own way. Use the model without it."
+            )
+
+    def score(self, kwargs: dict[str, Any], wanted: Wanted, temperature: float = 1.0, in_float32: bool = False) -> Scored:
+        """The model's output without logits, and per-token values of its labels.
+
+        Args:
+            kwargs: of the model's forward, with labels.
+            wanted: which values, beside log-probabilities.
+            temperature: the logits are divided by it, for the loss as well.
+            in_float32: compute the head's products in float32.
+
+        Raises:
+            StreamBPError: the loss takes the logits elsewhere than to cross_entropy, or another library computes it.
+        """
+        self.refuse_foreign()
+        record = HeadRecord(self.state.pending, wanted, temperature, in_float32)
+        kwargs["return_dict"] = True  # per-token values are fields
+        output = self._with_record(kwargs, record)
+        if record.values is None:
+            raise StreamBPError(
+                f"The loss of {type(self.module).__name__} does not go through cross_entropy on its logits "
+                f"({record.built_for}), so there are no per-token log-probabilities. Compute them from logits (call the "
+                "model without labels)."
+            )
+        shift_labels = kwargs.get("shift_labels")
+        shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
+        tokens = record.values.view(shape)
+        assert record.hidden_states is not None
+        hidden_states = record.hidden_states.view(*shape, -1)
+        if shift_labels is not None:
+            return Scored(output, tokens, hidden_states, record.norm)
+        return Scored(output, tokens.without_last(), hidden_states[:, :-1], record.norm)
+
+    def _with_record(self, kwargs: dict[str, Any], record: HeadRecord, hands_out: bool = False) -> Any:
+        self._refuse_unshifted(kwargs)
+        self._leave_cache(kwargs)
+        lazy = HeadRecord(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
+        record.norms = self.norms if lazy is None else self._steady_norms
+        record.num_items = kwargs.get("num_items_in_batch")
+        output = self._run(kwargs, record)
+        output = self._finish(output) if lazy is None else _hand_out(output, lazy)
+        self._note(_how(record), lazy=lazy)
+        return output
+
+    def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the logits of this call are computed where they are used, as config or caller ask for. Not where
+        a cache is returned, as by the model's config in eval mode; nor in an FSDP unit, which looks at outputs when its
+        weights are gone."""
+        config = self.state.config
+        if not config.head or self.foreign is not None or has_cache(kwargs):
+            return False
+        if not config.lazy_logits and (kwargs.get("labels") is None or not computes_its_own_loss()):
+            return False
+        if config.eval_logits and not self.module.training:
+            return False
+        if wants_cache(self.module.config.get_text_config(), kwargs) and not self._trains:  # type: ignore[operator, union-attr]
+            return False
+        return not any(base.__name__ == "FSDPModule" for part in self.module.modules() for base in type(part).__mro__)
+
+    def _lazily(self, kwargs: dict[str, Any]) -> Any:
+        self._leave_cache(kwargs)
+        record = HeadRecord(self.state.pending, norms=self._steady_norms)
+        output = self._run(kwargs, record)
+        record.norms = ()
+        self._note(None, lazy=record)
+        return _hand_out(output, record)
+
+    @property
+    def _steady_norms(self) -> tuple[nn.Module, ...]:
+        """One with modules inside (PEFT's) may be another one when logits are used: adapters are switched for a while."""
+        return tuple(norm for norm in self.norms if not any(norm.children()))
+
+    def _note(self, how: str | None, labelled: bool = True, lazy: HeadRecord | None = None) -> None:
+        self.use.note(how, self._trains, labelled, lazy)
+
+    @functools.cached_property
+    def _biased(self) -> bool:
+        return biases_positions(self.module)
+
+    @property
+    def _trains(self) -> bool:
+        return self.module.training and torch.is_grad_enabled()
+
+    def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
+        """Split over ranks, a shard's last token has its label on the next rank, where shifting here cannot find it."""
+        ulysses = find_ulysses(own_implementation(self.module.config.get_text_config()))  # type: ignore[operator, union-attr]
+        given = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
+        if ulysses is not None and given and ulysses.splits(self.module.training):
+            raise StreamBPError(
+                "labels were given without shift_labels while sequences are split over ranks; shifting a shard's labels "
+                "would lose its last one. Shift before splitting and pass the same tensor as labels and as shift_labels."
+            )
+
+    def _caches(self, kwargs: dict[str, Any]) -> bool:
+        return has_cache(kwargs) or bool(kwargs.get("use_cache") and not self.module.training)
+
+    def _leave_cache(self, kwargs: dict[str, Any]) -> None:
+        self.state.check_cache(self.module.config.get_text_config(), kwargs)  # type: ignore[operator, union-attr]
+        kwargs["use_cache"] = False
+
+    def _run(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
+        config = self.module.config
+        hidden_wanted = kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False)
+        output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
+        if wants_gradients(output_embeddings):
+            record.built_for = "backward hooks"
+            return self.original(**kwargs)
+        gathered = is_partitioned(output_embeddings.weight)
+        # Under ZeRO-3 a module's weights are here only while it runs: the norm runs as ever, and the head with the loss.
+        head = HeadLater(self.module, output_embeddings, record) if gathered else DeferredHead(output_embeddings, record)
+        self.state.defer_norm = None if hidden_wanted or gathered else record
+        head.install()
+        try:
+            return self.original(**kwargs)
+        finally:
+            self.state.defer_norm = None
+            head.remove()
+
+    def _finish(self, output: Any) -> Any:
+        """The output without deferred logits, or with real ones where they are to be seen; hidden states are real."""
+        evaluates = not self.module.training
+        logits_wanted = self.state.config.eval_logits and evaluates
+        if evaluates and not logits_wanted and not self.use.warned and not torch.is_grad_enabled():
+            self.use.warned = warn_of_missing_predictions()
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, Deferred) or (value.recipe.weight is not None and not logits_wanted):
+                return value
+            if value.recipe.weight is None:
+                value.recipe.note("output")
+            return value.build()
+
+        if isinstance(output, tuple):
+            return tuple(part for part in map(real, output) if not isinstance(part, Deferred))
+        fields = {name: real(value) for name, value in output.items()}
+        result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
+        return result
+
+
+def _hand_out(output: Any, record: HeadRecord) -> Any:
+    """A model's output with logits that are computed where they are used; a single position's are real.
+
+    record: of that use; what the model's own loss did with deferred ones is in another.
+    """
+
+    def real_or_lazy(value: Any) -> Any:
+        if not isinstance(value, Deferred):
+            return value
+        if value.written is not None or value.recipe.weight is None or value.dim() < 2 or value.shape[-2] == 1:
+            return value.build()
+        return LazyLogits.of(value, record)
+
+    if isinstance(output, tuple):
+        return tuple(real_or_lazy(part) for part in output)
+    return type(output)(**{name: real_or_lazy(value) for name, value in output.items()})
+
+
+class DeferredHead(InstanceForward):
+    """The output projection for one forward; makes its input `Deferred` where the final norm could not."""
+
+    def __init__(self, module: nn.Module, record: HeadRecord) -> None:
+        super().__init__(module)
+        self.record = record
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
+            hidden_states = hidden_states.written
+        if not isinstance(hidden_states, Deferred):
+            hidden_states = Deferred.make(hidden_states, Recipe(self.record))
+        self.record.projecting = True
+        try:
+            result: Tensor = self.original(hidden_states)
+        finally:
+            self.record.projecting = False
+        if isinstance(result, Deferred) and result.written is None:
+            result = result.derive(recipe=dataclasses.replace(result.recipe, logits=True))
+        return result
+
+
+class HeadLater(nn.Module):
+    """In the output projection's place for one forward: the projection is called when the loss is computed, not before."""
+
+    def __init__(self, model: nn.Module, head: nn.Module, record: HeadRecord) -> None:
+        super().__init__()
+        self._model, self._head = [model], [head]  # in lists, so as not to become submodules
+        self._name = next(name for name, child in model.named_children() if child is head)
+        self.record = record
+
+    def install(self) -> None:
+        self._model[0]._modules[self._name] = self
+
+    def remove(self) -> None:
+        self._model[0]._modules[self._name] = self._head[0]
+
+    @property
+    def weight(self) -> Any:
+        return self._head[0].weight
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        head = self._head[0]
+        recipe = Recipe(self.record, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
+        return Deferred.make(hidden_states, recipe)

@@ -1,0 +1,154 @@
+"""`patch` and `unpatch`; `describe` is in `describe.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from streambp.admission.registry import refuse_foreign_attention
+from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
+from streambp.config import SAVES, StreamConfig
+from streambp.errors import ConfigError, StreamBPError
+from streambp.instance_forward import InstanceForward, forwards
+from streambp.layer.products import matching
+from streambp.model.causal_lm import CausalLMForward
+from streambp.model.fused_head import replaces_trls_head
+from streambp.model.wrappers import BackboneForward, LayerForward, PatchState
+from streambp.offload.auto import Auto
+from streambp.offload.manager import OffloadManager
+
+Model = TypeVar("Model", bound=nn.Module)
+
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")
+
+
+def patch(model: Model, config: StreamConfig | None = None) -> Model:
+    """Make `model` stream: its decoder layers in chunks of the sequence, its loss in blocks of the logits.
+
+    Args:
+        model: a transformers model, or a module that holds one (a PeftModel, say). Changed in place.
+        config: how; `StreamConfig()` if None. A patched model is patched anew with it.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError: it has no decoder layers that can be streamed exactly. The model is left as it was.
+        StreamBPError: it is part of a model that is patched already.
+
+    Layers that turn out to mix tokens elsewhere than in their attention (convolutions, recurrences) run under gradient
+    checkpointing; their first call of each kind finds out, and `describe` names them.
+    """
+    config = StreamConfig() if config is None else config
+    if not isinstance(config, StreamConfig):
+        raise StreamBPError(f"config is {type(config).__name__}; pass a streambp.StreamConfig, or leave it out.")
+    found = find_stacks(model)
+    for module in model.modules():
+        if hasattr(module, "_streambp"):
+            unpatch(model)
+            break
+    _check_products(found, config)
+    _check_unwrapped(model)
+    layers = [layer for stack in found.stacks for layer in stack.layers]
+    shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
+    state = PatchState(config, root=model, shares_through_cache=shared)
+    if config.offload != "none":
+        host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
+        sets_budget = config.offload == "auto" and gpu_memory is None
+        auto = Auto(config.chooses_saves, sets_budget) if config.chooses_saves or sets_budget else None
+        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory, auto)
+    wrappers = state.wrappers
+    for stack in found.stacks:
+        wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
+        norm = _final_norm(stack.backbone)
+        for layer in stack.layers:
+            last = layer is stack.layers[-1]
+            wrappers.append(LayerForward(layer, state, layers.index(layer), norm if last else None))
+    backbones = {id(stack.backbone) for stack in found.stacks}
+    for module in model.modules():
+        if _is_causal_lm(module) and id(module) not in backbones:
+            wrappers.append(CausalLMForward(module, state, _norms_before(module, found.stacks)))  # type: ignore[arg-type]
+    for wrapper in wrappers:
+        if isinstance(wrapper, BackboneForward):
+            refuse_foreign_attention(wrapper.attentions)
+    for wrapper in wrappers:
+        wrapper.install()
+    for causal in [wrapper for wrapper in wrappers if isinstance(wrapper, CausalLMForward)]:
+        head = replaces_trls_head(causal) if config.head and causal.foreign is None else None
+        if head is not None:
+            head.add()
+    model._streambp = Patch(state, found.left_alone)  # type: ignore[assignment]
+    return model
+
+
+def streamed_head(model: nn.Module) -> CausalLMForward | None:
+    """What computes a patched model's loss, whichever module around or inside the model was given to `patch`."""
+    return next((f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether a model streams: it, a part of it, or a model that it is a part of was given to `patch`."""
+    ours = (f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward))
+    return any(not wrapper.retired for wrapper in ours)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Two patches on the same layers would leave it open whose settings count."""
+    if is_patched(model):
+        raise StreamBPError(
+            f"This {type(model).__name__} is part of a model that is patched already. Patch that model again to change its "
+            "settings, or call streambp.unpatch on it first."
+        )
+
+
+def _check_products(found: Found, config: StreamConfig) -> None:
+    """Every glob among `saves` must name a Linear of some layer."""
+    layers = [layer for stack in found.stacks for layer in stack.layers]
+    names = {name: None for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear}
+    for glob in config.products:
+        if not matching(names, [glob]):
+            shown = ", ".join(name.removesuffix(".base_layer") for name in list(names)[:16])
+            raise ConfigError(
+                f"saves names {glob!r}, which is neither of {list(SAVES)} nor the name of a Linear in the model's layers. "
+                f"These are: {shown or 'none'}."
+            )
+
+
+@dataclasses.dataclass
+class Patch:
+    """What `unpatch` takes off; kept on the module that was given to `patch`."""
+
+    state: PatchState
+    left_alone: tuple[str, ...]
+
+
+def unpatch(model: Model) -> Model:
+    """Take off everything `patch` put on; the model is exactly what it was. Nothing happens to an unpatched model."""
+    for module in model.modules():
+        found = module.__dict__.pop("_streambp", None)
+        if found is not None:
+            for wrapper in reversed(found.state.wrappers):
+                wrapper.remove()
+    return model
+
+
+def _final_norm(backbone: nn.Module) -> nn.Module | None:
+    return next((getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name)), None)
+
+
+def _norms_before(module: PreTrainedModel, stacks: tuple[Stack, ...]) -> tuple[nn.Module, ...]:
+    """The final norms of the decoder that a language-model head belongs to; of all stacks if the model does not tell."""
+    decoder = module.get_decoder()
+    inside = {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+    own = [stack for stack in stacks if id(stack.backbone) in inside] or stacks
+    return tuple(norm for stack in own if (norm := _final_norm(stack.backbone)) is not None)
+
+
+def _is_causal_lm(module: nn.Module) -> bool:
+    if not isinstance(module, PreTrainedModel):
+        return False
+    head = module.get_output_embeddings()
+    return isinstance(getattr(head, "weight", None), Tensor) and any(child is head for child in module.children())

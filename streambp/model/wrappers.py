@@ -1,0 +1,358 @@
+"""What `patch` puts in place of two kinds of forward, the layer's and the backbone's; the head's is in `causal_lm.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from streambp.admission.entry import stream_layer
+from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
+from streambp.admission.stacks import attends, cache_argument, counts_positions, states_argument
+from streambp.attention.interface import own_implementation, routed
+from streambp.attention.masks import LazyMask
+from streambp.config import StreamConfig
+from streambp.device import has_data
+from streambp.distributed.host import engine_host_use
+from streambp.distributed.ulysses import find_ulysses, refuse_context_parallelism
+from streambp.distributed.zero import make_leaf, unmake_leaf
+from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.foreign import eager
+from streambp.head.one_pass import Pending
+from streambp.head.recipe import HeadRecord, Recipe
+from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.layer.arguments import has_cache
+from streambp.layer.site import LayerSite, attention_configs
+from streambp.lazy.standin import Deferred
+from streambp.model.packing import warn_of_documents
+from streambp.offload.manager import OffloadManager
+from streambp.recurrent.documents import ENDS, IDS, PackedRows, packed_rows
+from streambp.sharded.call import keeps_kv
+from streambp.sharded.layer import stream_shard
+from streambp.sharded.shards import Shards, gather_shards
+
+
+@dataclasses.dataclass
+class PatchState:
+    """What the wrappers of one patched model share.
+
+    root: what was given to `patch`.
+    bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
+    defer_norm: the running forward's head wants the final norm to be left to it.
+    deferring: what stands in for that norm meanwhile.
+    chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
+    wrappers: all that `unpatch` takes off, in the order in which they were put on.
+    warned_of_padding: that a label's gradient differs from eager attention's.
+    shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
+    position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
+    packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
+    asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
+    warned_of_documents: that the unpatched model would not take a row for several documents.
+    unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
+    given_cache: a call in training was given a cache, and ran as unpatched.
+    shares_through_cache: without a cache the unpatched model would compute something else.
+    """
+
+    config: StreamConfig
+    root: nn.Module | None = dataclasses.field(default=None, repr=False)
+    bypass: bool = False
+    pending: Pending = dataclasses.field(default_factory=Pending)
+    defer_norm: HeadRecord | None = None
+    deferring: DeferredNorm | None = None
+    offloader: OffloadManager | None = None
+    chunk_rule: object | None = None
+    wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
+    shards: Shards | None = None
+    packed_rows: PackedRows | None = None
+    position_ids: Any = None
+    split_over: int = 1
+    warned_of_padding: bool = False
+    warned_of_documents: bool = False
+    asked_cache: bool = False
+    unasked_cache: bool = False
+    given_cache: bool = False
+    shares_through_cache: bool = False
+
+    def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
+        """Asked of a call before it is made without a cache.
+
+        Raises:
+            UnsupportedModelError: unpatched it has one, and needs it.
+        """
+        wanted = wants_cache(config, kwargs)
+        if self.shares_through_cache and wanted:
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} hands keys and values from one layer of this model to another in "
+                "its cache. Streamed calls have none: each layer would use its own, as under gradient checkpointing; "
+                "another model would be trained. Install transformers 5.6 or newer, which shares them without a cache. "
+                "To compute what this version computes without one, pass use_cache=False (or set config.use_cache = False)."
+            )
+        self.asked_cache |= wanted
+
+
+def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call's `use_cache` is on; where it is not given, the model's config decides."""
+    use_cache = kwargs.get("use_cache")
+    return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
+
+
+class LayerForward(InstanceForward):
+    """A decoder layer that streams unless its model's forward said otherwise.
+
+    Args:
+        final_norm: on a stack's last layer, the norm that comes after it and may be deferred to the head.
+    """
+
+    def __init__(self, module: nn.Module, state: PatchState, index: int = 0, final_norm: nn.Module | None = None) -> None:
+        super().__init__(module)
+        self.state = state
+        self.site = LayerSite(
+            module, state.config, attends(module), counts_positions(module), cache_argument(module),
+            states_argument(module), offloader=state.offloader, index=index, previous=eager(self.previous),
+        )  # fmt: skip
+        self.final_norm = final_norm
+        self.leaf: RemovableHandle | None = None
+
+    def install(self) -> None:
+        super().install()
+        self.leaf = make_leaf(self.module)
+
+    def remove(self) -> None:
+        super().remove()
+        if self.leaf is not None:
+            unmake_leaf(self.module, self.leaf)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
+            return self.original(*args, **kwargs)
+        self.site.packed_rows = self.state.packed_rows
+        if self.state.shards is None:
+            output = stream_layer(self.site, args, kwargs)
+        else:
+            output = stream_shard(self.site, args, kwargs, self.state.shards)
+        if self.final_norm is not None and self._defers(self.final_norm):
+            assert self.state.defer_norm is not None
+            # Not before: some models normalise the embeddings with the same module.
+            self.state.deferring = DeferredNorm(self.final_norm, self.state.defer_norm)
+            self.state.deferring.install()
+            self.state.defer_norm = None
+        return output
+
+    def _reads_all(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether queries read later keys, too: eager attention without a mask, which a model always gives it and who calls
+        a layer by itself may not."""
+        if not self.site.attends or len(args) > 1 or kwargs.get("attention_mask") is not None:
+            return False
+        return any(config._attn_implementation == "eager" for config in attention_configs(self.module))
+
+    def _defers(self, norm: nn.Module) -> bool:
+        record = self.state.defer_norm
+        return record is not None and any(norm is own for own in record.norms) and not wants_gradients(norm)
+
+
+def refuse_replicas() -> NoReturn:
+    """What nn.DataParallel calls to copy a module to another device.
+
+    Raises:
+        StreamBPError: always. A replica's forward is the original's, wrapper and all, which has its weights elsewhere.
+    """
+    raise StreamBPError(
+        "nn.DataParallel would run replicas of a streamed model, which this does not support. HF Trainer uses it where a "
+        "process sees several GPUs: start one process for each with torchrun or accelerate launch, or show one GPU to the "
+        "process (CUDA_VISIBLE_DEVICES=0)."
+    )
+
+
+class BackboneForward(InstanceForward):
+    """The model around the layers: decides whether this call streams, and keeps caches and masks out of the way."""
+
+    def __init__(self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]) -> None:
+        super().__init__(module)
+        self.state = state
+        self.layers = layers
+        self.keeps_states = any(states_argument(layer) is not None for layer in layers)
+        self.checkpointed: list[nn.Module] = []
+        self.attentions = distinct_attentions(layer for layer in layers if not cache_argument(layer))
+
+    def install(self) -> None:
+        super().install()
+        self.module._replicate_for_data_parallel = refuse_replicas  # type: ignore[assignment]
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.retired:
+            return self.original(*args, **kwargs)
+        kwargs = {**kwargs, **self._positional(args)}
+        before = self.state.bypass, self.state.shards, self.state.packed_rows
+        self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
+        try:
+            if self.state.bypass:
+                return self.original(**kwargs)
+            self._switch_checkpointing_off()
+            self._check(kwargs)
+            refuse_foreign_attention(self.attentions)
+            self.state.check_cache(self._config, kwargs)
+            self._set_host_memory_aside()
+            self.state.shards = self._shards(kwargs)
+            self.state.packed_rows = self._packed_rows(kwargs)
+            kwargs["use_cache"] = False
+            if self.module.get_output_embeddings() is None:  # type: ignore[operator]
+                # gemma4 would run some layers on these positions alone; its head selects them anyway.
+                kwargs.pop("logits_to_keep", None)
+            masked = "flash" not in str(self._config._attn_implementation)
+            with routed(self._configs()), self._layers_known():
+                output = self.original(**kwargs)
+            if torch.is_grad_enabled() and self.module.training:
+                self._warn_of_documents(masked)
+            return output
+        finally:
+            self.state.asked_cache = False
+            self.state.bypass, self.state.shards, self.state.packed_rows = before
+            if self.state.deferring is not None:
+                self.state.deferring.remove()
+                self.state.deferring = None
+
+    @contextlib.contextmanager
+    def _layers_known(self) -> Iterator[None]:
+        """Within, a layer that is not ours and takes our mask for a tensor is named."""
+        try:
+            yield
+        except (AttributeError, TypeError) as error:
+            if LazyMask.__name__ not in str(error):
+                raise
+            raise StreamBPError(
+                f"A layer of {type(self.module).__name__} reads the attention mask of streamed layers, and is none of "
+                f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch again."
+            ) from error
+
+    def _positional(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(inspect.signature(self).bind_partial(*args).arguments) if args else {}
+
+    def _streams(self, kwargs: dict[str, Any]) -> bool:
+        """Whether this call streams: not with a cache, nor when a cache or attention weights are to be returned.
+
+        [Note: calls that return a cache] Where `use_cache` is not given, the model's config decides, as it does unpatched.
+        Not in a training step: there the unpatched model's cache is never read, and checkpointing gives none either.
+        """
+        if has_cache(kwargs):
+            self.state.given_cache |= torch.is_grad_enabled() and self.module.training
+            return False
+        attentions = kwargs.get("output_attentions")
+        if attentions or (attentions is None and getattr(self._config, "output_attentions", False)):
+            return False
+        if torch.is_grad_enabled() and self.module.training:
+            return True
+        use_cache = wants_cache(self._config, kwargs)
+        if kwargs.get("use_cache") is None:
+            self.state.unasked_cache |= use_cache and torch.is_grad_enabled()
+        return not use_cache
+
+    def _switch_checkpointing_off(self) -> None:
+        """Trainer switches checkpointing on for every layer when training starts; up to transformers 5.22 it would wrap
+        the whole streamed layer in a second recomputation. The flag comes back with `remove`."""
+        for layer in self.layers:
+            if layer.__dict__.get("gradient_checkpointing"):
+                layer.gradient_checkpointing = False  # type: ignore[assignment]
+                self.checkpointed.append(layer)
+
+    def remove(self) -> None:
+        super().remove()
+        self.module.__dict__.pop("_replicate_for_data_parallel", None)
+        for layer in self.checkpointed:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+    def _set_host_memory_aside(self) -> None:
+        """Engines are there by the first forward, which is when the offloader looks how much host memory it may take."""
+        if self.state.offloader is not None and self.state.root is not None and not self.state.offloader.host_bytes:
+            self.state.offloader.set_aside = engine_host_use(self.state.root).to_come
+
+    def _check(self, kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if tokens is not None and tokens.shape[1] == 0:
+            raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
+        refuse_context_parallelism()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith("trl."):
+            raise StreamBPError(
+                "TRL's activation_offloading=True moves what autograd saves; streamed layers keep their own, which "
+                "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
+            )
+
+    def _warn_of_documents(self, masked: bool) -> None:
+        """Warn, once, that the unpatched model would take for one document what this call took for several.
+
+        Args:
+            masked: unpatched its attention reads documents off a mask, which knows none where there is a cache.
+        """
+        if self.state.warned_of_documents:
+            return
+        seen = {id(wrapper.module): wrapper.site for wrapper in self.state.wrappers if isinstance(wrapper, LayerForward)}
+        sites = [seen[id(layer)] for layer in self.layers if id(layer) in seen]
+        told = {site.documents[0] for site in sites if site.documents is not None}
+        across = masked and self.state.asked_cache and "position_ids" in told
+        if across or self.state.packed_rows is not None:
+            self.state.warned_of_documents = True
+            warn_of_documents(across, self.state.packed_rows is not None)
+
+    def _packed_rows(self, kwargs: dict[str, Any]) -> PackedRows | None:
+        """The documents that layers with states are to find in position_ids; None: they are told, or there is one a row."""
+        positions = kwargs.get("position_ids")
+        positions = self.state.position_ids if positions is None else positions
+        if self.state.config.documents != "from_positions" or not self.keeps_states or not isinstance(positions, Tensor):
+            return None
+        if any(kwargs.get(name) is not None for name in ("attention_mask", IDS, ENDS)) or not has_data(positions):
+            return None
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if positions.dim() == 3 and positions.shape[0] == 4:  # of text, time, height and width
+            positions = positions[0]
+        if tokens is None or positions.dim() != 2 or positions.shape[1] != tokens.shape[1]:
+            return None
+        return packed_rows(positions, tokens.shape[0])
+
+    def _shards(self, kwargs: dict[str, Any]) -> Shards | None:
+        """How the batch is split over ranks; a collective if it is."""
+        ulysses = find_ulysses(own_implementation(self._config))
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if ulysses is None or tokens is None or not ulysses.splits(self.module.training):
+            return None
+        agreed = int(keeps_kv(self.state.config))
+        batch_size, length = tokens.shape[:2]
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        shards = gather_shards(ulysses.group, batch_size, length, positions, mask, agreed)
+        self.state.split_over = shards.size
+        return shards
+
+    @property
+    def _config(self) -> PreTrainedConfig:
+        config: PreTrainedConfig = self.module.config  # type: ignore[assignment]
+        return config
+
+    def _configs(self) -> list[PreTrainedConfig]:
+        inside = set(map(id, self.layers))
+        sites = [w.site for w in self.state.wrappers if isinstance(w, LayerForward) and id(w.module) in inside]
+        if any(site.cache for site in sites):
+            return []  # they attend by themselves, with the masks that their own setting builds
+        # As of their last call; a layer that has changed routes its own when it is called.
+        found = [self._config, *(config for site in sites for config in site.of(attention_configs))]
+        return list({id(config): config for config in found}.values())
+
+
+class DeferredNorm(InstanceForward):
+    """The final norm for one forward: returns a `Deferred` that remembers the norm and its input."""
+
+    def __init__(self, module: nn.Module, record: HeadRecord) -> None:
+        super().__init__(module)
+        self.record = record
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        self.remove()  # `Deferred` calls the module itself, block by block
+        return Deferred.make(hidden_states, Recipe(self.record, norm=self.module))

@@ -1,0 +1,326 @@
+"""Recurrences that take no start state, given one all the same.
+
+Some mixers ask their cache for a state only when they decode, or keep it on themselves. For one forward they get another
+function in place of the one that does the recurrence; nothing outside of that forward changes.
+
+    a selective scan (Mamba 1)     the mixer runs its own code with `SelectiveScan` under the scan's global name
+    linear attention (MiniMax)     the same with `TorchWithState` under the name `torch`
+    gated linear unit (Griffin)    its convolution and its scan are replaced on the instance
+
+[Note: state tokens] Mamba 1's selective scan has neither a start state nor a gradient of its end state, in its kernel as in
+its reference. Both go through tokens:
+
+    s_t = exp(dt_t A) s_(t-1) + dt_t B_t u_t,   y_t = C_t s_t
+
+Tokens in front write the start state, one for each of its N components n: B is the n-th unit vector, dt a small step, u
+what is left of the state divided by that step and by the decay of the tokens that follow. Tokens behind read the end state:
+their step is 0, C the n-th unit vector. Step and decay stay in the graph, so that what the bias of dt and A receive for the
+written tokens cancels. The end state's value is the scan's own, in float32; its gradient goes to the readers.
+
+A kernel takes half precision and computes in float32, so that written and read values have two parts each, the second what
+rounding takes from the first. transformers' own code rounds steps and gradients between its operations, in which nothing
+cancels; it gets float32, which costs little beside the states of all tokens that it makes in float32 anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from streambp.chunks import Chunk
+from streambp.recurrent.documents import Documents, parameters_of, telling
+from streambp.recurrent.states import Key, StateCache
+from streambp.source import written_forward
+
+SELECTIVE_SCAN = {"delta_bias", "delta_softplus", "return_last_state"}  # parameters by which the function is known
+LINEAR_CACHE = "get_linear_cache"
+OWN_SCAN = "_rnn_scan"
+STEP = 2.0**-8  # of a token that writes
+DECAY = 4.0  # of what the first of them writes, at most, as an exponent
+NO_STEP = -1e4  # before softplus
+GATE = 64.0  # silu(64) = 64, and dividing by it rounds nothing
+
+
+def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The mixers of a layer whose recurrence takes no start state, with the global name that gives it one."""
+    found = []
+    for module in layer.modules():
+        forward = written_forward(module)
+        names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
+        scan = next((name for name in names if _is_selective_scan(forward.__globals__.get(name))), None)
+        if scan is not None:
+            found.append((module, scan))
+        elif LINEAR_CACHE in names:
+            found.append((module, "torch"))
+        elif OWN_SCAN in names:
+            found.append((module, OWN_SCAN))
+            parent = next(parent for parent in layer.modules() if any(child is module for child in parent.children()))
+            found += [(child, "forward") for child in parent.children() if isinstance(child, nn.Conv1d)]
+    return found
+
+
+def _is_selective_scan(function: Any) -> bool:
+    return parameters_of(function) >= SELECTIVE_SCAN
+
+
+def in_torch(function: Any) -> bool:
+    """Whether it is transformers' own code, for want of a kernel; its wrapper alone knows."""
+    function = function.forward if isinstance(function, nn.Module) else function
+    function = getattr(function, "__func__", function)
+    known = inspect.isfunction(function)
+    return known and inspect.getclosurevars(function).nonlocals.get("is_new_implementation") is False
+
+
+def scans_selectively(layer: nn.Module) -> bool:
+    """Whether one of its mixers calls a selective scan (Mamba 1)."""
+    return any(name not in ("torch", "forward", OWN_SCAN) for _, name in scans_of(layer))
+
+
+Told = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
+
+
+class StartingFrom:
+    """Within, these mixers (`scans_of`) start from the cache's states, and functions of others are told of documents.
+
+    Args:
+        told: what is told (`told_of`), of which documents, in which chunk; None: nothing.
+
+    Neither generators nor an `ExitStack`: their frames would tie the exception that ends a refill, and with it the
+    layer's tensors, into a cycle.
+    """
+
+    def __init__(self, mixers: list[tuple[nn.Module, str]], cache: StateCache | None, told: Told | None = None) -> None:
+        self._replaced = [] if cache is None else _replacements(mixers, cache, told)
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before = [module.__dict__.get(name) for module, name, _ in self._replaced]
+        for module, name, function in self._replaced:
+            module.__dict__[name] = function
+
+    def __exit__(self, *_: object) -> None:
+        for (module, name, _function), before in zip(self._replaced, self._before, strict=True):
+            if before is None:
+                del module.__dict__[name]
+            else:  # another library's
+                module.__dict__[name] = before
+
+
+def _replacements(
+    mixers: list[tuple[nn.Module, str]], cache: StateCache, told: Told | None
+) -> list[tuple[nn.Module, str, Callable[..., Any]]]:
+    """Mixers, an attribute of each, and what that is for one forward."""
+    found: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+    stand_ins: dict[nn.Module, dict[str, Any]] = {}  # for globals, by name
+    for module, name in mixers:
+        layer: Any = getattr(module, "layer_idx", None)
+        if isinstance(module, nn.Conv1d):
+            found.append((module, "forward", functools.partial(_convolve, module, cache)))
+        elif name == OWN_SCAN:
+            found.append((module, name, functools.partial(_scan, getattr(module, name), cache)))
+        elif name == "torch":
+            stand_ins.setdefault(module, {})[name] = TorchWithState(cache, layer)
+        else:
+            stand_ins.setdefault(module, {})[name] = SelectiveScan(_global(module, name), cache, layer)
+    if told is not None:
+        functions, documents, chunk = told
+        for module, name in functions:
+            stand_ins.setdefault(module, {})[name] = telling(_global(module, name), documents, chunk)
+    return found + [(module, "forward", _own_code(module, names)) for module, names in stand_ins.items()]
+
+
+def _global(module: nn.Module, name: str) -> Any:
+    return written_forward(module).__globals__[name]
+
+
+def _own_code(module: nn.Module, stand_ins: dict[str, Any]) -> Callable[..., Any]:
+    """The mixer's own forward with functions of ours under these global names."""
+    forward = written_forward(module)
+    names = {**forward.__globals__, **stand_ins}
+    own = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return types.MethodType(own, module)
+
+
+def _scan(real: Callable[..., Any], cache: StateCache, *args: Any, recurrent_states: Any = None, **kwargs: Any) -> Any:
+    """A recurrence `_rnn_scan` whose state the module keeps on itself, from the cache's state to the cache."""
+    key = Key("recurrent", 0, 0)
+    hidden_states, cache.after[key] = real(*args, recurrent_states=cache.before.get(key), **kwargs)
+    return hidden_states, None  # the module keeps what is returned here, with its graph
+
+
+def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
+    """A causal convolution [B, D, C] that pads its input itself; it gets the tokens before the chunk instead."""
+    before = conv.kernel_size[0] - 1
+    joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
+    y = F.conv1d(F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups)
+    return y[..., -x.shape[-1] :]
+
+
+class TorchWithState:
+    """The name `torch` in a mixer that makes its start state by `torch.zeros` where its cache has none."""
+
+    def __init__(self, cache: StateCache, layer: Any) -> None:
+        self._state = cache.before.get(Key("linear", layer, 0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *size: Any, **kwargs: Any) -> Tensor:
+        if self._state is not None and tuple(size) == tuple(self._state.shape):
+            return self._state
+        return torch.zeros(*size, **kwargs)
+
+
+class SelectiveScan:
+    """A selective scan that starts from the cache's state and ends with a differentiable one. [Note: state tokens]
+
+    Args:
+        scan: (u [B, D, T], dt [B, D, T], A [D, N], B [B, N, T], C [B, N, T], ...) -> y [B, D, T], end state [B, D, N].
+        layer: the mixer's layer_idx. Mixers with several heads call it for one after the other.
+    """
+
+    def __init__(self, scan: Callable[..., Any], cache: StateCache, layer: Any) -> None:
+        self._scan = scan
+        self._start = cache.before.get(Key("recurrent", layer, 0))
+        self._calls = 0
+
+    def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The scan's own arguments and results."""
+        if u.dtype.itemsize >= 4 or not in_torch(self._scan):
+            return self._start_and_end(u, *args, **kwargs)
+        wide: list[Any] = [x.float() if isinstance(x, Tensor) else x for x in args]
+        named: dict[str, Any] = {name: x.float() if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        with torch.autocast(u.device.type, enabled=False):
+            return self._start_and_end(u.float(), *wide, **named)
+
+    def _start_and_end(
+        self,
+        u: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803 - the scan's own names
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        D: Tensor | None = None,  # noqa: N803
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        start = self._start
+        if start is not None and start.dim() == 4:  # [B, heads, D, N]
+            start = start[:, self._calls]
+        self._calls += 1
+        parts = 1 if u.dtype.itemsize >= 4 else 2
+        length, size = u.shape[-1], A.shape[-1]
+        reads = parts * size if return_last_state and torch.is_grad_enabled() else 0
+        writes = 0 if start is None else parts * size
+        step = _raw(A, parts * size, delta_bias, delta_softplus, dt)
+        u_front = u[..., :0] if start is None else _written(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
+        unit = (
+            torch.eye(size, dtype=B.dtype, device=B.device).repeat(1, parts).expand(B.shape[0], -1, -1)
+        )  # [B, N, parts * N]
+        no_step = NO_STEP if delta_softplus else 0.0
+        u = torch.cat((u_front, u, _filled(u, 0.0, reads)), -1)
+        dt = torch.cat(
+            (step[None, :, None].expand(u.shape[0], -1, writes), dt, _read_steps(dt, delta_bias, no_step, reads)), -1
+        )
+        B = torch.cat((unit[..., :writes], B, _filled(B, 0.0, reads)), -1)  # noqa: N806
+        C = torch.cat((_filled(C, 0.0, writes), C, unit[..., :reads].to(C.dtype)), -1)  # noqa: N806
+        if z is not None:
+            z = torch.cat((_filled(z, 0.0, writes), z, _filled(z, GATE, reads)), -1)
+        found = self._scan(
+            u, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, delta_softplus=delta_softplus,
+            return_last_state=return_last_state, **kwargs,
+        )  # fmt: skip
+        if not return_last_state:
+            return found[..., writes : writes + length]
+        y, end = found
+        if reads:
+            readers = y[..., writes + length :] / (1.0 if z is None else GATE)
+            end = EndState.apply(end.detach(), *readers.split(size, -1))
+        return y[..., writes : writes + length], end
+
+
+def _filled(like: Tensor, value: float, tokens: int) -> Tensor:
+    """[..., tokens]"""
+    return like.new_full((*like.shape[:-1], tokens), value)
+
+
+def _raw(
+    A: Tensor,  # noqa: N803
+    tokens: int,
+    bias: Tensor | None,
+    softplus: bool,
+    dt: Tensor,
+) -> Tensor:
+    """[D]: what dt must be for the steps of so many tokens that write, rounded to its dtype; without history.
+
+    Where A is large steps are smaller, so that what the first token writes does not decay beyond exp(-DECAY): its inverse
+    would overflow.
+    """
+    wide = torch.promote_types(dt.dtype, torch.float32)
+    largest = A.detach().to(wide).abs().amax(-1)  # [D]
+    wanted = (DECAY / (largest * max(1, tokens - 1))).clamp(max=STEP)
+    wanted = torch.log(torch.expm1(wanted)) if softplus else wanted
+    return (wanted if bias is None else wanted - bias.detach().to(wide)).to(dt.dtype)
+
+
+def _read_steps(dt: Tensor, bias: Tensor | None, no_step: float, tokens: int) -> Tensor:
+    if no_step or bias is None:
+        return _filled(dt, no_step, tokens)
+    return (-bias).detach().to(dt.dtype)[None, :, None].expand(dt.shape[0], -1, tokens)
+
+
+def _written(
+    start: Tensor,
+    raw: Tensor,
+    A: Tensor,  # noqa: N803
+    bias: Tensor | None,
+    softplus: bool,
+    dtype: torch.dtype,
+    parts: int,
+) -> Tensor:
+    """u [B, D, parts * N] of the tokens that write start [B, D, N]."""
+    wide = torch.promote_types(dtype, torch.float32)
+    start, A = start.to(wide), A.to(wide)  # noqa: N806
+    step = raw.to(wide) if bias is None else raw.to(wide) + bias.to(wide)
+    step = (F.softplus(step) if softplus else step)[:, None]  # [D, 1]
+    size = A.shape[-1]
+    found, rest = [], start
+    for part in range(parts):
+        follow = torch.arange(parts * size - 1 - part * size, (parts - 1 - part) * size - 1, -1, device=A.device)  # [N]
+        reach = step * torch.exp(step * A * follow)  # [D, N]: what is left of a token's u at the end
+        u = (rest / reach).to(dtype)
+        found.append(u)
+        rest = (rest - u.to(wide) * reach).detach()
+    return torch.cat(found, -1)
+
+
+class EndState(torch.autograd.Function):
+    """A scan's end state [B, D, N] with its value from the scan and its gradient to the tokens that read it.
+
+    [Note: state tokens]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
+        ctx.dtype, ctx.parts = readers[0].dtype, len(readers)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found, rest = [], grad
+        for _ in range(ctx.parts):
+            part = rest.to(ctx.dtype)
+            found.append(part)
+            rest = rest - part.to(rest.dtype)
+        return None, *found

@@ -1,0 +1,201 @@
+"""Packed rows in layers with states, told by calling: a mixer is called for one document after the other.
+
+[Note: segments] A document starts where its row has no state yet, as a row does. So a mixer, the module that asks the cache
+for states, is called with the tokens of one document at a time: what it mixes stays within the document, whatever kernels
+it has and whatever they can be told. The rest of the layer (norms, MLPs, attention) gets all tokens of a chunk at once.
+
+    the first document in a chunk, if it goes on     from the states that the chunk starts from
+    every other one                                  from none
+    the last one                                     ends with the states that the chunk ends with
+
+Rows of a batch may have documents of their own: those that start and end alike are called together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from streambp.errors import UnsupportedModelError
+from streambp.nested import rebuilt
+from streambp.recurrent.documents import ENDS, IDS, Segment, kind_of
+from streambp.recurrent.scans import LINEAR_CACHE, OWN_SCAN, StartingFrom, in_torch, scans_of
+from streambp.recurrent.states import PROTOCOL, StateCache, States
+from streambp.source import written_forward
+
+Part = tuple[Segment, Any, States]  # a segment, what the mixer returned for it, the states it ended with
+
+
+def mixers_of(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that mix tokens through states; of nested ones the outermost, but never the layer itself."""
+    waiting = list(layer.children())
+    found: list[nn.Module] = []
+    while waiting:
+        module = waiting.pop(0)
+        if set(PROTOCOL) & _names(module) or any(OWN_SCAN in _names(child) for child in module.children()):
+            found.append(module)
+        else:
+            waiting += module.children()
+    return found
+
+
+def _names(module: nn.Module) -> set[str]:
+    """The global names and attributes in the source of a module's methods, transformers' base classes left out."""
+    found: set[str] = set()
+    for klass in type(module).__mro__:
+        if klass is nn.Module:
+            break
+        for value in vars(klass).values():
+            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+            found |= set() if code is None else set(code.co_names)
+    return found
+
+
+def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
+    """The arguments by which all kernels of these mixers can be told of the documents of so many rows; () if one cannot.
+
+    A convolution and a scan take seq_idx, a delta rule cu_seq_lens_q of a single row; transformers' own code in their place
+    takes neither. Whether they do as they are told the probe finds out: it compares with calls for one document each.
+    """
+    found: set[str] = set()
+    for mixer in mixers:
+        forward, names = written_forward(mixer), _names(mixer)
+        if not hasattr(forward, "__code__") or names & {LINEAR_CACHE, OWN_SCAN}:
+            return ()
+        code = forward.__code__
+        functions = [forward.__globals__.get(name) for name in code.co_names]
+        kinds = {kind_of(function) for function in functions if callable(function) and not in_torch(function)}
+        passes_on = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        if "update_conv_state" in names and not ("conv" in kinds and passes_on):
+            return ()
+        if "update_recurrent_state" in names:
+            rule = "rule" in kinds and ENDS in code.co_consts and rows == 1
+            if not rule and not ("scan" in kinds and passes_on):
+                return ()
+            found.add(ENDS if rule else IDS)
+        found.add(IDS)
+    return tuple(name for name in (IDS, ENDS) if name in found)
+
+
+class InSegments:
+    """Within, these mixers (`mixers_of`) are called segment by segment; a class for the reason that `StartingFrom` is one.
+
+    Args:
+        segments: of the chunk's tokens; []: nothing is replaced.
+        cache: the chunk's; None: the layer gets none.
+    """
+
+    def __init__(self, mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None) -> None:
+        self._mixers = mixers if segments else []
+        self._segments, self._cache = segments, cache
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before = [module.__dict__.get("forward") for module in self._mixers]
+        for module in self._mixers:
+            module.__dict__["forward"] = SegmentedForward(module, self._segments, self._cache)
+
+    def __exit__(self, *_: object) -> None:
+        for module, before in zip(self._mixers, self._before, strict=True):
+            if before is None:
+                del module.__dict__["forward"]
+            else:  # another library's
+                module.__dict__["forward"] = before
+
+
+class SegmentedForward:
+    """A mixer's forward for one chunk: takes hidden states [B, C, h], returns tensors [B, C, ...]. [Note: segments]"""
+
+    def __init__(self, module: nn.Module, segments: list[Segment], cache: StateCache | None) -> None:
+        self._module, self._segments, self._cache = module, segments, cache
+        self._forward: Callable[..., Any] = module.forward
+        self._scans = scans_of(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        rows, tokens = given.shape[:2]
+        parts = [self._part(segment, rows, tokens, args, kwargs) for segment in self._segments]
+        if self._cache is not None:
+            self._cache.after.update(_end_states(parts, rows, tokens))
+        return self._joined([(segment, result) for segment, result, _ in parts], rows)
+
+    def _part(self, segment: Segment, rows: int, tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
+        own = None
+        if self._cache is not None:
+            before = self._cache.before if segment.goes_on else {}
+            before = {key: _picked(state, segment.rows, rows) for key, state in before.items()}
+            own = StateCache(self._cache.start + segment.start, before)
+
+        def cut(x: Tensor) -> Tensor:
+            if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
+                return x
+            return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
+
+        def part(value: Any) -> Any:
+            return own if value is self._cache and own is not None else rebuilt(value, cut)
+
+        with StartingFrom(self._scans, own):
+            current = self._module.__dict__["forward"]
+            forward = self._forward if current is self else current
+            result = forward(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+        return segment, result, {} if own is None else own.after
+
+    def _joined(self, parts: list[tuple[Segment, Any]], rows: int) -> Any:
+        results = [result for _, result in parts]
+        if all(isinstance(result, Tensor) for result in results):
+            whole = _joined_tokens(parts, rows)
+            if whole is not None:
+                return whole
+        elif all(isinstance(result, tuple) and isinstance(result[0], Tensor) for result in results):
+            # What is no tensor of tokens is a state, for which nobody has asked.
+            columns = [[(segment, result[index]) for segment, result in parts] for index in range(len(results[0]))]
+            found = [_joined_tokens(column, rows) for column in columns]
+            if found[0] is not None:
+                return tuple(found)
+        raise UnsupportedModelError(
+            f"{type(self._module).__name__} is called for one document of packed rows after the other, and returns no "
+            "tensors [B, T, ...] that could be put together. Pass one document per row, or let it go on from one document "
+            "to the next, as unpatched: StreamConfig(documents='as_given')."
+        )
+
+
+def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
+    """Those rows of [1 or rows, ...]."""
+    if len(picked) == rows or x.shape[0] == 1:
+        return x
+    return torch.cat([x[row : row + 1] for row in picked])
+
+
+def _joined_tokens(parts: list[tuple[Segment, Any]], rows: int) -> Tensor | None:
+    """[rows, C, ...] from tensors [rows of a segment, its tokens, ...]; None if one is no such tensor."""
+    for segment, part in parts:
+        if not isinstance(part, Tensor) or part.shape[:2] != (len(segment.rows), segment.stop - segment.start):
+            return None
+    ordered = sorted(parts, key=lambda part: part[0].start)
+    if all(len(segment.rows) == rows for segment, _ in ordered):
+        return torch.cat([part for _, part in ordered], 1)
+    by_row: list[list[Tensor]] = [[] for _ in range(rows)]
+    for segment, part in ordered:
+        for index, row in enumerate(segment.rows):
+            by_row[row].append(part[index : index + 1])
+    return torch.cat([torch.cat(row, 1) for row in by_row])
+
+
+def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
+    """The states that each row's last document in the chunk ends with."""
+    last = [(segment, states) for segment, _, states in parts if segment.stop == tokens]
+    if len(last) == 1:
+        return last[0][1]
+    by_row = {row: (states, index) for segment, states in last for index, row in enumerate(segment.rows)}
+    found: States = {}
+    for key in last[0][1]:
+        pieces = [states[key][index : index + 1] for states, index in (by_row[row] for row in range(rows))]
+        width = max(piece.shape[-1] for piece in pieces)
+        # Before a document's first tokens a convolution reads zeros.
+        found[key] = torch.cat([F.pad(piece, (width - piece.shape[-1], 0)) for piece in pieces])
+    return found

@@ -1,0 +1,163 @@
+"""States that a recurrence or a convolution hands from one chunk to the next.
+
+Layers with a state-space model, linear attention or a short convolution keep states in their cache: the last few inputs of
+the convolution, the running sum of the recurrence. So a chunk's cache (`StateCache`) hands it the states that the chunk
+before ended with, and collects those that it ends with itself; the layer's own forward does the rest.
+
+    forward, no graph                          backward
+    for chunk in order:                        for chunk, last to first:
+        keep the start states                      leaves of the start states that were kept
+        layer(chunk, StateCache(start states))     recompute with StateCache(leaves)
+        start states = the cache's `after`         differentiate output and end states by x and the leaves
+                                                   upstream of the end states = gradients of the leaves
+
+[Note: states] A chunk's end states are outputs like its hidden states: their gradients come from the chunk behind it, which
+has been differentiated before ([Note: prefix accumulation order]). Reads come from `before` alone and writes go to `after`
+alone, so that nothing is written in place and a recomputation finds what forward found. End states are copies: a view would
+keep the whole chunk's input alive for the sake of its last few tokens. Where no end state depends on anything that is
+differentiated (adapters behind the mixer, in the first layer that trains), start states are no leaves; the trace of unread
+products finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streambp.cache import ChunkCache
+
+# What mixers with states call on their cache, and on themselves where they keep them.
+PROTOCOL = ("update_conv_state", "update_recurrent_state", "set_linear_cache", "_rnn_scan")
+KERNEL_BLOCK = 256  # positions: Mamba 2's kernels take as many at a time, those of the delta rules 64
+LEAST_TOKENS = 2  # of a chunk: for one token on top of a state mixers take decode kernels, which have no backward
+
+
+class Key(NamedTuple):
+    """One state: "conv", "recurrent", "linear" or "returned", the layer's index in its model, the state's number in it."""
+
+    kind: str
+    layer: int
+    number: int
+
+
+States = dict[Key, Tensor]
+
+
+class StateCache(ChunkCache):
+    """The cache that a chunk of a layer with states gets (transformers' protocol for linear attention layers).
+
+    Args:
+        start: positions before the chunk.
+        before: the states that the chunk starts from; {} for the first chunk, which starts as without a cache.
+        read: as of `ChunkCache`.
+
+    after: the states that the chunk ends with, once the layer's forward has run.
+    """
+
+    record_past = True  # asked before a decode kernel is chosen for a single token
+
+    def __init__(
+        self, start: int, before: States, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    ) -> None:
+        super().__init__(start, read)
+        self.before = before
+        self.after: States = {}
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return any(
+            (layer_idx is None or key.layer == layer_idx) and (state_idx is None or key.number == state_idx)
+            for key in self.before
+        )
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.before.get(Key("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.before.get(Key("recurrent", layer_idx, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """conv_states [B, D, C] of this chunk -> [B, D, k + C] with the last k before it; the last k are its end state."""
+        key = Key("conv", layer_idx, state_idx)
+        before = self.before.get(key)
+        joined = conv_states if before is None else _join(before, conv_states)
+        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        self.after[key] = joined[..., -size:].clone(memory_format=torch.contiguous_format)
+        return joined
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self.after[Key("recurrent", layer_idx, state_idx)] = _alone(recurrent_states)
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> None:
+        """None, as at the start of a sequence: with a state the mixer would decode. It gets its state by
+        `scans.TorchWithState`."""
+        return
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.after[Key("linear", layer_idx, 0)] = _alone(linear_cache)
+
+    @property
+    def layers(self) -> LayerStates:
+        """Made anew for every call: kept here it would tie the cache, and with it the chunk's graph, into a cycle."""
+        return LayerStates(self.before)
+
+
+def take_returned(result: tuple[Tensor, Any], cache: StateCache | None) -> tuple[Tensor, None]:
+    """What a layer with an argument `state` returns, without its states; those are what the cache's chunk ends with."""
+    hidden_states, states = result
+    if cache is not None:
+        cache.after.update({Key("returned", 0, number): _alone(state) for number, state in enumerate(states)})
+    return hidden_states, None
+
+
+class LayerStates:
+    """`cache.layers[i]` as transformers up to 5.22 reads it."""
+
+    def __init__(self, before: States, layer: int | None = None) -> None:
+        self._before, self._layer = before, layer
+
+    def __getitem__(self, layer: int) -> LayerStates:
+        return LayerStates(self._before, layer)
+
+    record_past = True
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return self._of("conv")
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return self._of("recurrent")
+
+    def _of(self, kind: str) -> dict[int, Tensor]:
+        return {key.number: state for key, state in self._before.items() if key.kind == kind and key.layer == self._layer}
+
+
+def _alone(state: Tensor) -> Tensor:
+    """The state in memory of its own: some are the last of all blocks' or tokens' states."""
+    return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
+
+
+def _join(before: Tensor, states: Tensor) -> Tensor:
+    """[..., D, k] and [..., D, C] -> [..., D, k + C], in the layout of the latter: convolution kernels are particular."""
+    if states.dim() == 3 and states.stride(1) == 1:
+        return torch.cat((before.mT, states.mT), 1).mT
+    return torch.cat((before, states), -1)
+
+
+def leaves_of(states: States) -> States:
+    """The same values as leaves of a new graph; floating states want a gradient, others (token ids) cannot have one."""
+    return {key: state.detach().requires_grad_(state.is_floating_point()) for key, state in states.items()}
+
+
+def whole_blocks(size: int) -> int:
+    """The chunk size next below that wastes no padding in a kernel that takes blocks of positions."""
+    return size - size % KERNEL_BLOCK if size > KERNEL_BLOCK else size

@@ -1,0 +1,1 @@
+"""A layer whose sequence is split over ranks (Ulysses)."""

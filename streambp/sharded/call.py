@@ -1,0 +1,206 @@
+"""One call of one decoder layer on this rank's shard of the tokens: its plans, what it keeps, what its halves leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.admission.trials import TRIED, few_tokens, gradients_of, holding, same_gradients
+from streambp.attention.attend import Params
+from streambp.attention.masks import resolve_whole
+from streambp.attention.spans import Spans
+from streambp.chunks import Chunk, ChunkPlan, plan_chunks
+from streambp.config import StreamConfig
+from streambp.device import has_data
+from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
+from streambp.layer.arguments import Arguments
+from streambp.layer.call import LayerCall
+from streambp.layer.carried import Carried
+from streambp.layer.products import Labels, UnreadInHalves, computed, left_out, trace
+from streambp.layer.recompute import RandomState
+from streambp.layer.saved import Kept, linear_of
+from streambp.layer.shadows import Parameters
+from streambp.layer.site import LayerSite
+from streambp.layer.store import Access, Offloader
+from streambp.sharded.halves import AfterAttention, BeforeAttention
+from streambp.sharded.shards import Shards
+
+
+def keeps_kv(config: StreamConfig) -> bool:
+    """Whether keys and values are saved, which spares exchanges: never where some of them may go missing on one rank only.
+    [Note: equal exchanges]"""
+    certain = config.offload == "none" or (config.offload == "cpu" and config.on_host_full != "recompute")
+    return certain and "kv" in config.named_saves
+
+
+class ShardedKept(Kept):
+    """What the two halves of a shard's chunks keep, and the attention of whole sequences.
+
+    products_before, products_after: the kept Linears that are called before attention and after it.
+    """
+
+    def __init__(
+        self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, attention_plan: ChunkPlan
+    ) -> None:
+        super().__init__(site, plan, carried, device)
+        self.attention_plan = attention_plan
+        self.products_before: list[str] = []
+        self.products_after: list[str] = []
+
+    lends_attended = False
+
+    @property
+    def keeps_kv(self) -> bool:
+        return keeps_kv(self.site.config)
+
+    def save_to(self, offloader: Offloader) -> None:
+        """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
+        self.store = offloader.open(self.site.index, self.device, self.plan.length)
+
+    def accesses(self) -> tuple[list[Access], int]:
+        chunks, whole = range(len(self.plan)), range(len(self.attention_plan))
+        before = [name for name in self.product_names if linear_of(name) in self.products_before]
+        after = [name for name in self.product_names if linear_of(name) in self.products_after]
+        order: list[Access] = [(name, chunk) for chunk in chunks for name in ("x", *before)]
+        if self.keeps_kv:
+            order += [(f"{part}.0", chunk) for chunk in whole for part in "kv"]
+        order += [(name, chunk) for chunk in whole for name in ("attn_out.0", "lse.0")]
+        for names in (after, before):
+            order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *names)]
+        return order, 1 + max(len(before), len(after))
+
+
+class ShardedCall(LayerCall):
+    """One call of a layer on this rank's shard; `plan` cuts the shard, `attention_plan` the whole sequences."""
+
+    kept: ShardedKept
+
+    def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
+        self.shards = shards
+        super().__init__(site, arguments)
+        self.params: Params | None = None
+        self.heads: tuple[int, int] = (0, 0)  # of queries, and of keys and values
+        self.kv: tuple[Tensor, Tensor] | None = None  # [B, H_kv / P, T, D] each, if saved on the device
+        self.backward_bytes = 0  # of the attention's tensors in backward, on this device
+        self.unread = UnreadInHalves()
+
+    def _carry(self) -> Carried:
+        length = self.plan.length
+        if length != self.shards.length:
+            raise StreamBPError(
+                f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. Pass all of the shard's "
+                "tokens through every layer."
+            )
+        return Carried(self.site, self._layout(), self.shards.whole_length)
+
+    def _keep(self) -> ShardedKept:
+        self.attention_plan = plan_chunks(self.shards.whole_length, self.hidden_states.shape[-3], self.plan.size)
+        return ShardedKept(self.site, self.plan, self.carried, self.device, self.attention_plan)
+
+    def _layout(self) -> Spans:
+        named = self.arguments.named
+        if named.get("cu_seq_lens_q") is not None:
+            raise UnsupportedMaskError(
+                "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids that restart, and leave "
+                "cu_seq_lens out."
+            )
+        mask, positions = named.get("attention_mask"), named.get("position_ids")
+        return resolve_whole(mask, self.shards.spans, self.shards.length, positions, self.hidden_states.device)
+
+    @property
+    def gradients_of_a_parameter(self) -> int:
+        return 2 * len(self.plan)  # one from each half
+
+    def look_into_halves(self) -> None:
+        """Find out which products each half leaves out; traced once for each situation. Called while streaming.
+
+        Raises:
+            UnsupportedModelError: the layer overwrites its input. What it computed of it before, unpatched, is then
+                differentiated at the new values, which a half before attention does not see.
+        """
+        if self.site.overwritten.inputs:
+            raise UnsupportedModelError(
+                f"{type(self.layer).__name__} overwrites its hidden_states through a kernel that autograd does not see (a "
+                "fused residual add?), which streambp does not support where sequences are split over ranks. Use a kernel "
+                "that returns a tensor of its own, or train this model without splitting sequences."
+            )
+        linears = self.site.linears
+        autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
+        key = (self.arguments.kind, tuple(linears), autocast, min(TRIED[-1], self.plan.length))
+        if linears and key not in self.site.unread_in_halves:
+            parameters = Parameters(self.layer, self.device)
+            with torch.enable_grad(), RandomState.capture(self.device).replayed(), parameters.shadowed():
+                self.site.unread_in_halves[key] = self._trace(linears)
+        self.unread = self.site.unread_in_halves.get(key, UnreadInHalves())
+
+    def _trace(self, linears: dict[str, Any]) -> UnreadInHalves:
+        chunk = Chunk(0, 0, min(TRIED[-1], self.plan.length))
+        with few_tokens(self, self.hidden_states.detach(), chunk.stop) as x:
+            return _Halves(self, linears, x, chunk, RandomState.capture(self.device)).unread()
+
+
+class _Halves:
+    """Both halves over x [..., B, C, h], each run from the same random state."""
+
+    def __init__(self, call: ShardedCall, linears: dict[str, Any], x: Tensor, chunk: Chunk, random: RandomState) -> None:
+        self.call, self.linears, self.chunk, self.random = call, linears, chunk, random
+        self.x = x.clone().requires_grad_()
+        with torch.no_grad():
+            q, _, v = self.before()
+        self.o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()  # [B, H, C, D_v]
+
+    def before(self) -> list[Tensor]:
+        point = BeforeAttention()
+        with self.random.replayed():
+            self.call.run(self.x, self.chunk, point)
+        made = point.projected
+        assert made is not None
+        return [made.q, made.k, made.v]
+
+    def after(self) -> list[Tensor]:
+        with self.random.replayed():
+            output = self.call.run(self.x, self.chunk, AfterAttention(self.o))
+        assert output is not None
+        return [output.hidden_states, *output.extras.values()]
+
+    def unread(self) -> UnreadInHalves:
+        """What the traces propose, as far as trials confirm it. [Note: writes through pointers]"""
+        try:
+            first, second = trace(self.linears, lambda: self.before()[:1]), trace(self.linears, self.after)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # as in `trials.unread_products`
+            return UnreadInHalves()
+        unreached = second.called - second.reached
+        queries, before, after = first.called - first.reached, first.called - first.read, second.called - second.read
+        found = UnreadInHalves(queries, unreached, before, unreached | after)
+        if not has_data(self.x):
+            return found
+        return UnreadInHalves(
+            self._unchanged(found.for_queries, lambda: self.before()[:1]),
+            self._unchanged(found.for_output, self.after),
+            self._differentiated(found.to_differentiate_before, self.before),
+            self._differentiated(found.to_differentiate_after, self.after),
+        )
+
+    def _unchanged(self, names: Labels, run: Callable[[], list[Tensor]]) -> Labels:
+        with torch.no_grad():
+            expected = run()
+
+            def holds(names: Labels) -> bool:
+                with left_out(self.linears, names):
+                    return all(map(torch.equal, run(), expected))
+
+            return holding(names, holds)
+
+    def _differentiated(self, names: Labels, run: Callable[[], list[Tensor]]) -> Labels:
+        def gradients(names: Labels) -> list[Tensor | None]:
+            others = [name for name in self.linears if name not in names]
+            with self.random.replayed(), computed(self.linears, others), left_out(self.linears, names):
+                return gradients_of(run(), [self.x, self.o, *self.call.layer.parameters()])
+
+        expected = gradients(frozenset())
+        return holding(names, lambda names: same_gradients(self.call, gradients(names), expected))

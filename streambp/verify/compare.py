@@ -1,0 +1,387 @@
+"""`verify`: is streaming exact on *this* model?
+
+One batch, three runs: the streamed model, the unpatched model, and the truth, which is the unpatched model with the same
+weights in a wider dtype, on the host. `verdict` judges how far the first two lie from the third. [Note: verdict]
+
+The truth of a float32 or float64 model is computed in float64 with transformers' inner casts to float32 lifted (norms,
+softmax, rotary angles, loss). A float64 model has these casts, streamed or not: they are its noise, about 1e-7. The truth
+of a half-precision model is computed in float32.
+
+[Note: choices] A router that ties to rounding sends a token to other experts in one run than in the next, streamed or not,
+and then that token's gradients differ whole. So a batch that is found wanting, and on which the streamed model chose
+otherwise than the unpatched one, decides nothing: other tokens are drawn. An error in a layer changes choices in every
+draw, one behind all choices in none: both are found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.config import StreamConfig
+from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
+from streambp.layer.function import StreamedLayer
+from streambp.model.describe import describe
+from streambp.model.patching import patch, unpatch
+from streambp.verify.choices import Choices
+from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
+from streambp.verify.verdict import (
+    Distances,
+    Losses,
+    ParameterError,
+    Verification,
+    choice_notes,
+    find_notes,
+    find_problems,
+    rate,
+)
+
+MIN_CHUNKS = 4
+DRAWS = 4  # of tokens. [Note: choices]
+OTHER_TOKENS = 1_000_003  # from one draw's seed to the next's
+ELEMENTS = 2**24  # of a gradient, compared at a time
+GIB = 2**30
+PADDING_NOTE = (
+    "the first token after the padding has no label here, streamed or not: padding predicts it, which reads nothing; "
+    "streambp gives such a row 0, as sdpa does, eager attention the mean over all tokens, later ones too"
+)
+
+Batch = dict[str, Tensor]
+
+
+def verify(
+    model: nn.Module,
+    seq_len: int = 512,
+    chunk_size: int | None = None,
+    saves: tuple[str, ...] = (),
+    seed: int = 0,
+    left_padding: int = 0,
+    **fields: Any,
+) -> Verification:
+    """Compare the streamed gradients of `model` with the unpatched ones, parameter by parameter.
+
+    Args:
+        model: an unpatched causal language model on one device. It is left as it was, gradients and training flags too;
+            dropout is off meanwhile, since it draws other numbers chunk by chunk.
+        seq_len: tokens of the one random row; about a quarter of them have no label.
+        chunk_size: must give at least four chunks, the last shorter than the others; chosen if None.
+        seed: of the tokens.
+        left_padding: so many tokens of the row are padding, at its start. [Note: labels after padding]
+        saves, fields: as in `StreamConfig`.
+
+    Raises:
+        StreamBPError: the model cannot be streamed, or cannot be judged in this way. A bad verdict is no exception.
+    """
+    config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
+    narrow, wide = _dtypes(model)
+    _check(model, seq_len, narrow, wide)
+    undecided = []  # how many choices differed, by draw
+    for draw in range(DRAWS):
+        judged = _judge(model, config, _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding), narrow, wide)
+        differing = judged.streamed.choices.differing(judged.unpatched.choices)
+        if not judged.problems or not differing:
+            break
+        undecided.append(differing)
+    losses, whole, problems = judged.losses, judged.whole, judged.problems
+    window = _window(model)
+    notes = [*judged.notes, *choice_notes(undecided, DRAWS), *([PADDING_NOTE] if left_padding else [])]
+    notes += [*_window_notes(window, seq_len), *find_notes(whole, _name(narrow), not problems)]
+    notes += _untouched(model, judged.streamed.gradients.keys() | judged.unpatched.gradients.keys())
+    size = int(config.chunk_size)
+    return Verification(
+        exact=not problems,
+        problems=problems,
+        parameters=judged.rated,
+        whole_streamed=whole.streamed,
+        whole_unpatched=whole.unpatched,
+        loss_streamed=losses.streamed,
+        loss_unpatched=losses.unpatched,
+        loss_truth=losses.truth,
+        model=type(model).__name__,
+        dtype=_name(narrow),
+        truth_dtype=_name(wide),
+        seq_len=seq_len,
+        chunk_size=size,
+        chunks=-(-seq_len // size),
+        window=window,
+        notes=tuple(notes),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """One batch's runs and what follows from them."""
+
+    streamed: Run
+    unpatched: Run
+    losses: Losses
+    rated: tuple[ParameterError, ...]
+    whole: ParameterError
+    problems: tuple[str, ...]
+    notes: list[str]
+
+
+def _judge(model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.dtype, wide: torch.dtype) -> Judged:
+    scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
+    with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
+        streamed, notes = _run_streamed(model, config, batch, scale)
+        unpatched = _run(model, batch, scale)
+        _check_finite(unpatched, narrow)
+        loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
+    losses = Losses(streamed.loss, unpatched.loss, loss)
+    rated, whole = rate(distances)
+    problems = find_problems(rated, whole, losses, set(unpatched.gradients), set(streamed.gradients))
+    return Judged(streamed, unpatched, losses, rated, whole, problems, notes)
+
+
+def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
+    """A chunk size that cuts seq_len into at least four chunks, the last of them shorter; the user's, if it does."""
+    sizes = [size for size in range(2, (seq_len - 1) // (MIN_CHUNKS - 1) + 1) if seq_len % size]
+    if not sizes:
+        raise ConfigError(f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, say.")
+    best = min(sizes, key=lambda size: abs(size - seq_len / (MIN_CHUNKS + 0.25)))
+    if chunk_size is not None and chunk_size not in sizes:
+        raise ConfigError(
+            f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} chunks with a shorter last "
+            f"one, which it takes to try every boundary. Choose a smaller --chunk-size, such as {best}, or leave it out."
+        )
+    return chunk_size or best
+
+
+def _dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype]:
+    """The least precise dtype among the parameters, and one that is wide enough to be its truth."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.itemsize < 2:
+            raise UnsupportedModelError(
+                f"{name} is {_name(parameter.dtype)}; a truth can be computed for float16, bfloat16, float32 and float64 "
+                "parameters only. Verify the checkpoint without quantisation."
+            )
+    narrow = max((p.dtype for p in model.parameters()), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    return narrow, torch.float32 if torch.finfo(narrow).bits == 16 else torch.float64
+
+
+def _check(model: nn.Module, seq_len: int, narrow: torch.dtype, wide: torch.dtype) -> None:
+    """Raise if this model cannot be judged, before anything is computed."""
+    name = type(model).__name__
+    if any("_streambp" in module.__dict__ for module in model.modules()):
+        raise StreamBPError(
+            f"This {name} is patched; verify compares with it unpatched. Call streambp.unpatch(model) first."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise StreamBPError(f"No parameter of this {name} requires a gradient. Call model.requires_grad_(True) first.")
+    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise StreamBPError(f"This {name} is on {devices}; it must be on one device. Load it without device_map.")
+    positions = getattr(_text_config(model), "max_position_embeddings", None) or seq_len
+    if seq_len > positions:
+        raise ConfigError(f"seq_len is {seq_len}, but this {name} has {positions} positions. Pass at most {positions}.")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    needed = 2 * trained * narrow.itemsize + sum(p.numel() for p in model.parameters()) * wide.itemsize
+    available = available_memory()
+    if available is not None and needed > available:
+        raise StreamBPError(
+            f"The model in {_name(wide)} and two sets of {_name(narrow)} gradients take {needed / GIB:.1f} GiB of host "
+            f"memory; {available / GIB:.1f} are free. Use a machine with more memory or a narrower dtype, or call "
+            "streambp.verify.verify on the model loaded with fewer layers (from_pretrained(..., num_hidden_layers=4))."
+        )
+
+
+def _check_finite(unpatched: Run, narrow: torch.dtype) -> None:
+    if not all(bool(gradient.isfinite().all()) for gradient in unpatched.gradients.values()):
+        raise StreamBPError(
+            f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there is nothing to compare with. "
+            "Try float32."
+        )
+
+
+def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0) -> Batch:
+    """One row of random tokens; an eighth at the start, and an eighth of the rest, have no label.
+
+    [Note: labels after padding] Nor has padding on the left, nor the first token behind it, in any of the runs: the last
+    padding token would predict it, which reads nothing. [Note: empty queries]
+    """
+    if not 0 <= left_padding <= seq_len // 2:
+        raise ConfigError(f"left_padding is {left_padding}; pass 0 to {seq_len // 2}, half of seq_len.")
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    config = vars(_text_config(model) or model) | vars(getattr(model, "config", model))
+    special = [value for name, value in config.items() if name.endswith("token_id") and isinstance(value, int)]
+    allowed = torch.ones(embedding.weight.shape[0], dtype=torch.bool)
+    allowed[[token for token in special if 0 <= token < len(allowed)]] = False  # an image placeholder wants an image
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[None]  # [1, T]
+    unlabelled = torch.rand(1, seq_len, generator=generator) < 1 / 8
+    unlabelled[:, : seq_len // 8] = True
+    if left_padding:
+        unlabelled[:, : left_padding + 1] = True
+    batch = {"input_ids": ids, "labels": ids.masked_fill(unlabelled, -100)}
+    if left_padding:
+        batch["attention_mask"] = (torch.arange(seq_len) >= left_padding).long()[None]  # [1, T]
+    return {name: tensor.to(embedding.weight.device) for name, tensor in batch.items()}
+
+
+@contextlib.contextmanager
+def _set_aside(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in eval mode and has no gradients; afterwards it is what it was, unpatched."""
+    training = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        model.eval()
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        unpatch(model)
+        for module, flag in training:
+            module.training = flag
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One step of a model: its loss, its gradients on the host, how many of its layers streamed, and what it chose."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    streamed_layers: int
+    choices: Choices
+
+
+def _run(model: nn.Module, batch: Batch, scale: float) -> Run:
+    choices = Choices()
+    loss, streamed_layers = _backward(model, batch, scale, choices)
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.cpu()
+            parameter.grad = None
+    return Run(loss, gradients, streamed_layers, choices)
+
+
+def _backward(
+    model: nn.Module, batch: Batch, scale: float, within: contextlib.AbstractContextManager[Any]
+) -> tuple[float, int]:
+    """within: a context for the forward."""
+    with torch.enable_grad():
+        with within:
+            loss = getattr(model(**batch, use_cache=False), "loss", None)
+        if loss is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} returns no loss when labels are given. Pass a causal language model "
+                "(AutoModelForCausalLM)."
+            )
+        streamed_layers = _count_streamed(loss)
+        (loss * scale).backward()
+    return loss.item(), streamed_layers
+
+
+def _count_streamed(loss: Tensor) -> int:
+    """How many streamed layers the loss's graph holds: a model that quietly ran as unpatched would pass every bar."""
+    waiting, seen, count = [loss.grad_fn], set(), 0
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            count += getattr(type(node), "_forward_cls", None) is StreamedLayer
+            waiting.extend(parent for parent, _ in node.next_functions)
+    return count
+
+
+def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[Run, list[str]]:
+    """The streamed step, and notes on what of it did not stream."""
+    patch(model, config)
+    with torch.enable_grad():
+        model(**batch, use_cache=False)  # layers are tried when they are first called: what they choose then is of no batch
+    run = _run(model, batch, scale)
+    described = describe(model)
+    unpatch(model)
+    layers = sum(layer.path == "streams" for layer in described.layers)
+    if run.streamed_layers == 0:
+        raise StreamBPError(
+            f"None of {layers} patched layers streamed, so there is nothing to judge. A config with output_attentions=True "
+            "makes a model run as unpatched: set it to False."
+        )
+    notes = [f"{layer.name} does not stream: {layer.reason}" for layer in described.layers if layer.path != "streams"]
+    if run.streamed_layers < layers:
+        notes.append(f"{run.streamed_layers} of {layers} layers took part in backward; those below are frozen")
+    if not described.head.startswith("blockwise"):
+        notes.append(f"head: {described.head}")
+    return run, [*notes, *described.notes]
+
+
+def _run_truth(
+    model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[Run, Run]
+) -> tuple[float, dict[str, Distances]]:
+    """The truth's loss, and each parameter's distances.
+
+    A gradient of the truth is let go as soon as it has been compared, so the host never holds a whole set of wide ones.
+    """
+    truth = on_host(model, wide)
+    experts = float64_experts(truth) if wide == torch.float64 else contextlib.nullcontext()
+    found: dict[str, Distances] = {}
+
+    def compare(name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        streamed, unpatched = (_distance(gradient, run.gradients.get(name)) for run in runs)
+        found[name] = Distances(_distance(gradient, None), streamed, unpatched, parameter.numel())
+
+    for name, parameter in truth.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(functools.partial(compare, name))
+    inputs = {name: tensor.cpu() for name, tensor in batch.items()}
+    with experts:
+        loss, _ = _backward(truth, inputs, scale, in_float64() if wide == torch.float64 else contextlib.nullcontext())
+    return loss, found
+
+
+def _distance(truth: Tensor | None, other: Tensor | None) -> float:
+    """|truth - other|, a missing gradient being zero; in blocks, since a float64 copy of an embedding is large."""
+    total = 0.0
+    present = [tensor.flatten().split(ELEMENTS) for tensor in (truth, other) if tensor is not None]
+    for blocks in zip(*present, strict=True):
+        wide = [block.double() for block in blocks]
+        total += float((wide[0] - wide[1] if len(wide) == 2 else wide[0]).square().sum())
+    return math.sqrt(total)
+
+
+def _window(model: nn.Module) -> int | None:
+    """The most keys that a layer with limited attention reads; None if every layer reads all of them."""
+    config = _text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    sizes = []
+    if kinds is None or any("sliding" in kind for kind in kinds):
+        sizes.append(getattr(config, "sliding_window", None))
+    if kinds is not None and any("chunked" in kind for kind in kinds):
+        sizes.append(getattr(config, "attention_chunk_size", None))
+    return max((size for size in sizes if isinstance(size, int)), default=None)
+
+
+def _window_notes(window: int | None, seq_len: int) -> list[str]:
+    if window is None:
+        return []
+    if window >= seq_len:
+        longer = window + window // 4 + 1
+        return [f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} or more to check it"]
+    return [f"the window of {window} was crossed"]
+
+
+def _untouched(model: nn.Module, touched: set[str]) -> list[str]:
+    names = [name for name, p in model.named_parameters() if p.requires_grad and name not in touched]
+    some = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+    return [f"{len(names)} trainable parameters get no gradient, streamed or unpatched: {some}"] if names else []
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

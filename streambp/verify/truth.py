@@ -1,0 +1,80 @@
+"""The truth that `verify` judges by: the same model, unpatched, in a wider dtype and on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+
+def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model in `dtype`, or wider where it is. deepcopy finds the tensors in its memo, so the device never
+    holds a second model."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        host = parameter.detach().to("cpu", torch.promote_types(parameter.dtype, dtype), copy=True)
+        memo[id(parameter)] = nn.Parameter(host, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        wide = torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
+        memo[id(buffer)] = buffer.detach().to("cpu", wide, copy=True)
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Within, whatever asks for float32 gets float64. For unpatched models only: a mode is off inside backward.
+
+    So does what names no dtype: `torch.full((), torch.finfo(scores.dtype).min)` of float64 scores overflows a float32.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _CastsLifted():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class _CastsLifted(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def float64_experts(model: nn.Module) -> Iterator[None]:
+    """Within, experts are multiplied one after the other: torch's grouped products know no float64."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+    before = [(config, config._experts_implementation_internal) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._experts_implementation_internal = "eager"
+        yield
+    finally:
+        for config, name in before:
+            config._experts_implementation_internal = name
+
+
+def available_memory() -> int | None:
+    """Bytes that a process on this host may still take; None where that cannot be read."""
+    try:
+        found = [int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024]
+    except (OSError, IndexError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):  # "max", or the other version of cgroups: no limit here
+            found.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    return min(found)

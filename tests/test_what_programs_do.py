@@ -1,0 +1,21 @@
+"""Whatever a program does to a model comes out exact, or raises: the table of docs/exactness.md, row by row."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import exactness_table
+from tests.what_programs_do import PROGRAMS, WRONG, outcome
+
+pytestmark = pytest.mark.usefixtures("float64_oracle")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.when}: {program.what}")
+def test_the_outcome_is_what_the_docs_say(program):
+    found, _ = outcome(program)
+    assert not found.startswith(WRONG)
+    assert found == exactness_table.documented()[program.when, program.what]
+
+
+def test_the_docs_have_no_other_rows():
+    assert set(exactness_table.documented()) == {(program.when, program.what) for program in PROGRAMS}

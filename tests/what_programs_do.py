@@ -1,0 +1,823 @@
+"""What programs do to a model before, during and between steps, each tried against the unpatched model in float64.
+
+Every program runs twice, on an unpatched model and on one that it patches itself. Its outcome is `exact` (all gradients
+within 1e-10, all layers stream), `exact, whole` (the same, but a layer runs under a checkpoint), `raises NAME`, or `WRONG`,
+which a crash counts as. The table in docs/exactness.md lists them: `python scripts/exactness_table.py` writes it,
+`tests/test_what_programs_do.py` compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+import streambp
+from tests.families import build, make_batch
+from tests.oracle import EXACT, worst_error
+from tests.seeds import seed_torch, seeded
+
+CHUNK = 5
+WRONG = "WRONG"
+
+
+class Trial:
+    """One model that a program runs on: unpatched if `streamed` is False.
+
+    extra: tensors that train beside the model's parameters, by name.
+    """
+
+    def __init__(self, streamed: bool, family: str = "llama", **overrides: Any) -> None:
+        self.streamed = streamed
+        self.model: Any = build(family, torch.float64, **overrides)
+        self.batch = make_batch("plain")
+        self.extra: dict[str, Tensor] = {}
+        self.steps = 0
+
+    def patch(self, **settings: Any) -> Any:
+        if self.streamed:
+            streambp.patch(self.model, streambp.StreamConfig(chunk_size=CHUNK, **settings))
+        return self.model
+
+    @property
+    def layer(self) -> Any:
+        """The decoder layer that programs change."""
+        return next(m for name, m in self.model.named_modules() if name.endswith("layers.0"))
+
+    def forward(self, **kwargs: Any) -> Tensor:
+        """The loss of a batch of its own for each step."""
+        batch = make_batch("plain", seed=self.steps + 1)
+        self.steps += 1
+        loss: Tensor = self.model(**batch, use_cache=False, **kwargs).loss
+        return loss
+
+    def step(self) -> None:
+        self.clear()
+        self.forward().backward()
+
+    def clear(self) -> None:
+        for tensor in self.trained().values():
+            tensor.grad = None
+
+    def trained(self) -> dict[str, Tensor]:
+        return {**dict(self.model.named_parameters()), **self.extra}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: t.grad.clone() for name, t in self.trained().items() if t.grad is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program, when it does what, and what it runs on."""
+
+    when: str
+    what: str
+    run: Callable[[Trial], None]
+    family: str = "llama"
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+    def trial(self, streamed: bool) -> Trial:
+        seed_torch(0)
+        trial = Trial(streamed, self.family, **dict(self.overrides))
+        self.run(trial)
+        return trial
+
+
+PROGRAMS: list[Program] = []
+Run = Callable[[Trial], None]
+
+
+def program(when: str, what: str, family: str = "llama", **overrides: Any) -> Callable[[Run], Run]:
+    def add(run: Run) -> Run:
+        PROGRAMS.append(Program(when, what, run, family, tuple(overrides.items())))
+        return run
+
+    return add
+
+
+def outcome(program: Program) -> tuple[str, str]:
+    """What becomes of a program, and the message where it raises."""
+    try:
+        expected = program.trial(streamed=False).gradients()
+    except RuntimeError:
+        expected = None  # torch raises: so must we
+    try:
+        ours = program.trial(streamed=True)
+    except streambp.StreamBPError as error:
+        also = ", as unpatched" if expected is None else ""
+        return f"raises {type(error).__name__}{also}", str(error)
+    except Exception as error:
+        return f"{WRONG} ({type(error).__name__})", str(error)
+    found = ours.gradients()
+    if expected is None or found.keys() != expected.keys() or worst_error(found, expected) > EXACT:
+        return WRONG, ""
+    streams = all(layer.path == "streams" for layer in streambp.describe(ours.model).layers)
+    return ("exact" if streams else "exact, whole"), ""
+
+
+BEFORE = "before patch"
+AFTER = "after patch"
+BETWEEN = "between two steps"
+WITHIN = "between forward and backward"
+DURING = "during the step"
+
+
+# Forwards of the layer and of modules inside.
+
+
+def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: forward(*args, **kwargs) * 0.5
+
+
+@program(BEFORE, "replaces `layer.forward` on the instance")
+def _(t: Trial) -> None:
+    t.layer.forward = halved(t.layer.forward)
+    t.patch()
+    t.step()
+
+
+@program(AFTER, "replaces `layer.forward` on the instance")
+def _(t: Trial) -> None:
+    t.patch()
+    t.layer.forward = halved(t.layer.forward)
+    t.step()
+
+
+@program(BEFORE, "replaces `layer.mlp.forward` on the instance")
+def _(t: Trial) -> None:
+    t.layer.mlp.forward = halved(t.layer.mlp.forward)
+    t.patch()
+    t.step()
+
+
+@program(BETWEEN, "replaces `layer.mlp.forward` on the instance")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.layer.mlp.forward = halved(t.layer.mlp.forward)
+    t.step()
+
+
+@program(WITHIN, "replaces `layer.mlp.forward` on the instance")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    t.layer.mlp.forward = halved(t.layer.mlp.forward)
+    loss.backward()
+
+
+@program(BETWEEN, "replaces an activation module by another")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.layer.mlp.act_fn = nn.GELU()
+    t.step()
+
+
+@program(WITHIN, "replaces an activation module by another")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    t.layer.mlp.act_fn = nn.GELU()
+    loss.backward()
+
+
+class Shifted(nn.Module):
+    """Mixes tokens that are `by` apart."""
+
+    def __init__(self, inner: nn.Module, by: int) -> None:
+        super().__init__()
+        self.inner, self.by = inner, by
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = nn.functional.pad(x, (0, 0, self.by, 0))[:, : x.shape[1]]
+        return self.inner(x + 0.5 * shifted)
+
+
+@program(BEFORE, "puts a module in a layer that mixes neighbouring tokens")
+def _(t: Trial) -> None:
+    t.layer.mlp = Shifted(t.layer.mlp, 1)
+    t.patch()
+    t.step()
+
+
+@program(BEFORE, "puts a module in a layer that mixes tokens 16 apart")
+def _(t: Trial) -> None:
+    t.layer.mlp = Shifted(t.layer.mlp, 16)
+    t.patch()
+    t.step()
+
+
+@program(BETWEEN, "puts a module in a layer that mixes neighbouring tokens")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.layer.mlp = Shifted(t.layer.mlp, 1)
+    t.step()
+
+
+@program(BETWEEN, "puts a module in a layer that works token by token")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.layer.mlp = nn.Sequential(t.layer.mlp, nn.Tanh())
+    t.step()
+
+
+@program(BETWEEN, "replaces a whole decoder layer by a copy that is not patched")
+def _(t: Trial) -> None:
+    plain = copy.deepcopy(t.layer)
+    t.patch()
+    t.step()
+    t.model.model.layers[0] = plain
+    t.step()
+
+
+# Hooks.
+
+
+@program(BEFORE, "hooks a module inside: the hook only looks")
+def _(t: Trial) -> None:
+    seen: list[float] = []
+    t.layer.mlp.register_forward_hook(lambda m, args, out: seen.append(float(out.detach().norm())))
+    t.patch()
+    t.step()
+
+
+@program(BEFORE, "hooks a module inside: the hook scales the output")
+def _(t: Trial) -> None:
+    t.layer.mlp.register_forward_hook(lambda m, args, out: out * 0.5)
+    t.patch()
+    t.step()
+
+
+@program(BETWEEN, "hooks a module inside: the hook scales the output")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.layer.mlp.register_forward_hook(lambda m, args, out: out * 0.5)
+    t.step()
+
+
+@program(BETWEEN, "takes such a hook away, or puts another in its place")
+def _(t: Trial) -> None:
+    handle = t.layer.mlp.register_forward_hook(lambda m, args, out: out * 0.5)
+    t.patch()
+    t.step()
+    handle.remove()
+    t.layer.mlp.register_forward_hook(lambda m, args, out: out * 2)
+    t.step()
+
+
+@program(WITHIN, "takes such a hook away (a `with` block around the forward alone)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    handle = t.layer.mlp.register_forward_hook(lambda m, args, out: out * 0.5)
+    loss = t.forward()
+    handle.remove()
+    loss.backward()
+
+
+@program(WITHIN, "adds such a hook")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    t.layer.mlp.register_forward_hook(lambda m, args, out: out * 0.5)
+    loss.backward()
+
+
+@program(WITHIN, "changes a number that such a hook closes over")
+def _(t: Trial) -> None:
+    scale = 0.5
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * scale
+
+    t.layer.mlp.register_forward_hook(hook)
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    scale = 2.0
+    loss.backward()
+
+
+def steer(t: Trial) -> Any:
+    t.extra["steer"] = torch.randn(32, dtype=torch.float64, generator=seeded(7)).requires_grad_()
+    return lambda m, args, out: out + t.extra["steer"]
+
+
+@program(BEFORE, "trains a tensor through a hook inside, in layers that train")
+def _(t: Trial) -> None:
+    t.layer.mlp.register_forward_hook(steer(t))
+    t.patch()
+    t.step()
+
+
+@program(BEFORE, "trains a tensor through a hook inside, in a frozen model with a trained head")
+def _(t: Trial) -> None:
+    t.layer.mlp.register_forward_hook(steer(t))
+    t.model.model.requires_grad_(False)
+    t.patch()
+    t.step()
+
+
+@program(WITHIN, "takes away a hook through which a tensor trains")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    handle = t.layer.mlp.register_forward_hook(steer(t))
+    loss = t.forward()
+    handle.remove()
+    loss.backward()
+
+
+@program(BEFORE, "adds a loss of outputs that a hook collects with their graph")
+def _(t: Trial) -> None:
+    kept: list[Tensor] = []
+    t.layer.mlp.register_forward_hook(lambda m, args, out: kept.append(out))
+    t.patch()
+    with contextlib.suppress(streambp.errors.BackwardError):
+        (t.forward() + kept[-1].pow(2).mean()).backward()  # the hook has seen the tokens of a trial as well
+    kept.clear()
+    t.clear()
+    (t.forward() + kept[-1].pow(2).mean()).backward()
+
+
+@program(BETWEEN, "adds a loss of outputs that a hook collects with their graph")
+def _(t: Trial) -> None:
+    kept: list[Tensor] = []
+    on = False
+    t.layer.mlp.register_forward_hook(lambda m, args, out: kept.append(out) if on else None)
+    t.patch()
+    t.step()
+    on = True
+    t.clear()
+    (t.forward() + kept[-1].pow(2).mean()).backward()
+
+
+@program(BEFORE, "hooks a module inside: the hook changes tokens at absolute positions")
+def _(t: Trial) -> None:
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[:, 15:18] += 1.0
+        return out
+
+    t.layer.mlp.register_forward_hook(hook)
+    t.patch()
+    t.step()
+
+
+@program(BEFORE, "hooks a module inside: the hook applies a mask of the whole sequence")
+def _(t: Trial) -> None:
+    mask = torch.ones(1, 23, 1, dtype=torch.float64)
+    mask[:, 16:] = 0.0
+    t.layer.mlp.register_forward_hook(lambda m, args, out: out * mask[:, : out.shape[1]])
+    t.patch()
+    t.step()
+
+
+@program(DURING, "hooks the layer itself: the hook changes the output")
+def _(t: Trial) -> None:
+    t.layer.register_forward_hook(lambda m, args, out: out * 0.5)
+    t.patch()
+    t.step()
+
+
+@program(DURING, "hooks parameters: the hook changes the gradient")
+def _(t: Trial) -> None:
+    t.layer.mlp.up_proj.weight.register_hook(lambda grad: grad * 0.5)
+    t.patch()
+    t.step()
+
+
+# What modules keep.
+
+
+class Auxiliary(nn.Module):
+    """Leaves a loss behind."""
+
+    def __init__(self, inner: nn.Module, weight: float) -> None:
+        super().__init__()
+        self.inner, self.weight = inner, weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.aux_loss = self.weight * y.pow(2).mean() if self.weight else None
+        return y
+
+
+def auxiliary_step(t: Trial) -> None:
+    t.clear()
+    loss = t.forward()
+    extra = t.layer.mlp.aux_loss
+    (loss if extra is None else loss + extra).backward()
+
+
+@program(BEFORE, "keeps an auxiliary loss in an attribute")
+def _(t: Trial) -> None:
+    t.layer.mlp = Auxiliary(t.layer.mlp, 0.1)
+    t.patch()
+    auxiliary_step(t)
+    auxiliary_step(t)
+
+
+@program(BETWEEN, "raises the weight of an auxiliary loss from 0")
+def _(t: Trial) -> None:
+    t.layer.mlp = Auxiliary(t.layer.mlp, 0.0)
+    t.patch()
+    auxiliary_step(t)
+    t.layer.mlp.weight = 0.1
+    auxiliary_step(t)
+
+
+class Running(nn.Module):
+    """Writes to a buffer, in train mode."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mean", torch.zeros(32, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.mean.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)
+        return y - self.mean.detach().clone()
+
+
+@program(BEFORE, "has a module that writes to its buffer in forward")
+def _(t: Trial) -> None:
+    t.layer.mlp = Running(t.layer.mlp)
+    t.patch()
+    t.step()
+    t.step()
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.own = inner, seeded(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, dtype=x.dtype, generator=self.own)
+        return self.inner(x + 0.1 * noise)
+
+
+@program(BEFORE, "has a module that draws from a `torch.Generator` of its own")
+def _(t: Trial) -> None:
+    t.layer.mlp = Noisy(t.layer.mlp)
+    t.patch()
+    t.step()
+
+
+@program(BETWEEN, "changes a number that a module inside reads (`self_attn.scaling`)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.layer.self_attn.scaling *= 2
+    t.step()
+
+
+@program(WITHIN, "changes a number that a module inside reads (`self_attn.scaling`)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    t.layer.self_attn.scaling *= 2
+    loss.backward()
+
+
+# Parameters, adapters, modes.
+
+
+@program(BETWEEN, "freezes parameters, or lets frozen ones train again")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.layer.mlp.requires_grad_(False)
+    t.step()
+    t.layer.mlp.requires_grad_(True)
+    t.layer.self_attn.k_proj.requires_grad_(False)
+    t.step()
+
+
+@program(WITHIN, "lets a frozen parameter train")
+def _(t: Trial) -> None:
+    t.layer.mlp.requires_grad_(False)
+    t.patch()
+    t.clear()
+    loss = t.forward()
+    t.layer.mlp.requires_grad_(True)
+    loss.backward()
+
+
+@program(WITHIN, "writes to a parameter")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    loss = t.forward()
+    with torch.no_grad():
+        t.layer.mlp.up_proj.weight.mul_(0.5)
+    loss.backward()
+
+
+@program(WITHIN, "switches `train()` and `eval()`")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    loss = t.forward()
+    t.model.eval()
+    loss.backward()
+
+
+def adapters(t: Trial, **settings: Any) -> None:
+    import peft
+
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, **settings)
+    t.model = peft.get_peft_model(t.model, config)
+
+
+@program(BEFORE, "adds LoRA adapters")
+def _(t: Trial) -> None:
+    adapters(t)
+    t.patch()
+    t.step()
+
+
+@program(AFTER, "adds LoRA adapters")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    adapters(t)
+    t.step()
+
+
+@program(BETWEEN, "scales adapters (`rescale_adapter_scale` around whole steps)")
+def _(t: Trial) -> None:
+    from peft.helpers import rescale_adapter_scale
+
+    adapters(t)
+    t.patch()
+    t.step()
+    with rescale_adapter_scale(t.model, 0.1):
+        t.step()
+
+
+@program(WITHIN, "scales adapters (`rescale_adapter_scale` around the forward alone)")
+def _(t: Trial) -> None:
+    from peft.helpers import rescale_adapter_scale
+
+    adapters(t)
+    t.patch()
+    t.step()
+    t.clear()
+    with rescale_adapter_scale(t.model, 0.1):
+        loss = t.forward()
+    loss.backward()
+
+
+@program(DURING, "computes reference logits without adapters (`disable_adapter`, no grad)")
+def _(t: Trial) -> None:
+    adapters(t)
+    t.patch()
+    t.step()
+    t.clear()
+    with torch.no_grad(), t.model.disable_adapter():
+        t.forward()
+    t.forward().backward()
+
+
+@program(BETWEEN, "switches adapters (`set_adapter`)")
+def _(t: Trial) -> None:
+    import peft
+
+    adapters(t)
+    t.model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    t.patch()
+    t.step()
+    t.model.set_adapter("other")
+    t.step()
+
+
+@program(WITHIN, "switches adapters (`set_adapter`)")
+def _(t: Trial) -> None:
+    import peft
+
+    adapters(t)
+    t.model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    t.model.set_adapter("other")
+    loss.backward()
+
+
+@program(DURING, "passes `adapter_names` (a LoRA adapter for each row) in eval mode with gradients")
+def _(t: Trial) -> None:
+    import peft
+
+    adapters(t)
+    t.model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    for name, parameter in t.model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    t.model.eval()
+    t.patch()
+    t.clear()
+    t.forward(adapter_names=["default", "other"]).backward()
+
+
+@program(DURING, "activated LoRA (`alora_invocation_tokens`)")
+def _(t: Trial) -> None:
+    adapters(t, task_type="CAUSAL_LM", alora_invocation_tokens=[int(make_batch("plain")["input_ids"][0, 9])])
+    t.patch()
+    t.step()
+
+
+# Attention.
+
+
+@contextlib.contextmanager
+def attention_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    before = ALL_ATTENTION_FUNCTIONS._global_mapping.get(name)
+    AttentionInterface.register(name, function)
+    try:
+        yield
+    finally:
+        if before is None:
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+        else:
+            AttentionInterface.register(name, before)
+
+
+def normed(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(module, nn.functional.normalize(query, dim=-1), key, *args, **kwargs)
+
+
+@program(BEFORE, "registers an attention function by a new name and uses it")
+def _(t: Trial) -> None:
+    with attention_function("normed", normed):
+        t.model.set_attn_implementation("normed")
+        t.patch()
+        t.step()
+
+
+@program(BETWEEN, "registers an attention function by a new name and uses it")
+def _(t: Trial) -> None:
+    with attention_function("normed", normed):
+        t.patch()
+        t.step()
+        t.model.set_attn_implementation("normed")
+        t.step()
+
+
+@program(BEFORE, 'replaces `ALL_ATTENTION_FUNCTIONS["sdpa"]`')
+def _(t: Trial) -> None:
+    with attention_function("sdpa", normed):
+        t.patch()
+        t.step()
+
+
+@program(BETWEEN, 'replaces `ALL_ATTENTION_FUNCTIONS["sdpa"]`')
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    with attention_function("sdpa", normed):
+        t.step()
+
+
+@program(BEFORE, "replaces a modeling file's `eager_attention_forward`")
+def _(t: Trial) -> None:
+    real = modeling_llama.eager_attention_forward
+
+    def eager(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real(module, nn.functional.normalize(query, dim=-1), *args, **kwargs)
+
+    modeling_llama.eager_attention_forward = eager
+    try:
+        t.model.set_attn_implementation("eager")
+        t.patch()
+        t.step()
+    finally:
+        modeling_llama.eager_attention_forward = real
+
+
+@program(BETWEEN, "switches between transformers' own attention implementations")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.model.set_attn_implementation("eager")
+    t.step()
+
+
+# Calls.
+
+
+@program(DURING, "adds up gradients of several batches")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    t.forward().backward()
+    t.forward().backward()
+
+
+@program(DURING, "calls forward several times before one backward")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    (t.forward() + 2 * t.forward()).backward()
+
+
+@program(DURING, "calls backward twice (`retain_graph=True`)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    loss = t.forward()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@program(DURING, "asks for second derivatives (`create_graph=True`)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    loss = t.forward()
+    loss.backward(create_graph=True)
+
+
+@program(DURING, "checkpoints the whole model (`torch.utils.checkpoint`)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    batch = make_batch("plain")
+    checkpoint(lambda: t.model(**batch, use_cache=False).loss, use_reentrant=False).backward()
+
+
+@program(BETWEEN, "copies the model (`copy.deepcopy`, `pickle`) and trains the copy")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.model = pickle.loads(pickle.dumps(copy.deepcopy(t.model)))
+    t.step()
+
+
+@program(BEFORE, "wraps the layers (`apply_activation_checkpointing`)")
+def _(t: Trial) -> None:
+    wrap(t)
+    t.patch()
+    t.step()
+
+
+@program(AFTER, "wraps the layers (`apply_activation_checkpointing`)")
+def _(t: Trial) -> None:
+    t.patch()
+    wrap(t)
+    t.step()
+
+
+def wrap(t: Trial) -> None:
+    layers = {id(layer) for layer in t.model.model.layers}
+    apply_activation_checkpointing(t.model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: id(m) in layers)
+
+
+@program(DURING, "trains two models of one config object in two threads")
+def _(t: Trial) -> None:
+    other = Trial(t.streamed)
+    other.model = type(t.model)(t.model.config).to(torch.float64)
+    other.model.load_state_dict(t.model.state_dict())
+    t.patch()
+    other.patch()
+    threads = [threading.Thread(target=lambda trial=trial: [trial.step() for _ in range(4)]) for trial in (t, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    t.extra = {f"other.{name}": p for name, p in other.model.named_parameters()}
