@@ -79,6 +79,7 @@ def _prefix(call: LayerCall) -> Prefix:
 
 
 def _outputs(call: LayerCall, x: Tensor, chunk: Chunk, prefix: Prefix, states: States) -> tuple[Tensor, States]:
+    x = x.clone() if call.site.overwritten.inputs else x  # the batch's own. [Note: writes through pointers]
     output, _ = call.compute(x, chunk, Stage.FORWARD, prefix, states=states)
     assert output is not None
     return output.hidden_states, output.states

@@ -71,18 +71,23 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     if key in site.looked_at or not has_data(x) or x.shape[-2] == 1:
         return None
     chunks = _pieces(call, TOKENS)
-    kept = generators_kept(call.look.body.generators)
-    buffers = in_place_of_buffers(copies(buffers_of(call.layer)))
-    try:
-        with torch.no_grad(), call.streaming(), kept, buffers, few_tokens(call, x, chunks[-1].stop) as tokens:
-            site.overwritten |= _writes(call, tokens, chunks)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return error
-    if x.shape[-2] > CHUNK:
-        site.looked_at[key] = True
-    return None
+    failed: Exception | None = None
+    for turned in (True, False):  # a layer may count its keys by their positions, and find none at the highest
+        kept = generators_kept(call.look.body.generators)
+        buffers = in_place_of_buffers(copies(buffers_of(call.layer)))
+        try:
+            with torch.no_grad(), call.streaming(), kept, buffers, few_tokens(call, x, chunks[-1].stop, turned) as tokens:
+                site.overwritten |= _writes(call, tokens, chunks)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            failed = error
+            continue
+        site.turns = turned
+        if x.shape[-2] > CHUNK:
+            site.looked_at[key] = True
+        return None
+    return failed
 
 
 def holding(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
@@ -103,9 +108,12 @@ def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
 
 
 @contextlib.contextmanager
-def few_tokens(call: LayerCall, like: Tensor, length: int) -> Iterator[Tensor]:
+def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) -> Iterator[Tensor]:
     """Within, the call's arguments are those of one document that nothing masks, and parameters are as training might make
     them. Yields random tokens [..., B, length, h] as large as those of `like` [..., B, T, h]; without data, their shape.
+
+    Args:
+        turned: the tokens are at the highest positions of the call.
     """
     named = call.arguments.named
     if not has_data(like):
@@ -116,7 +124,8 @@ def few_tokens(call: LayerCall, like: Tensor, length: int) -> Iterator[Tensor]:
         with torch.no_grad():
             parts = [random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
             x = torch.cat(parts, -2)[..., :length, :]
-        with call.arguments.replaced({**nothing_masked(named, length), **in_one(named), **_turned(call, length)}):
+        positions = _turned(call, length) if turned else {}
+        with call.arguments.replaced({**nothing_masked(named, length), **in_one(named), **positions}):
             yield x
 
 
@@ -293,7 +302,7 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
     like = call.kept.store.peek("x", 0)
     pieces = [_pieces(call, tokens) for tokens in TRIED]
     known = has_data(like)
-    with few_tokens(call, like, pieces[-1][-1].stop) as x:
+    with few_tokens(call, like, pieces[-1][-1].stop, call.site.turns) as x:
         random = RandomState.capture(call.device)
         few, more = (Trial(call, linears, x[..., : p[-1].stop, :], p, needs_input, random) for p in pieces)
         ran: list[Recomputed] = []
@@ -310,10 +319,19 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
             return UnreadProducts()
         found = dataclasses.replace(found, states=ran[0].goes_on)
         if known and found.recompute:
-            expected = more.gradients()
-            recompute = holding(found.recompute, lambda names: same_gradients(call, more.gradients(names), expected))
-            found = dataclasses.replace(found, recompute=recompute)
+            found = dataclasses.replace(found, recompute=_recomputable(found.recompute, more))
         return _refillable(found, [few, more], ran[0].kv)
+
+
+def _recomputable(names: Labels, trial: Trial) -> Labels:
+    """What of it a recomputation can leave out."""
+    try:
+        expected = trial.gradients()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # as of a trace
+        return frozenset()
+    return holding(names, lambda names: same_gradients(trial.call, trial.gradients(names), expected))
 
 
 def _refillable(found: UnreadProducts, trials: list[Trial], kv: list[Tensor]) -> UnreadProducts:

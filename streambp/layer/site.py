@@ -69,6 +69,7 @@ class LayerSite:
         offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
         overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
+        turns: its trials may run at the highest positions of a call. [Note: writes through pointers]
         foreign: what is inside it and was written by others, by name. [Note: foreign insides]
         tried: for each kind of call, the tokens up to which chunks are known to give what the whole sequence gives.
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
@@ -95,6 +96,7 @@ class LayerSite:
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=Recent)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=Recent)
     overwritten: Overwritten = Overwritten()
+    turns: bool = True
     looked_at: dict[tuple[Any, ...], bool] = dataclasses.field(default_factory=Recent)
     foreign: list[str] = dataclasses.field(default_factory=list)
     tried: dict[frozenset[tuple[str, Any]], float] = dataclasses.field(default_factory=Recent)

@@ -138,7 +138,7 @@ class ShardedCall(LayerCall):
 
     def _trace(self, linears: dict[str, Any]) -> UnreadInHalves:
         chunk = Chunk(0, 0, min(TRIED[-1], self.plan.length))
-        with few_tokens(self, self.hidden_states.detach(), chunk.stop) as x:
+        with few_tokens(self, self.hidden_states.detach(), chunk.stop, self.site.turns) as x:
             return _Halves(self, linears, x, chunk, RandomState.capture(self.device)).unread()
 
 

@@ -10,6 +10,7 @@ import torch
 
 import streambp
 from streambp.admission import trials
+from streambp.admission.own_run import OtherModelError
 from streambp.errors import UnsupportedModelError
 from streambp.layer.site import Overwritten
 from streambp.offload import manager_of
@@ -118,7 +119,7 @@ def test_gradients_are_exact_or_refused_at_the_first_call(family, kernels, saves
     for _ in range(3 if offload == "auto" else 1):
         found = gradients(ours, **batch)[1]
     assert worst_error(found, expected) <= EXACT
-    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}, streambp.describe(ours)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -289,7 +290,10 @@ def test_mutants_turn_gradients_wrong(name, float64, monkeypatch):
     monkeypatch.setattr(owner, attribute, mutant)
     steps = settings.pop("steps", 1)
     ours = patched(stock, **settings)
-    for _ in range(steps):
-        found = gradients(ours, **batch)[1]
+    try:
+        for _ in range(steps):
+            found = gradients(ours, **batch)[1]
+    except OtherModelError:  # the comparison with the unpatched layer comes first
+        return
     wrong = [not gradient.isfinite().all() for gradient in found.values()]
     assert any(wrong) or worst_error(found, expected) > 0.01

@@ -14,28 +14,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streambp
 from streambp.offload import engines, manager, manager_of
 from streambp.offload.arena import host_limit
-from tests.offload.runs import BOTH, assert_same, expected_host_bytes, forward, model_with, offloaded, run, step
+from tests.offload.runs import (
+    BOTH,
+    assert_same,
+    broken_activation,
+    expected_host_bytes,
+    forward,
+    model_with,
+    offloaded,
+    run,
+    step,
+)
 from tests.offload.trace_engine import TraceEngine
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_exception_in_a_step(when, monkeypatch):
+def test_exception_in_a_step(when):
     model = offloaded()
     expected = step(model)
     before = manager_of(model).host_bytes
-    mlp = type(model.model.layers[1].mlp)
-    real, calls = mlp.forward, []
-
-    def breaks(self, x):
-        calls.append(x)
-        if self is model.model.layers[1].mlp and len(calls) > (3 if when == "forward" else 18):
-            raise ValueError("injected")
-        return real(self, x)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mlp, "forward", breaks)
-        with pytest.raises(ValueError, match="injected"):
-            step(model)
+    # Two layers of five chunks: the second layer's third, in forward or in backward.
+    with broken_activation(8 if when == "forward" else 13), pytest.raises(ValueError, match="injected"):
+        step(model)
     gc.collect()
     assert_same(step(model), expected)
     assert manager_of(model).host_bytes <= 2 * before
@@ -111,11 +111,8 @@ def test_host_limit_of_a_job_in_its_own_control_group(tmp_path):
 def failed_step(model):
     """A step whose backward raised, and what keeps its tensors alive: its loss and its exception."""
     loss = forward(model, 5)
-    mlp = model.model.layers[1].mlp
-    mlp.forward = None  # not callable
-    with pytest.raises(TypeError) as error:
+    with broken_activation(1, TypeError), pytest.raises(TypeError) as error:
         loss.backward()
-    del mlp.forward
     return loss, error
 
 
