@@ -13,9 +13,11 @@ def written_forward(module: nn.Module) -> Any:
     """The function that stands in the class of a module as its forward.
 
     Decorators that say what they wrap (`functools.wraps`) are followed, and so are those that do not (transformers up to
-    5.15 has one around its mixers): functions made inside another one, whose closure holds a single function.
+    5.15 has one around its mixers): functions made inside another one, whose closure holds a single function. None for a
+    scripted module, whose class has none.
     """
-    forward: Any = inspect.unwrap(type(module).forward)
+    written: Any = getattr(type(module), "forward", None)
+    forward: Any = inspect.unwrap(written)
     while isinstance(forward, FunctionType) and "<locals>" in forward.__qualname__:
         cells = [cell.cell_contents for cell in forward.__closure__ or ()]
         functions = [value for value in cells if isinstance(value, FunctionType)]

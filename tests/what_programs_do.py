@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import streambp
-from tests.families import build, make_batch
+from tests.families import LENGTH, build, make_batch
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seed_torch, seeded
 
@@ -60,9 +60,9 @@ class Trial:
         """The decoder layer that programs change."""
         return next(m for name, m in self.model.named_modules() if name.endswith("layers.0"))
 
-    def forward(self, **kwargs: Any) -> Tensor:
+    def forward(self, length: int = LENGTH, **kwargs: Any) -> Tensor:
         """The loss of a batch of its own for each step."""
-        batch = make_batch("plain", seed=self.steps + 1)
+        batch = make_batch("plain", length, seed=self.steps + 1)
         self.steps += 1
         loss: Tensor = self.model(**batch, use_cache=False, **kwargs).loss
         return loss
@@ -402,6 +402,41 @@ def _(t: Trial) -> None:
     t.step()
 
 
+@program(BETWEEN, "passes longer sequences, to which a hook inside adds at absolute positions")
+def _(t: Trial) -> None:
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[:, 25:28] += 1.0
+        return out
+
+    t.layer.mlp.register_forward_hook(hook)
+    t.patch()
+    t.forward(length=20).backward()
+    t.clear()
+    t.forward(length=31).backward()
+
+
+@program(WITHIN, "takes away a hook that writes to an output's `.data`")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    handle = t.layer.self_attn.o_proj.register_forward_hook(lambda m, args, out: [out.data.mul_(0.5), None][1])
+    loss = t.forward()
+    handle.remove()
+    loss.backward()
+
+
+@program(BEFORE, "hooks a module inside: the hook reverses the gradient where there is a graph")
+def _(t: Trial) -> None:
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+        return 2 * out.detach() - out if out.requires_grad else None
+
+    t.layer.mlp.register_forward_hook(hook)
+    t.patch()
+    t.step()
+
+
 @program(DURING, "hooks the layer itself: the hook changes the output")
 def _(t: Trial) -> None:
     t.layer.register_forward_hook(lambda m, args, out: out * 0.5)
@@ -488,6 +523,70 @@ class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn(x.shape, dtype=x.dtype, generator=self.own)
         return self.inner(x + 0.1 * noise)
+
+
+class Calibrated(nn.Module):
+    """Divides by a number that it takes from its first batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = float(x.detach().abs().max())
+        y: Tensor = self.inner(x / self.scale)
+        return y
+
+
+@program(BEFORE, "has a module that takes a number from its first batch")
+def _(t: Trial) -> None:
+    t.layer.mlp = Calibrated(t.layer.mlp)
+    t.patch()
+    t.step()
+    t.step()
+
+
+@program(BEFORE, "compiles a module inside (`torch.compile`)")
+def _(t: Trial) -> None:
+    t.layer.mlp.act_fn = torch.compile(t.layer.mlp.act_fn, backend="eager")
+    t.patch()
+    t.step()
+
+
+class InPlace(nn.Module):
+    """Writes to a Linear's output."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        y += 0.5 * torch.tanh(y.detach())
+        return y
+
+
+@program(BEFORE, "writes to a Linear's output in place (as AdaLoRA does)")
+def _(t: Trial) -> None:
+    t.layer.mlp.up_proj = InPlace(t.layer.mlp.up_proj)
+    t.layer.mlp.down_proj = InPlace(t.layer.mlp.down_proj)
+    t.patch()
+    t.step()
+
+
+@program(WITHIN, "notes on modules what no forward reads (a profiler's phase and handles)")
+def _(t: Trial) -> None:
+    for module in t.model.modules():
+        module.__flops__ = 0
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    for module in t.model.modules():
+        module.__flops__, module.phase = 17, "backward"
+    loss.backward()
 
 
 @program(BEFORE, "has a module that draws from a `torch.Generator` of its own")

@@ -21,6 +21,7 @@ from streambp.layer.arguments import STATE, Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
 from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward
+from streambp.layer.oom import explained
 from streambp.layer.outputs import deliver
 from streambp.layer.reuse import counts_when_alone
 from streambp.layer.shadows import Parameters, slots_of
@@ -63,8 +64,9 @@ def stream_layer(site: LayerSite, args: Any, kwargs: Any, passes: Passes | None 
     hidden_states = call.hidden_states
     parameters = Parameters(site.layer, hidden_states.device, site.of(slots_of))
     call.look = look
-    failed = look_for_writes(call)
-    if not can_stream(call):
+    with explained(call):
+        failed, streams = look_for_writes(call), can_stream(call)
+    if not streams:
         if arguments.tells:  # its kernels do something else than they are told
             site.kernels_told = False
             return stream_layer(site, args, kwargs, passes)

@@ -38,8 +38,8 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None) -> list
         forward = module.__dict__.get("forward") if module is not layer else None
         if forward is not None and not isinstance(forward, InstanceForward) and not _is_own(forward, FOR_MODULES):
             found.append(_full_name(forward))
-        if not _is_own(type(module).forward, FOR_MODULES):
-            found.append(_full_name(type(module).forward))
+        if not _is_own(getattr(type(module), "forward", module), FOR_MODULES):
+            found.append(_full_name(getattr(type(module), "forward", module)))
         elif type(module).__module__.partition(".")[0] not in FOR_MODULES:
             found.append(f"{type(module).__module__}.{type(module).__name__}")
     return list(dict.fromkeys(found))
@@ -66,12 +66,16 @@ def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs: Any) -> Any:
-    tensors = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
-    before = [x._version for x in tensors]
+    tensors = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
+    before = [x.detach().clone() for x in tensors]  # versions miss what is written through `.data` or NumPy
     result = hook(*args, **kwargs)
-    if result is not None or [x._version for x in tensors] != before:
+    if result is not None or not all(map(_same, tensors, before)):
         changing.append(_full_name(hook))
     return result
+
+
+def _same(x: Tensor, before: Tensor) -> bool:
+    return bool(((x == before) | (x.isnan() & before.isnan())).all())
 
 
 def _may_change(hook: Callable[..., Any]) -> bool:

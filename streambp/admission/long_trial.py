@@ -15,13 +15,16 @@ from streambp.chunks import Chunk
 from streambp.layer.call import LayerCall
 from streambp.recurrent.states import States
 
+ANY_SIZE = 0  # of chunks
 BLOCK = 64  # tokens that are judged together: a few positions must show, one token that is routed otherwise must not
 
 
 def is_known(call: LayerCall) -> bool:
     """Whether nothing inside the layer is foreign, or was tried with sequences about as long as this call's."""
-    untried = 0 if call.site.foreign else float("inf")
-    return call.plan.length <= call.site.tried.get(call.arguments.kind, untried) or len(call.plan) == 1
+    tried = call.site.tried.get(call.arguments.kind)
+    if len(call.plan) == 1 or (tried is None and not call.site.foreign):
+        return True
+    return tried is not None and call.plan.length <= tried.get(call.plan.size, tried[ANY_SIZE])
 
 
 def why_not_at_length(call: LayerCall) -> str | None:
@@ -49,7 +52,7 @@ def why_not_at_length(call: LayerCall) -> str | None:
         )
     if tried < length:
         site.foreign_until = tried
-    site.tried[call.arguments.kind] = 1 << (length - 1).bit_length()
+    site.tried.setdefault(call.arguments.kind, {ANY_SIZE: 0})[call.plan.size] = length
     return None
 
 

@@ -9,6 +9,7 @@ half precision, they read documents off position_ids), are left to `admission/re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from streambp.admission.agreement import agree, agree_in_sum, coarsest
 from streambp.admission.insides import foreign_parts, watched_hooks
+from streambp.admission.long_trial import ANY_SIZE
 from streambp.admission.registry import EAGER, distinct_attentions
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
@@ -52,7 +54,8 @@ class OwnRun:
         self.call = call
         self.compared = x, upstream
         self.other_leaf: Tensor | None = None
-        x = x.detach().requires_grad_(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+        x = x.detach().clone()  # the layer may write to it
+        x.requires_grad_(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
         try:
             output = self._output(x)
         except torch.OutOfMemoryError:
@@ -168,7 +171,7 @@ def why_unlike_unpatched(
         return None
     own = OwnRun(call, x, upstream, shadows)
     call.site.foreign = own.foreign
-    call.site.tried[call.arguments.kind] = 0 if own.foreign else float("inf")
+    call.site.tried[call.arguments.kind] = {ANY_SIZE: 0 if own.foreign else sys.maxsize}
     if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
         own.refuse()
     return own.why_whole()

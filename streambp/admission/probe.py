@@ -27,6 +27,7 @@ from streambp.admission.own_run import OtherModelError, gradients_of, small_ones
 from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.rehearsal import (
     CHUNK,
+    Restored,
     as_trained,
     evaluated,
     may_have_graphs,
@@ -86,9 +87,13 @@ def can_stream(call: LayerCall) -> bool:
         return False
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
-    with generators_kept(call.look.body.generators):
+    with generators_kept(call.look.body.generators), Restored(call.layer) as restored:
         site.because, certain = _why_not(call, x)
-    call.look = site.fingerprint.learn(call.layer, call.look)
+        set_once = restored.set_once()
+        if not set_once:
+            call.look = site.fingerprint.learn(call.layer, call.look)
+    if set_once:
+        site.because, certain = f"its forward initialises itself at its first call ({', '.join(set_once)})", True
     call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
     if kind in site.tried:
         site.tried[call.arguments.kind] = site.tried.pop(kind)

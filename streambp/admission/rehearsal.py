@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.attention.own import OwnMask
+from streambp.distributed.engines import HOOKS
 from streambp.layer.arguments import PICKED
 from streambp.layer.call import LayerCall
 from streambp.layer.products import PLAIN
@@ -51,6 +52,47 @@ def _unmasked(mask: Any, length: int) -> Any:
     if isinstance(mask, Mapping):
         return {key: _unmasked(part, length) for key, part in mask.items()}
     return torch.ones_like(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
+
+
+Kept = tuple[dict[Any, Any], dict[Any, Any]]  # a module's attributes, or one of its tables of hooks, and what was in it
+NUMBERS = (bool, int, float)
+
+
+class Restored:
+    """Within, numbers in modules' attributes and inner hooks may change; afterwards they are what they were.
+
+    A module that initialises itself at its first call would otherwise take the trial for it, and a hook that removes itself
+    would never see the batch.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._modules = dict(layer.named_modules())
+        self._kept: list[Kept] = []
+
+    def __enter__(self) -> Restored:
+        for module in self._modules.values():
+            own = module.__dict__
+            numbers = {name: value for name, value in own.items() if value is None or type(value) in NUMBERS}
+            self._kept.append((own, numbers))
+            self._kept += [(table, dict(table)) for name in HOOKS if (table := own.get(name))]
+        return self
+
+    def set_once(self) -> list[str]:
+        """The attributes by which modules seem to have initialised themselves: flags that were set, numbers that came."""
+        found = []
+        for name, module in self._modules.items():
+            before = next(kept for own, kept in self._kept if own is module.__dict__)
+            for attribute, value in before.items():
+                now = module.__dict__.get(attribute)
+                if (value is False and now is True) or (value is None and type(now) in NUMBERS):
+                    found.append(f"{name}.{attribute}".removeprefix("."))
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        for own, kept in self._kept:
+            for key, value in kept.items():
+                if key not in own or own[key] is not value:
+                    own[key] = value
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import coarsest
-from streambp.admission.rehearsal import CHUNK, TOKENS, as_trained, nothing_cached, nothing_masked, random_like
+from streambp.admission.rehearsal import CHUNK, TOKENS, Restored, as_trained, nothing_cached, nothing_masked, random_like
 from streambp.attention.kv import CallSite
 from streambp.attention.prefix import ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
@@ -73,10 +73,17 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     chunks = _pieces(call, TOKENS)
     failed: Exception | None = None
     for turned in (True, False):  # a layer may count its keys by their positions, and find none at the highest
-        kept = generators_kept(call.look.body.generators)
+        kept, restored = generators_kept(call.look.body.generators), Restored(call.layer)
         buffers = in_place_of_buffers(copies(buffers_of(call.layer)))
         try:
-            with torch.no_grad(), call.streaming(), kept, buffers, few_tokens(call, x, chunks[-1].stop, turned) as tokens:
+            with (
+                torch.no_grad(),
+                call.streaming(),
+                kept,
+                restored,
+                buffers,
+                few_tokens(call, x, chunks[-1].stop, turned) as tokens,
+            ):
                 site.overwritten |= _writes(call, tokens, chunks)
         except torch.OutOfMemoryError:
             raise

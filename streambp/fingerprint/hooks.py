@@ -1,8 +1,8 @@
 """Hooks inside a layer: what they are, and which of them change what they are given.
 
 A hook that changes something must be there for backward's recomputation as it was in forward. One that only looks may come
-and go. Which is which is seen while it runs: it returns something, or a tensor that it was given is of another version
-afterwards.
+and go. Which is which is seen while it runs: it returns other values, or a tensor that it was given is of another version
+afterwards; of hooks that could write past versions, values are compared.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from streambp.device import has_data
 from streambp.distributed.engines import HOOKS, belongs_to_engine
 from streambp.fingerprint.leaves import leaves, name_of, version_of
 
 HookKey = tuple[str, str, str, int]  # the module's name in the layer, the sort of hook, its name, and which of several
 SORTS = dict(zip(HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
 POSITIONS = "alora_offsets"
+UNSEEN = frozenset({"data", "numpy", "data_ptr", "set_", "untyped_storage"})  # ways to write past a version
 FOR_ONE_FORWARD = (POSITIONS, "adapter_names")  # what peft hands its modules by hooks
 
 
@@ -149,16 +151,33 @@ def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
 class _Watched:
     def __init__(self, key: HookKey, hook: Callable[..., Any], acted: set[HookKey]) -> None:
         self.key, self.hook, self.acted = key, hook, acted
+        code = getattr(getattr(hook, "func", hook), "__code__", None)
+        self.unseen = code is not None and bool(UNSEEN & set(code.co_names))
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         if self.key in self.acted:
             return self.hook(module, *given)
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
         before = [version_of(x) for x in tensors]
+        copies = [x.detach().clone() for x in tensors] if self.unseen else []
         result = self.hook(module, *given)
-        if result is not None or before != [version_of(x) for x in tensors]:
+        written = before != [version_of(x) for x in tensors]
+        written = written or not all(map(_equal, tensors, copies))
+        if written or (result is not None and not self._hands_on(result, given)):
             self.acted.add(self.key)
         return result
+
+    def _hands_on(self, result: Any, given: tuple[Any, ...]) -> bool:
+        """Whether a hook gives back what it was given: it may look at it, or change its gradient alone."""
+        was = given[-1] if self.key[1] == "forward hook" else given[0]
+        pairs = [[x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in (result, was)]
+        return len(pairs[0]) == len(pairs[1]) and all(map(_equal, *pairs))
+
+
+def _equal(x: Tensor, other: Tensor) -> bool:
+    if x is other:
+        return True
+    return x.shape == other.shape and x.dtype == other.dtype and has_data(x) and torch.equal(x, other)
 
 
 @contextlib.contextmanager

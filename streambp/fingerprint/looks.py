@@ -28,6 +28,7 @@ from streambp.distributed.engines import HOOKS
 from streambp.errors import BackwardError
 from streambp.fingerprint.hooks import HookKey, Hooks, base_of, hooks_of
 from streambp.fingerprint.leaves import Leaf, Mark, contents, holds_more, leaves, name_of
+from streambp.fingerprint.reads import names_read
 
 T = TypeVar("T")
 Key = tuple[str, str]  # the module's name in the layer, and of an attribute, parameter or buffer of it
@@ -68,7 +69,7 @@ class Body:
         for path, module in self.named.items():
             self._read(path, module, ignored, kinds)
         for known in self.types:
-            self._add((CLASSES, ""), leaves(known.forward, f"{known.__qualname__}.forward"), kinds)
+            self._add((CLASSES, ""), leaves(getattr(known, "forward", None), f"{known.__qualname__}.forward"), kinds)
         self.kind = hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
         self._flat = self._look()
 
@@ -93,7 +94,7 @@ class Body:
         for items in self._lists:
             extend(items)
         extend(map(type, self.modules))
-        extend([known.forward for known in self.types])
+        extend([getattr(known, "forward", None) for known in self.types])
         found.append(any(self._empty))
         for path, values, name in self._live:
             extend(leaf.exact for leaf in leaves(values[name], path))
@@ -109,7 +110,8 @@ class Body:
             and (path or name not in OUTSIDE)
             and (path, name) not in ignored
         ]
-        self._getters.append((operator.itemgetter(*dict.fromkeys((*READ, *counts))), own))
+        read = [name for name in READ if name in own]  # torch.compile's modules lack some
+        self._getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), own))
         for table in (module._parameters, module._buffers):
             kept = tuple(name for name in table if (path, name) not in ignored)
             if len(kept) < len(table):
@@ -253,6 +255,7 @@ class Fingerprint:
             before, after = seen.look.body.exact, now.body.exact
             differing = set() if before is after else _differing(before, after)
             differing = {key for key in differing if key[:2] not in self._ignored and _counts(key, before, after)}
+            differing = _read_by_code(differing, now, seen.look) if differing else differing
             told += [_told(key, before, after) for key in sorted(differing)]
             told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
         for (key, _), then, version in zip(seen.look.body.tensors, seen.versions, versions_of(seen.look), strict=True):
@@ -289,6 +292,15 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _path(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part) or "the layer"
+
+
+def _read_by_code(keys: set[tuple[str, str, str]], *looks: Look) -> set[tuple[str, str, str]]:
+    """Those of these keys that are no attributes, or attributes that the layer's code may read."""
+    hooks = [table[number] for look in looks for table, number in look.hooks.places.values() if number in table]
+    names = names_read([module for look in looks for module in look.body.modules], hooks)
+    tables = [table for look in looks for m in look.body.modules for table in (m._parameters, m._buffers)]
+    held = {name for table in tables for name in table}
+    return {key for key in keys if not key[1] or key[0] == CLASSES or key[1] in names or key[1] in held}
 
 
 def _counts(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> bool:

@@ -71,7 +71,7 @@ class LayerSite:
         overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
         turns: its trials may run at the highest positions of a call. [Note: writes through pointers]
         foreign: what is inside it and was written by others, by name. [Note: foreign insides]
-        tried: for each kind of call, the tokens up to which chunks are known to give what the whole sequence gives.
+        tried: for each kind of call and size of chunks, the tokens up to which these give what the whole sequence gives.
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
     """
@@ -99,7 +99,7 @@ class LayerSite:
     turns: bool = True
     looked_at: dict[tuple[Any, ...], bool] = dataclasses.field(default_factory=Recent)
     foreign: list[str] = dataclasses.field(default_factory=list)
-    tried: dict[frozenset[tuple[str, Any]], float] = dataclasses.field(default_factory=Recent)
+    tried: dict[frozenset[tuple[str, Any]], dict[int, int]] = dataclasses.field(default_factory=Recent)
     foreign_until: int | None = None
     previous: Callable[..., Any] | None = None
 

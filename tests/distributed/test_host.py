@@ -48,7 +48,7 @@ def test_what_an_engine_will_take_is_set_aside(meminfo):
 
 def test_describe_names_the_engines_share_and_training_leaves_it_alone(monkeypatch):
     use = HostUse(parameters=2**31, optimizer=2**32, to_come=2**60)
-    for module in (wrappers, importlib.import_module("streambp.describe")):
+    for module in (wrappers, importlib.import_module("streambp.model.describe")):
         monkeypatch.setattr(module, "engine_host_use", lambda model: use)
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5, offload="cpu"))
     gradients(model, **make_batch("plain"))

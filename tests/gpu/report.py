@@ -108,6 +108,7 @@ def error_row(
     model, batch, truth, noise = (getattr(known[spans], field.name) for field in dataclasses.fields(Known))
     streambp.patch(model, streambp.StreamConfig(chunk_size=length // 4 + 3, saves=saves, attention=attention))
     try:
+        gradients(model, **batch)  # its layers are tried, and compared with the unpatched ones, which attend by themselves
         with KernelsSeen() as seen:
             _, found = gradients(model, **batch)
         problems = wrong_paths(model) + wrong_kernels(attention, spans, seen.names, args.device)
@@ -233,7 +234,7 @@ def measure(model: Qwen3ForCausalLM, ids: torch.Tensor, device: str, seen: Kerne
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        with seen if number == 0 else contextlib.nullcontext():
+        with seen if number == 1 else contextlib.nullcontext():
             model(ids, labels=ids, use_cache=False).loss.backward()
         if on_gpu:
             torch.cuda.synchronize()

@@ -228,7 +228,7 @@ def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(trainer_class,
     assert said.count("streambp: BertForMaskedLM is left as it was") == 1
     (told,) = hook.launched.account().models
     assert told.description is None
-    assert "BertSelfAttention is bidirectional" in told.left
+    assert "its attention is bidirectional" in told.left
 
 
 def test_settings_that_do_not_fit_the_model_stop_the_program(trainer_class, monkeypatch, tmp_path):

@@ -251,17 +251,16 @@ def test_running_out_of_memory_names_the_next_lever(config, lever, where, monkey
     model(**batch, use_cache=False).loss.backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    mlp = type(model.model.layers[0].mlp)
 
-    def exhausted(self, x):
+    def exhausted(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def step():
         with monkeypatch.context() as patched:
             if where == "forward":
-                patched.setattr(mlp, "forward", exhausted)
+                patched.setattr(torch.nn.functional, "silu", exhausted)
             loss = model(**batch, use_cache=False).loss
-            patched.setattr(mlp, "forward", exhausted)
+            patched.setattr(torch.nn.functional, "silu", exhausted)
             loss.backward()
 
     with pytest.raises(streambp.StreamBPError) as caught:

@@ -1,0 +1,87 @@
+"""Which attributes a layer's code reads, as far as its source tells.
+
+A program may note on modules what no forward reads: a profiler's handles, a phase, a time. Such a note may change between a
+forward and its backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+# Read by torch for every module, or by streamed attention.
+ALWAYS = ("forward", "training", "config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")
+DEPTH = 2  # functions that a module's methods call, and those that these call
+
+
+def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
+    """The names that the methods of these modules, functions in their attributes and these hooks may read.
+
+    Strings in the source count, since getattr takes them.
+    """
+    found: set[str] = set(ALWAYS)
+    seen: set[int] = set()
+    classes: set[type] = set()
+    for module in modules:
+        classes |= {base for base in type(module).__mro__ if base not in (nn.Module, object)}
+        for value in list(module.__dict__.values()):
+            _collect(value, found, seen, DEPTH)
+    for base in classes:
+        for value in list(vars(base).values()):
+            _collect(value, found, seen, DEPTH)
+    for hook in hooks:
+        _collect(hook, found, seen, DEPTH)
+    return found
+
+
+def _collect(value: Any, found: set[str], seen: set[int], depth: int) -> None:
+    for function in _functions(value):
+        if id(function.__code__) in seen:
+            continue
+        seen.add(id(function.__code__))
+        names: set[str] = set()
+        _names(function.__code__, names)
+        found |= names
+        _collect_all((cell.cell_contents for cell in function.__closure__ or () if _filled(cell)), found, seen, depth)
+        if depth:
+            called = (function.__globals__.get(name) for name in names)
+            _collect_all((f for f in called if isinstance(f, FunctionType)), found, seen, depth - 1)
+
+
+def _collect_all(values: Iterable[Any], found: set[str], seen: set[int], depth: int) -> None:
+    for value in values:
+        _collect(value, found, seen, depth)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """What runs when a member of a class, a hook or an attribute is called or read."""
+    if isinstance(value, property):
+        return [f for part in (value.fget, value.fset) for f in _functions(part)]
+    if isinstance(value, staticmethod | classmethod | MethodType):
+        value = value.__func__
+    while isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, FunctionType):
+        return [value, *_functions(getattr(value, "__wrapped__", None))]
+    call = getattr(type(value), "__call__", None)  # noqa: B004 - the function itself is wanted
+    return [call] if isinstance(call, FunctionType) and not isinstance(value, nn.Module) else []
+
+
+def _names(code: CodeType, found: set[str]) -> None:
+    found.update(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _names(constant, found)
+        elif isinstance(constant, str):
+            found.add(constant)
