@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from streambp.fingerprint.leaves import version_of
 from streambp.foreign import home_of, name_of
 from streambp.instance_forward import InstanceForward
 
@@ -68,8 +69,9 @@ def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
 def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs: Any) -> Any:
     tensors = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
     before = [x.detach().clone() for x in tensors]  # versions miss what is written through `.data` or NumPy
+    versions = [version_of(x) for x in tensors]  # values miss what is written to positions that are not there
     result = hook(*args, **kwargs)
-    if result is not None or not all(map(_same, tensors, before)):
+    if result is not None or versions != [version_of(x) for x in tensors] or not all(map(_same, tensors, before)):
         changing.append(_full_name(hook))
     return result
 

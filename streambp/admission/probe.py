@@ -97,6 +97,8 @@ def can_stream(call: LayerCall) -> bool:
     call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
     if kind in site.tried:
         site.tried[call.arguments.kind] = site.tried.pop(kind)
+    if (kind, call.autocast) in site.looked_at:
+        site.looked_at[call.arguments.kind, call.autocast] = site.looked_at.pop((kind, call.autocast))
     if certain:
         site.verdicts[call.arguments.kind] = site.because
     return site.because is None and (not certain or is_known(call) or _streams_at_length(call))

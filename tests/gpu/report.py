@@ -226,7 +226,7 @@ def time_and_peak(length: int, args: argparse.Namespace, streamed: bool) -> tupl
 
 
 def measure(model: Qwen3ForCausalLM, ids: torch.Tensor, device: str, seen: KernelsSeen) -> str:
-    """Kernels are watched in the first step, which is not timed."""
+    """Kernels are watched in the second step: the first tries layers, the third is timed."""
     on_gpu = device == "cuda"
     for number in range(3):
         model.zero_grad(set_to_none=True)

@@ -199,6 +199,12 @@ def container(model):
     layer_of(model).self_attn.factors["first"] = 3.0
 
 
+def reads_both(module, args):
+    """What no code reads may change."""
+    assert module.factors
+    assert module.settings
+
+
 class Settings:
     def __init__(self):
         self.scale = 1.0
@@ -239,6 +245,7 @@ def with_more(layer):
     layer.mlp.up_proj.weight.requires_grad_(False)
     layer.self_attn.register_buffer("offset", torch.zeros(3))
     layer.self_attn.factors = {"first": 1.0, "second": [2.0]}
+    layer.self_attn.register_forward_pre_hook(reads_both)
 
 
 @pytest.mark.parametrize("runs", ["streams", "checkpoints"])
