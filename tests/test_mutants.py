@@ -114,7 +114,7 @@ def nothing(self):
 
 
 @contextlib.contextmanager
-def real_parameters(self):
+def real_parameters(self, *_):
     yield self.current()
 
 
