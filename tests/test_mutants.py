@@ -442,7 +442,7 @@ MUTANTS = {
         merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
         lambda: graph_cache("plain"),
     ),
-    "narrow queries that were not tried": (call, "_same", lambda *_: True, narrow_queries),
+    "narrow queries that were not tried": (trials, "_same", lambda *_: True, narrow_queries),
     "accumulators that stay behind": (keys.TiledSite, "_leave", leave_without_sums, streamed_prefix),
     "tiles read from their start": (keys.TiledSite, "_overlaps", from_the_start, streamed_prefix),
     "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),

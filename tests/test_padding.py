@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.admission import probe, rehearsal
+from streambp.admission import rehearsal
 from streambp.verify.compare import verify
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
@@ -212,7 +212,7 @@ def test_the_probe_leaves_the_random_numbers_alone():
 def test_probed_tokens_are_as_large_as_the_layers_own(scale):
     hidden_states = torch.randn(2, LENGTH, 64) * scale
     found = rehearsal.random_like(hidden_states)
-    assert found.shape == (2, probe.TOKENS, 64)
+    assert found.shape == (2, rehearsal.TOKENS, 64)
     assert 0.8 < found.std() / (scale * 0.67 if scale else 1.0) < 1.2
 
 

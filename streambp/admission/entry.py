@@ -13,7 +13,7 @@ from streambp.admission.checkpointed import run_whole
 from streambp.admission.probe import can_stream
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.masks import LazyMask
-from streambp.attention.own import PlainMask, biases_positions, own_mask, why_picked_blocks_stay_whole
+from streambp.attention.own import PaddingMask, PlainMask, biases_positions, own_mask, why_picked_blocks_stay_whole
 from streambp.distributed.engines import reduced_after_backward, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.looks import versions_of
@@ -102,6 +102,13 @@ def _take_mask(site: LayerSite, arguments: Arguments) -> str | None:
         found = causal or own_mask(mask, arguments.length, by_sdpa)
         if isinstance(found, str):
             return found
+        if site.packed_rows is not None and isinstance(found, PaddingMask | PlainMask):
+            raise UnsupportedModelError(
+                f"position_ids mark {site.packed_rows.number} documents of packed rows, which the attention of "
+                f"{type(site.layer).__name__} is not told of: its mask knows padding alone, while the model's recurrent "
+                "layers would compute the documents apart. Pass one document per row, or "
+                "StreamConfig(documents='as_given') to let all layers go on from one to the next, as unpatched."
+            )
         positions = arguments.named.get("position_ids")
         because = why_picked_blocks_stay_whole(site.layer, positions, found, arguments.length, by_sdpa)
         if because is not None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import streambp
+from streambp import cache
 from streambp.admission import own_run
 from streambp.attention import own as cached
+from streambp.errors import UnsupportedModelError
 from streambp.layer import arguments
 from tests import zoo
 from tests.families import LENGTH, MODES, SIZES, make_batch
@@ -70,7 +72,12 @@ def check(stock, batch, chunk_size, path="streams", **settings):
 def test_pooled_keys(mode):
     stock = glm5_next()
     for chunk_size in (5, 16):
-        check(stock, make_batch(mode), chunk_size)
+        check(stock, make_batch(mode), chunk_size, documents="as_given")
+
+
+def test_documents_that_its_attention_is_not_told_of():
+    with pytest.raises(UnsupportedModelError, match="is not told of"):
+        patched(glm5_next(), chunk_size=5)(**make_batch("packed"), use_cache=False)
 
 
 @pytest.mark.parametrize("name", BUILD)
@@ -114,14 +121,14 @@ def test_padding_under_eager_attention():
     assert whole == {"it attends by itself, with padding whose queries read a mean over all keys"}
 
 
-class ChunkAlone(arguments.LayerKeys):
-    def __init__(self, number):
-        super().__init__(number - 5 if number > 5 else number)
+class ChunkAlone(cache.LayerKeys):
+    def __init__(self, owner, number):
+        super().__init__(owner, number - 5 if number > 5 else number)
 
 
 MUTANTS = {
     "streams taken for tokens": (arguments, "_token_shape", lambda hidden_states, *_: hidden_states.shape[-1:]),
-    "keys of the chunks before not counted": (arguments, "LayerKeys", ChunkAlone),
+    "keys of the chunks before not counted": (cache, "LayerKeys", ChunkAlone),
     "padding as at the start": (cached.PaddingMask, "cut", lambda self, chunk: self.mask[:, : chunk.stop - chunk.start]),
 }  # fmt: skip
 

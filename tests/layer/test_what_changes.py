@@ -545,7 +545,7 @@ class Noisy(Wrapped):
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.generator = torch.Generator().manual_seed(5)
+        self.generator = seeded(5)
 
     def forward(self, x):
         y = self.inner(x)
