@@ -1,10 +1,12 @@
-"""Processor time of a warm training step of a patched model with many tiny layers: what streaming costs the host.
+"""Processor time of a warm training step of a patched model with many tiny layers, and of its first step, in which each
+layer is tried: what streaming costs the host.
 
     OMP_NUM_THREADS=1 python scripts/host_time.py                       # this tree
     OMP_NUM_THREADS=1 python scripts/host_time.py --against /path/to/tree/of/another/commit
 
 With `--against` two processes, one for each tree (it comes first in PYTHONPATH), take turns, so that a machine that is busy
-or slows down does so for both. Printed are milliseconds of processor time, the minimum over all steps, and their ratio.
+or slows down does so for both. Printed are milliseconds of processor time, the minimum over all steps, and their ratio. A
+turn has one first step, of a new model.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import streambp
 
 HERE = Path(__file__).resolve().parent.parent
-CASES = ("plain", "lora")
+MODELS = ("plain", "lora")
+CASES = (*MODELS, *(f"first {model}" for model in MODELS))
 
 
-def build(case: str, layers: int) -> torch.nn.Module:
+def build(model_kind: str, layers: int) -> torch.nn.Module:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64,
@@ -38,7 +41,7 @@ def build(case: str, layers: int) -> torch.nn.Module:
         head_dim=8,
     )
     model: torch.nn.Module = Qwen3ForCausalLM(config).train()
-    if case == "lora":
+    if model_kind == "lora":
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
@@ -46,9 +49,9 @@ def build(case: str, layers: int) -> torch.nn.Module:
     return streambp.patch(model)
 
 
-def stepper(case: str, layers: int, length: int) -> Callable[[], float]:
+def stepper(model_kind: str, layers: int, length: int) -> Callable[[], float]:
     """A function that runs one step and returns its processor time in milliseconds."""
-    model = build(case, layers)
+    model = build(model_kind, layers)
     tokens = torch.randint(0, 64, (1, length))
 
     def step() -> float:
@@ -63,14 +66,17 @@ def stepper(case: str, layers: int, length: int) -> Callable[[], float]:
 
 def serve(arguments: argparse.Namespace) -> None:
     """Run a few steps of a case for each line that comes in, and print the shortest."""
-    steps = {case: stepper(case, arguments.layers, arguments.length) for case in CASES}
+    steps = {model: stepper(model, arguments.layers, arguments.length) for model in MODELS}
     for step in steps.values():
         step()
         step()
     print("ready", flush=True)
     for line in sys.stdin:
-        step = steps[line.strip()]
-        print(min(step() for _ in range(arguments.steps)), flush=True)
+        *first, model = line.split()
+        if first:
+            print(stepper(model, arguments.layers, arguments.length)(), flush=True)
+        else:
+            print(min(steps[model]() for _ in range(arguments.steps)), flush=True)
 
 
 def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
@@ -104,7 +110,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
         process.communicate()
     for case in CASES:
         here, *there = (found[case, tree] for tree in trees)
-        yield f"{case:<6} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in there)
+        yield f"{case:<11} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in there)
 
 
 def main() -> None:

@@ -7,17 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from streambp.layer.recompute import Autocast
+from streambp.layer.call import LayerCall
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 
 
-def coarsest(layer: nn.Module, x: Tensor, autocast: Autocast) -> torch.dtype:
-    """The dtype with the largest rounding among the input's, the parameters' and autocast's."""
-    dtypes = {x.dtype, *(p.dtype for p in layer.parameters() if p.is_floating_point())}
-    dtypes |= {dtype for _, enabled, dtype in autocast.states if enabled}
+def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
+    """The dtype with the largest rounding among x's, the parameters' and autocast's."""
+    dtypes = {x.dtype, *call.site.of(_dtypes)}
+    dtypes |= {dtype for _, enabled, dtype in call.autocast.states if enabled}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _dtypes(layer: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()}
 
 
 def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:

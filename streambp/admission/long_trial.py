@@ -71,7 +71,7 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
         added.append(_squares(here - x[..., chunk.start : chunk.stop, :]))
         sizes.append(_squares(here))
     difference, addition, size = (_in_blocks(torch.cat(parts, -1)) for parts in (differences, added, sizes))
-    dtype = coarsest(call.layer, x, call.autocast)
+    dtype = coarsest(call, x)
     most = TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt() + 8 * torch.finfo(whole.dtype).eps * size.sqrt()
     return bool(((difference.sqrt() <= most) | ~size.isfinite()).all())
 

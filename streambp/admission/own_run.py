@@ -81,8 +81,8 @@ class OwnRun:
         return distinct_attentions([self.call.layer])
 
     def agrees(self, whole: list[Tensor]) -> bool:
-        """Whether the layer streamed in one chunk gave the same."""
-        dtype = coarsest(self.call.layer, self.compared[0], self.call.autocast)
+        """Whether the layer streamed, in one chunk or in several, gave the same."""
+        dtype = coarsest(self.call, self.compared[0])
         pairs = zip(self.result, whole, self.compared, strict=False)
         return all(agree(*pair, dtype) for pair in pairs) and agree_in_sum(self.result[2:], whole[2:], dtype)
 
@@ -155,6 +155,24 @@ class OwnRun:
 WHAT_TO_DO = "Put the original back, or run the model unpatched (streambp.unpatch(model)) with gradient checkpointing."
 
 
+def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]) -> OwnRun | None:
+    """The layer run as unpatched, and its site told what is foreign inside of it; None for one that is split over ranks,
+    whose own attention would exchange with other ranks. [Note: own run]
+
+    Args:
+        x: [..., B, T, h]. upstream: the gradient of its output. shadows: of its trainable parameters.
+
+    Raises:
+        OtherModelError: it does not run.
+    """
+    if type(call) is not LayerCall:
+        return None
+    own = OwnRun(call, x, upstream, shadows)
+    call.site.foreign = own.foreign
+    call.site.tried[call.arguments.kind] = {ANY_SIZE: 0 if own.foreign else sys.maxsize}
+    return own
+
+
 def why_unlike_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
 ) -> str | None:
@@ -167,11 +185,9 @@ def why_unlike_unpatched(
     Raises:
         OtherModelError: unpatched it computes something else, or FSDP1 keeps its parameters.
     """
-    if type(call) is not LayerCall:  # split over ranks, its own attention would exchange with other ranks
+    own = own_run(call, x, upstream, shadows)
+    if own is None:
         return None
-    own = OwnRun(call, x, upstream, shadows)
-    call.site.foreign = own.foreign
-    call.site.tried[call.arguments.kind] = {ANY_SIZE: 0 if own.foreign else sys.maxsize}
     if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
         own.refuse()
     return own.why_whole()

@@ -2,8 +2,8 @@
 
 A token-shift inside a decoder layer, or a recurrence whose states are not seen, would make chunks compute something else,
 silently. So the first call of every layer, and of every new kind, runs a few tokens twice, whole and in chunks, and
-compares outputs and, where a graph is wanted, the gradient of the input: a state that is handed on without its gradient
-gives the right output. What it cannot see: effects of positions far beyond these tokens, which is why layers that count
+compares outputs and, where a graph is wanted, gradients: a state that is handed on without its gradient gives the right
+output. What it cannot see: effects of positions far beyond these tokens, which is why layers that count
 positions get a `ChunkCache`.
 
 [Note: a trial] Comparing misses a mixing of tokens that is less than rounding, or none as yet because its weights start at
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from streambp.admission.agreement import agree, coarsest
 from streambp.admission.long_trial import is_known, why_not_at_length
-from streambp.admission.own_run import OtherModelError, gradients_of, small_ones, why_unlike_unpatched
+from streambp.admission.own_run import OtherModelError, OwnRun, gradients_of, own_run, small_ones, why_unlike_unpatched
 from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.rehearsal import (
     CHUNK,
@@ -107,7 +107,7 @@ def can_stream(call: LayerCall) -> bool:
 def _streams_at_length(call: LayerCall) -> bool:
     """Whether the call's own chunks give what its sequence gives at once. [Note: foreign insides]"""
     random = RandomState.capture(call.device).replayed()
-    with call.streaming(), random, nothing_cached(), evaluated(call.layer), torch.no_grad():
+    with call.streaming(), random, nothing_cached(), evaluated(call), torch.no_grad():
         try:
             because = why_not_at_length(call)
         except Exception as error:
@@ -140,15 +140,12 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
                     return DRAWS, True
                 if because is not None:
                     return because, certain
-                with evaluated(call.layer), as_trained(call) as shadows:
-                    judged = small_ones(shadows or [])
-                    whole = _run(call, x, upstream, x.shape[-2], None, judged)
-                    because = _compare_with_unpatched(call, x, upstream, whole, shadows or [])
-                    if because is not None:
-                        return because, certain
-                    pieces = _run(call, x, upstream, chunk_size, {})
-            with evaluated(call.layer):
-                because = None if call.site.states is None else _unread_state(call, x)
+                with evaluated(call), as_trained(call) as shadows:
+                    because, finite = _why_unlike(call, x, upstream, chunk_size, shadows or [])
+            if because in (None, MIXES) and call.site.states is not None:
+                with evaluated(call):
+                    because = _unread_state(call, x) or because
+            return because, certain and finite
         except (torch.OutOfMemoryError, AttentionChoiceError, OtherModelError):
             raise
         except Exception as error:
@@ -163,14 +160,40 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
                 ) from error
             # Whatever else it is, it comes from cutting the layer.
             return _broken(error), certain
+
+
+def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor]) -> tuple[str | None, bool]:
+    """Why chunks give something else than the layer unpatched, None if they do not; False if values are not finite.
+
+    Where they are alike, which a run of each tells, there is nothing to explain. Else the layer streamed in one chunk comes
+    between them: is it the cut, or what streaming computes?
+    """
+    if (own := _alike(call, x, upstream, cut, shadows)) is not None:
+        return own.why_whole(), True
+    whole = _run(call, x, upstream, x.shape[-2], None, small_ones(shadows))
+    because = _compare_with_unpatched(call, x, upstream, whole, shadows)
     if because is not None:
-        return because, certain
-    dtype = coarsest(call.layer, x, call.autocast)
+        return because, True
+    pieces = _run(call, x, upstream, cut, {})
+    dtype = coarsest(call, x)
     if all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
-        return None, certain
-    if not all(bool(part.isfinite().all()) for part in whole):  # weights that are still to be loaded
-        return None, False
-    return MIXES, certain
+        return None, True
+    finite = all(bool(part.isfinite().all()) for part in whole)  # else weights are still to be loaded
+    return (MIXES, True) if finite else (None, False)
+
+
+def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor]) -> OwnRun | None:
+    """The layer's own run, if its chunks gave the same; None if not, or if either failed or has to be told of documents."""
+    if call.packed or call.arguments.packed_rows is not None:
+        return None
+    try:
+        own = own_run(call, x, upstream, shadows)
+        pieces = [] if own is None else _run(call, x, upstream, cut, {}, small_ones(shadows))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # which of them, and why, `_why_unlike` finds out
+        return None
+    return own if own is not None and own.agrees(pieces) else None
 
 
 def _compare_with_unpatched(
@@ -274,7 +297,7 @@ def _broken(error: Exception) -> str:
 def _judged_without_data(call: LayerCall, x: Tensor) -> str | None:
     if call.site.states is not None:
         try:
-            with call.streaming(), evaluated(call.layer):
+            with call.streaming(), evaluated(call):
                 return _unread_state(call, x)
         except StreamBPError:
             raise

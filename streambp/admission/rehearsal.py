@@ -19,7 +19,7 @@ from streambp.distributed.engines import HOOKS
 from streambp.layer.arguments import PICKED
 from streambp.layer.call import LayerCall
 from streambp.layer.products import PLAIN
-from streambp.layer.shadows import Parameters
+from streambp.layer.shadows import Parameters, slots_of
 
 TOKENS = 12
 CHUNK = 5
@@ -54,7 +54,7 @@ def _unmasked(mask: Any, length: int) -> Any:
     return torch.ones_like(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
 
 
-Kept = tuple[dict[Any, Any], dict[Any, Any]]  # a module's attributes, or one of its tables of hooks, and what was in it
+Kept = tuple[dict[Any, Any], dict[Any, Any]]  # a module's attributes or hooks, and what was among them
 NUMBERS = (bool, int, float)
 
 
@@ -67,29 +67,29 @@ class Restored:
 
     def __init__(self, layer: nn.Module) -> None:
         self._modules = dict(layer.named_modules())
-        self._kept: list[Kept] = []
+        self._numbers: dict[str, dict[str, Any]] = {}
+        self._tables: list[Kept] = []
 
     def __enter__(self) -> Restored:
-        for module in self._modules.values():
+        for path, module in self._modules.items():
             own = module.__dict__
-            numbers = {name: value for name, value in own.items() if value is None or type(value) in NUMBERS}
-            self._kept.append((own, numbers))
-            self._kept += [(table, dict(table)) for name in HOOKS if (table := own.get(name))]
+            self._numbers[path] = {name: value for name, value in own.items() if value is None or type(value) in NUMBERS}
+            self._tables += [(table, dict(table)) for name in HOOKS if (table := own.get(name))]
         return self
 
     def set_once(self) -> list[str]:
         """The attributes by which modules seem to have initialised themselves: flags that were set, numbers that came."""
         found = []
         for name, module in self._modules.items():
-            before = next(kept for own, kept in self._kept if own is module.__dict__)
-            for attribute, value in before.items():
+            for attribute, value in self._numbers[name].items():
                 now = module.__dict__.get(attribute)
                 if (value is False and now is True) or (value is None and type(now) in NUMBERS):
                     found.append(f"{name}.{attribute}".removeprefix("."))
         return found
 
     def __exit__(self, *_: object) -> None:
-        for own, kept in self._kept:
+        numbers = [(self._modules[path].__dict__, kept) for path, kept in self._numbers.items()]
+        for own, kept in [*numbers, *self._tables]:
             for key, value in kept.items():
                 if key not in own or own[key] is not value:
                     own[key] = value
@@ -107,20 +107,30 @@ def nothing_cached() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluated(layer: nn.Module) -> Iterator[None]:
+def evaluated(call: LayerCall) -> Iterator[None]:
     """Dropout draws other numbers for other chunks; without it the two runs must agree.
 
     Modules of quantised weights keep their mode: some repack them when they are run in eval mode.
     """
-    modules = [m for m in layer.modules() if all(map(_is_plain, m._parameters.values()))]
-    before = [(module, module.training) for module in modules]
+    modules = [module for module in call.site.of(_plain_modules) if module.training]
     try:
-        for module, _ in before:
-            module.training = False
+        for module in modules:
+            _set_mode(module, False)
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        for module in modules:
+            _set_mode(module, True)
+
+
+def _set_mode(module: nn.Module, training: bool) -> None:
+    if "training" in module.__dict__:
+        module.__dict__["training"] = training  # nn.Module's own way takes long for hundreds of modules
+    else:
+        module.training = training
+
+
+def _plain_modules(layer: nn.Module) -> list[nn.Module]:
+    return [module for module in layer.modules() if all(map(_is_plain, module._parameters.values()))]
 
 
 def _is_plain(parameter: Tensor | None) -> bool:
@@ -128,14 +138,14 @@ def _is_plain(parameter: Tensor | None) -> bool:
 
 
 def may_have_graphs(call: LayerCall) -> bool:
-    return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.layer.parameters())
+    return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.look.body.parameters)
 
 
 def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     """Within, the layer has weights as training might make them. [Note: a trial]"""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
-    return Parameters(call.layer, call.device).shadowed(stirred)
+    return Parameters(call.layer, call.device, call.site.of(slots_of)).shadowed(stirred)
 
 
 def stirred(parameter: Tensor) -> Tensor:

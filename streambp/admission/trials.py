@@ -173,7 +173,7 @@ def _agree(call: LayerCall, found: Tensor | None, expected: Tensor | None) -> bo
         return found is expected
     if torch.equal(found, expected):
         return True
-    dtype = coarsest(call.layer, expected, call.autocast)
+    dtype = coarsest(call, expected)
     wide = torch.promote_types(dtype, torch.float32)
     tolerance = max(torch.finfo(dtype).eps, 64 * torch.finfo(wide).eps)
     return bool((found - expected).norm() <= tolerance * expected.norm())
@@ -290,12 +290,20 @@ class Trial:
                 self.call.compute(part, chunk, Stage.REFILL, prefix, states=states)
         return _keys_and_values(prefix)
 
-    def gradients(self, names: Labels = frozenset()) -> list[Tensor | None]:
+    def gradients(self, names: Labels) -> list[Tensor | None]:
         """Of all parameters, the input and start states, as a recomputation gives them that leaves those products out."""
         others = [name for name in self.linears if name not in names]
-        with self.random.replayed(), computed(self.linears, others), left_out(self.linears, names):
-            found = self.recompute()
-            parameters = [parameter for parameter in self.call.layer.parameters() if parameter.requires_grad]
+        with computed(self.linears, others), left_out(self.linears, names):
+            return self._gradients_of(self.recompute())
+
+    def gradients_again(self, found: Recomputed) -> list[Tensor | None]:
+        """The same, of one that has run and left out nothing. A checkpoint inside of the layer computes it once more."""
+        with computed(self.linears, self.linears):
+            return self._gradients_of(found)
+
+    def _gradients_of(self, found: Recomputed) -> list[Tensor | None]:
+        parameters = [parameter for parameter in self.call.layer.parameters() if parameter.requires_grad]
+        with self.random.replayed():
             return gradients_of(found.outputs, [*found.leaves, *parameters])
 
 
@@ -315,7 +323,8 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
         ran: list[Recomputed] = []
 
         def run() -> list[Tensor]:
-            ran.append(more.recompute())
+            with computed(linears, linears):  # as where it is differentiated without some of them
+                ran.append(more.recompute())
             return ran[0].kv
 
         try:
@@ -326,14 +335,14 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
             return UnreadProducts()
         found = dataclasses.replace(found, states=ran[0].goes_on)
         if known and found.recompute:
-            found = dataclasses.replace(found, recompute=_recomputable(found.recompute, more))
-        return _refillable(found, [few, more], ran[0].kv)
+            found = dataclasses.replace(found, recompute=_recomputable(found.recompute, more, ran[0]))
+        return _refillable(found, [few, more], ran[0])
 
 
-def _recomputable(names: Labels, trial: Trial) -> Labels:
-    """What of it a recomputation can leave out."""
+def _recomputable(names: Labels, trial: Trial, ran: Recomputed) -> Labels:
+    """What of it a recomputation can leave out. ran: one that left out nothing."""
     try:
-        expected = trial.gradients()
+        expected = trial.gradients_again(ran)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # as of a trace
@@ -341,14 +350,16 @@ def _recomputable(names: Labels, trial: Trial) -> Labels:
     return holding(names, lambda names: same_gradients(trial.call, trial.gradients(names), expected))
 
 
-def _refillable(found: UnreadProducts, trials: list[Trial], kv: list[Tensor]) -> UnreadProducts:
-    """What of it a refill can leave out, and how narrow. [Note: narrow queries]"""
+def _refillable(found: UnreadProducts, trials: list[Trial], ran: Recomputed) -> UnreadProducts:
+    """What of it a refill can leave out, and how narrow. ran: a recomputation of the last trial. [Note: narrow queries]"""
+    kv = ran.kv
     if not kv or not found.refill:
         return dataclasses.replace(found, refill=frozenset())
     calls = len(kv) // 2
     goes_on = trials[0].call.site.states is not None
-    starts: list[list[States]] = [trial.recompute().starts if goes_on else [{}] for trial in trials]
-    expected = [trial.refill(calls, start) for trial, start in zip(trials, starts, strict=True)]
+    few, _ = trials
+    starts: list[list[States]] = [few.recompute().starts, ran.starts] if goes_on else [[{}], [{}]]
+    expected = [few.refill(calls, starts[0]), kv]
 
     def tried(names: Labels, width: int | None) -> bool:
         def holds(names: Labels) -> bool:

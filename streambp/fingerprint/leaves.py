@@ -65,6 +65,14 @@ def name_of(known: Any) -> str:
     return f"{getattr(known, '__module__', None)}.{getattr(known, '__qualname__', type(known).__qualname__)}"
 
 
+def plain_leaf(value: Any, name: str) -> Leaf | None:
+    """The one leaf of what most attributes are; None: ask `leaves`."""
+    known = type(value)
+    if value is None or known is bool or known is str:
+        return Leaf(name, value, value)
+    return Leaf(name, value, ("number", value != 0)) if known is int or known is float else None
+
+
 def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
     """All that is seen of a value by that name."""
     if value is None or isinstance(value, PLAIN):

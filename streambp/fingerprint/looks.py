@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from streambp.distributed.engines import HOOKS
 from streambp.errors import BackwardError
 from streambp.fingerprint.hooks import HookKey, Hooks, base_of, hooks_of
-from streambp.fingerprint.leaves import Leaf, Mark, contents, holds_more, leaves, name_of
+from streambp.fingerprint.leaves import Leaf, Mark, contents, holds_more, leaves, name_of, plain_leaf
 from streambp.fingerprint.reads import names_read
 
 T = TypeVar("T")
@@ -132,6 +132,9 @@ class Body:
 
     def _read_attribute(self, key: Key, own: dict[str, Any], kinds: list[Any]) -> None:
         value = own[key[1]]
+        if (plain := plain_leaf(value, "")) is not None:
+            self._add(key, [plain], kinds)
+            return
         if isinstance(value, Tensor):
             self._add(key, [Leaf("", Mark(value), ("tensor", value.requires_grad))], kinds)
             self._count_versions(key, value)

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Labels = frozenset[str]
 
@@ -112,17 +111,25 @@ class DataFlow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        labels = frozenset().union(*(self.of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)))
+        labels = frozenset().union(*map(self.of, _tensors((*args, *(kwargs or {}).values()))))
         if labels:
             written = [
                 value
                 for value, argument in zip(args, func._schema.arguments, strict=False)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            for x in tree_leaves((result, written)):
-                if isinstance(x, Tensor):
-                    self.add(x, labels)
+            for x in _tensors((result, *written)):
+                self.add(x, labels)
         return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operator's arguments or results, and in lists and tuples of them: deeper there are none."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (part for part in value if isinstance(part, Tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +152,9 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
     read: set[str] = set()
     called: set[str] = set()
 
-    def pack(tensor: Tensor) -> None:
-        # Returning the tensor would tie a node to its own output in a cycle that keeps the layer's input alive.
+    def pack(tensor: Tensor) -> Tensor:
         read.update(flow.of(tensor))
+        return tensor.data  # the tensor itself would tie a node to its own output, and keep the layer's input alive
 
     def label(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -158,7 +165,7 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
 
     handles = [module.register_forward_hook(label(name)) for name, module in linears.items()]
     try:
-        with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+        with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             results = run()
     finally:
         for handle in handles:
