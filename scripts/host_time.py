@@ -1,12 +1,16 @@
-"""Processor time of a warm training step of a patched model with many tiny layers, and of its first step, in which each
-layer is tried: what streaming costs the host.
+"""Processor time of a warm training step of a model with many tiny layers: what streaming costs the host.
+
+checkpointing              unpatched, with gradient checkpointing
+plain, lora                patched, the sequence in one chunk
+8 chunks                   patched, the sequence in eight
+first plain, first lora    the first step of a new model, in which each layer is tried
 
     OMP_NUM_THREADS=1 python scripts/host_time.py                       # this tree
     OMP_NUM_THREADS=1 python scripts/host_time.py --against /path/to/tree/of/another/commit
 
-With `--against` two processes, one for each tree (it comes first in PYTHONPATH), take turns, so that a machine that is busy
-or slows down does so for both. Printed are milliseconds of processor time, the minimum over all steps, and their ratio. A
-turn has one first step, of a new model.
+Printed are milliseconds of processor time, the minimum over all steps, and their ratio to checkpointing, or to the other
+tree: then two processes, one for each tree (it comes first in PYTHONPATH), take turns, so that a machine that is busy or
+slows down does so for both.
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import streambp
 
 HERE = Path(__file__).resolve().parent.parent
-MODELS = ("plain", "lora")
-CASES = (*MODELS, *(f"first {model}" for model in MODELS))
+WARM = ("checkpointing", "plain", "8 chunks", "lora")
+CASES = (*WARM, "first plain", "first lora")
 
 
-def build(model_kind: str, layers: int) -> torch.nn.Module:
+def build(case: str, layers: int, length: int) -> torch.nn.Module:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64,
@@ -41,7 +45,12 @@ def build(model_kind: str, layers: int) -> torch.nn.Module:
         head_dim=8,
     )
     model: torch.nn.Module = Qwen3ForCausalLM(config).train()
-    if model_kind == "lora":
+    if case == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+    if case == "8 chunks":
+        return streambp.patch(model, streambp.StreamConfig(chunk_size=length // 8))
+    if case == "lora":
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
@@ -49,9 +58,9 @@ def build(model_kind: str, layers: int) -> torch.nn.Module:
     return streambp.patch(model)
 
 
-def stepper(model_kind: str, layers: int, length: int) -> Callable[[], float]:
+def stepper(case: str, layers: int, length: int) -> Callable[[], float]:
     """A function that runs one step and returns its processor time in milliseconds."""
-    model = build(model_kind, layers)
+    model = build(case, layers, length)
     tokens = torch.randint(0, 64, (1, length))
 
     def step() -> float:
@@ -66,17 +75,17 @@ def stepper(model_kind: str, layers: int, length: int) -> Callable[[], float]:
 
 def serve(arguments: argparse.Namespace) -> None:
     """Run a few steps of a case for each line that comes in, and print the shortest."""
-    steps = {model: stepper(model, arguments.layers, arguments.length) for model in MODELS}
+    steps = {case: stepper(case, arguments.layers, arguments.length) for case in WARM}
     for step in steps.values():
         step()
         step()
     print("ready", flush=True)
     for line in sys.stdin:
-        *first, model = line.split()
-        if first:
-            print(stepper(model, arguments.layers, arguments.length)(), flush=True)
+        case = line.strip()
+        if case in steps:
+            print(min(steps[case]() for _ in range(arguments.steps)), flush=True)
         else:
-            print(min(steps[model]() for _ in range(arguments.steps)), flush=True)
+            print(stepper(case.removeprefix("first "), arguments.layers, arguments.length)(), flush=True)
 
 
 def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
@@ -110,7 +119,8 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
         process.communicate()
     for case in CASES:
         here, *there = (found[case, tree] for tree in trees)
-        yield f"{case:<11} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in there)
+        others = there or [found[WARM[0], HERE]]
+        yield f"{case:<13} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in others)
 
 
 def main() -> None:

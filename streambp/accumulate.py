@@ -45,10 +45,10 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if wide != left.dtype and left.device.type == "cpu":
         left, right = left.to(wide), right.to(wide)
     if total is None:
-        if _sums_inside(left) and wide != left.dtype:
+        if wide != left.dtype and _sums_inside(left):
             return aten.mm.dtype(left, right, wide)
         return (left @ right).to(wide)
-    sums_inside = total.dtype == wide and _sums_inside(left)
+    sums_inside = total.dtype == wide and not left.is_cpu and _sums_inside(left)
     if total.dtype == left.dtype or (sums_inside and not RUNS_WITHOUT_DATA and not has_data(left)):
         return total.addmm_(left, right)
     if sums_inside:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
@@ -61,20 +62,25 @@ class ChunkPlan:
         if not self.ends:
             object.__setattr__(self, "ends", (*range(self.size, self.length, self.size), self.length))
 
+    @functools.cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """First to last."""
+        return tuple(Chunk(index, *ends) for index, ends in enumerate(itertools.pairwise((0, *self.ends))))
+
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> Chunk:
-        if not 0 <= index < len(self):
+        if index < 0:
             raise IndexError(index)
-        return Chunk(index, self.ends[index - 1] if index else 0, self.ends[index])
+        return self.chunks[index]
 
     def __iter__(self) -> Iterator[Chunk]:
-        return (self[index] for index in range(len(self)))
+        return iter(self.chunks)
 
     def backward(self) -> Iterator[Chunk]:
         """Last to first: the only order in which a chunk's dK and dV are complete. [Note: prefix accumulation order]"""
-        return (self[index] for index in reversed(range(len(self))))
+        return reversed(self.chunks)
 
     def holding(self, position: int) -> int:
         """The index of the chunk that a position is in."""

@@ -66,15 +66,11 @@ def attend_blocks(
     merged = MergedOutput(q, site.value_size, plan, chunk, wide=keep_wide or sink is not None)
     for number, (block, k, v) in enumerate(site.visit(plan.blocks)):
         task = params.task(number, block, layout, q.device)
-        merged.add(number, *plan.kernels[number].forward(cut_queries(q, block, chunk), k, v, task))
+        queries = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
+        merged.add(number, *plan.kernels[number].forward(cut(q, *queries), k, v, task))
     attended = merged.result()
     attended = attended if sink is None else with_sink(attended, sink)
     return attended.rounded(q.dtype, keep_wide)
-
-
-def cut_queries(x: Tensor, block: Block, chunk: Chunk) -> Tensor:
-    """A block's part of a chunk's contiguous x [B, C, H, D], as a view [b, H, q, D]."""
-    return cut(x, block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
 
 
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
@@ -141,15 +137,16 @@ class PrefixAttention(torch.autograd.Function):
         summed = SummedQueries(q, plan, chunk)
         for number, (block, k, v) in enumerate(site.visit(plan.blocks, gradients=True)):
             task = params.task(number, block, layout, q.device)
-            do_here, q_here, o_here = (cut_queries(x, block, chunk) for x in (do, q, o))
-            lse_here = lse[block.b0 : block.b1, :, block.q0 - chunk.start : block.q1 - chunk.start]
+            queries = b0, b1, t0, t1 = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
+            do_here, q_here, o_here = cut(do, *queries), cut(q, *queries), cut(o, *queries)
+            lse_here = lse[b0:b1, :, t0:t1]
             with _in_autocast(q.device.type, ctx.autocast):  # scores computed again must fit to the forward's lse
                 dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
             summed.add(number, dq)
             site.add(block, dk, dv)
-        dk_own, dv_own = (part.to(q.dtype) for part in site.take_gradients(chunk))  # [Note: prefix accumulation order]
+        dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
         dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
-        return summed.result(), dk_own, dv_own, dsink, None, None, None, None, None
+        return summed.result(), dk_own.to(q.dtype), dv_own.to(q.dtype), dsink, None, None, None, None, None
 
 
 def _autocast_dtype(device: str) -> torch.dtype | None:

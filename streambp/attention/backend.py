@@ -76,7 +76,9 @@ class Backend:
         return plan
 
     def _plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> Plan:
-        found = layout.blocks(chunk.start, chunk.stop, self.tiling(use))
+        tiling = layout.derived.get((self.kernels, use)) or self.tiling(use)
+        layout.derived[self.kernels, use] = tiling
+        found = layout.blocks(chunk.start, chunk.stop, tiling)
         blocks = tuple(sorted(found, key=lambda block: block.k0))
         depth, covered = _depth(blocks)
         covers = tuple((b.b0, b.b1, b.q0, b.q1) == (0, rows, chunk.start, chunk.stop) for b in blocks)

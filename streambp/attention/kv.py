@@ -108,8 +108,8 @@ class CallSite:
         self.dv[rows, keys].add_(dv.transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        dk, dv = (x[:, chunk.start : chunk.stop].transpose(1, 2) for x in self.grow_accumulators())
-        return dk, dv
+        dk, dv = self.grow_accumulators()
+        return dk[:, chunk.start : chunk.stop].transpose(1, 2), dv[:, chunk.start : chunk.stop].transpose(1, 2)
 
 
 class TileStore(Protocol):

@@ -112,7 +112,8 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor)
 def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
     merged = torch.logaddexp(lse, part_lse)
     safe = merged.masked_fill(merged == -torch.inf, 0.0)  # [Note: empty rows]
-    weight, part_weight = (torch.exp(x - safe).transpose(1, 2)[..., None] for x in (lse, part_lse))  # [b, t, H, 1]
+    weight = torch.exp(lse - safe).transpose(1, 2)[..., None]  # [b, t, H, 1]
+    part_weight = torch.exp(part_lse - safe).transpose(1, 2)[..., None]
     kept = torch.where(weight == 0.0, 0.0, o * weight)
     out.copy_(kept.add_(part_o * part_weight))
     lse.copy_(merged)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
-from streambp.attention.backend import choose_backend
+from streambp.attention.backend import Backend, choose_backend
 from streambp.attention.kv import CallSite, PrefixMemory, Site, TiledSite, TileStore
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
@@ -68,7 +68,7 @@ class Prefix:
         self.filled_until = 0
         self.overwritten = False  # the layer writes to what its attention gives
         self.heads_first = False  # the layer attends by itself, and may take what it reads for a cache's [B, H_kv, e, D]
-        self.backends: set[str] = set()
+        self.backends: dict[int, Backend] = {}  # of each attention call, chosen at its first chunk
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
         self._scratch: TileStore | None = None
@@ -190,8 +190,10 @@ class ChunkMask(AttentionPoint):
     ) -> Tensor:
         prefix, chunk, index = self.prefix, self.chunk, self.call
         self.call += 1
-        backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
-        prefix.backends.add(backend.name)
+        backend = prefix.backends.get(index)
+        if backend is None:  # backward attends as forward did, whatever is switched on or off between them
+            backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
+            prefix.backends[index] = backend
         seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
         params = Params(backend, q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout, seed)
         site = self._site(index, k, v)
@@ -229,7 +231,8 @@ class ChunkMask(AttentionPoint):
                 "of times for every chunk, cannot be streamed. Please report this model."
             )
         prefix.calls = self.call
-        prefix.overwritten |= any(attended.changed for attended in self.attended)
+        for attended in self.attended:
+            prefix.overwritten |= attended.changed
         prefix.filled_until = max(prefix.filled_until, self.chunk.stop)
 
     def _site(self, index: int, k: Tensor, v: Tensor) -> Site:

@@ -58,8 +58,10 @@ if AVAILABLE:
 
 def fits_triton(*tensors: Tensor) -> bool:
     """Whether outputs like these [b, t, H, D] can be merged here."""
+    if not AVAILABLE or not tensors[0].is_cuda:
+        return False
     fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)
-    return AVAILABLE and fit and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
+    return fit and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
 
 
 def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:

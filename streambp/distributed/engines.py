@@ -87,8 +87,7 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
     return (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
 
 
-def gradient_or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """None stays None for a parameter that the loss does not touch, except under DeepSpeed, whose hooks it would crash."""
-    if gradient is None and (hasattr(parameter, "ds_id") or hasattr(parameter, "grad_accum")):
-        return torch.zeros_like(parameter)
-    return gradient
+def zeros_for_engines(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter that the loss does not touch: None; zeros for DeepSpeed, whose hooks None would crash."""
+    managed = hasattr(parameter, "ds_id") or hasattr(parameter, "grad_accum")
+    return torch.zeros_like(parameter) if managed else None

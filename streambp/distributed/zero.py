@@ -40,7 +40,7 @@ def unmake_leaf(layer: nn.Module, handle: RemovableHandle) -> None:
 
 
 def _differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    if not any(is_partitioned(parameter) for parameter in layer.parameters()):
+    if not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
     hidden_states: Tensor = args[0] if args else kwargs.pop("hidden_states")

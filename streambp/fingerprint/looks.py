@@ -219,7 +219,7 @@ class Fingerprint:
 
     def of(self, layer: nn.Module, question: Callable[[nn.Module], T]) -> T:
         """What a function says of the layer, as of the last look: whoever changes the layer looks again."""
-        answers = self.latest(layer).answers
+        answers = (self._latest or self.look(layer)).answers
         if question not in answers:
             answers[question] = question(layer)
         answer: T = answers[question]

@@ -48,6 +48,7 @@ STATE = "state"  # the argument of layers that take their states there, and retu
 PICKED = "prev_topk_indices"  # [B, T, k], the keys that an earlier layer picked
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 PAGED_CACHE = "cache"  # what continuous batching calls its own
+CACHED = frozenset({*CACHES, PAGED_CACHE, STATE})
 
 
 @dataclasses.dataclass
@@ -64,7 +65,7 @@ class Differentiable:
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is given a cache to read and write."""
-    return any(kwargs.get(name) is not None for name in (*CACHES, PAGED_CACHE, STATE))
+    return any(kwargs[name] is not None for name in kwargs.keys() & CACHED)
 
 
 class Versions:
@@ -138,6 +139,7 @@ class Arguments:
             }
         )
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
+        self._constant: list[str] | None = None  # the names of that
         self._documents: Documents | None = None
 
     def tell(self, documents: Documents) -> None:
@@ -188,7 +190,8 @@ class Arguments:
 
     def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
         """What the layer's forward is called with for this chunk."""
-        leaves = self.leaves(chunk, [False] * len(self.differentiable)) if leaves is None else leaves
+        if leaves is None:
+            leaves = self.leaves(chunk, [False] * len(self.differentiable)) if self.differentiable else []
 
         def part(name: str, tensor: Any) -> Any:
             if isinstance(tensor, Slot):
@@ -203,14 +206,16 @@ class Arguments:
             # Later keys are picked where there were too few to pick from, and are masked: any key that is there will do.
             return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
 
-        shared = self._parts.get(chunk)
-        if shared is None:
-            shared = {name: rebuilt(v, functools.partial(part, name)) for name, v in self.named.items() if _is_constant(v)}
-            self._parts[chunk] = shared
-        named = {
-            name: shared[name] if name in shared else rebuilt(value, functools.partial(part, name))
-            for name, value in self.named.items()
-        }
+        named = self._parts.get(chunk)
+        if named is None:
+            if self._constant is None:
+                self._constant = [name for name, value in self.named.items() if _is_constant(value)]
+            named = {name: rebuilt(self.named[name], functools.partial(part, name)) for name in self._constant}
+            self._parts[chunk] = named
+        named = dict(named)
+        if len(named) < len(self.named):
+            for name in self.named.keys() - named.keys():
+                named[name] = rebuilt(self.named[name], functools.partial(part, name))
         if self.counts_positions:
             named["past_key_values"] = ChunkCache(chunk.start)
         return named
@@ -218,13 +223,13 @@ class Arguments:
     @contextlib.contextmanager
     def replaced(self, changes: dict[str, Any], packed_rows: PackedRows | None = None) -> Iterator[None]:
         """Within, the call has other arguments by these names, and other documents; None: a row is one."""
-        before = self.named, self._parts, self._documents, self.packed_rows
-        self.named, self._parts, self._documents = {**self.named, **changes}, {}, None
+        before = self.named, self._parts, self._constant, self._documents, self.packed_rows
+        self.named, self._parts, self._constant, self._documents = {**self.named, **changes}, {}, None, None
         self.packed_rows = packed_rows
         try:
             yield
         finally:
-            self.named, self._parts, self._documents, self.packed_rows = before
+            self.named, self._parts, self._constant, self._documents, self.packed_rows = before
 
     def check_lengths(self) -> None:
         """Raise if an argument has other positions than the sequence."""

@@ -43,6 +43,7 @@ class LayerCall:
         config = site.config
         self.site = site
         self.layer = site.layer
+        self.forward = site.forward
         self.arguments = arguments
         self.hidden_states: Tensor = arguments.hidden_states
         self.device = self.hidden_states.device
@@ -165,25 +166,28 @@ class LayerCall:
         """The layer's own forward on hidden_chunk, its attention as `point` says; None if that stopped it."""
         documents = self.arguments.documents if self.packed else None
         named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states, documents)
-        before = {name: dict(named[name]) for name in self.arguments.mappings}
+        shared = self.arguments.mappings
+        before = {name: dict(named[name]) for name in shared} if shared else {}
         told = None if documents is None else (self.told, documents, chunk)
         rows = self.arguments.packed_rows
-        starting: StartingFrom | InSegments
-        if rows is None or (self.arguments.tells and cache is not None):
+        starting: contextlib.AbstractContextManager[None]
+        if cache is None and rows is None:
+            starting = contextlib.nullcontext()
+        elif rows is None or (self.arguments.tells and cache is not None):
             starting = StartingFrom(self.scans, cache, told)
         else:
             named = {name: value for name, value in named.items() if name not in (IDS, ENDS)}
             starting = InSegments(self.mixers, rows.segments(chunk), cache)
         with recording(self.recorded) as recorded, starting:
             try:
-                result = self.site.forward(self.layer, self.arguments.as_given(hidden_chunk), **named)
+                result = self.forward(self.layer, self.arguments.as_given(hidden_chunk), **named)
             except RefillDone:
                 point.finish()
                 return None
         point.finish()
         if self.site.states == STATE:
             result = take_returned(result, cache)
-        mappings = {name: (before[name], named[name]) for name in before}
+        mappings = {name: (before[name], named[name]) for name in before} if before else {}
         output = collect(*self.unwrap(result), recorded, mappings)
         output.states = {} if cache is None else cache.after
         return output

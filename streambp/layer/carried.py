@@ -107,19 +107,13 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
 
 def with_point(named: dict[str, Any], point: AttentionPoint) -> dict[str, Any]:
     """The arguments with `point` in place of attention's mask."""
-    if not any(isinstance(value, LazyMask) or _holds_mask(value) for value in named.values()):
-        return {**named, "attention_mask": point}
-    return {name: _replaced(value, point) for name, value in named.items()}
-
-
-def _replaced(value: Any, point: AttentionPoint) -> Any:
-    if _holds_mask(value):
-        return {key: _replaced(part, point) for key, part in value.items()}
-    return point if isinstance(value, LazyMask) else value
-
-
-def _holds_mask(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values())
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        if isinstance(value, LazyMask):
+            found[name] = point
+        elif isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
+            found[name] = {key: point if isinstance(part, LazyMask) else part for key, part in value.items()}
+    return {**named, **(found or {"attention_mask": point})}
 
 
 def layout_of(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
-from streambp.distributed.engines import gradient_or_zeros
+from streambp.distributed.engines import zeros_for_engines
 from streambp.errors import BackwardError
 from streambp.fingerprint.hooks import described, watching
 from streambp.fingerprint.looks import changed, versions_of
@@ -147,7 +147,8 @@ class StreamedLayer(torch.autograd.Function):
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
         call.carried.drop()
         values = parameters.current()
-        gradients = [gradient_or_zeros(g, p) for g, p in zip(sums.result(values), values, strict=True)]
+        pairs = zip(sums.result(values), values, strict=True)
+        gradients = [zeros_for_engines(parameter) if gradient is None else gradient for gradient, parameter in pairs]
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
 
 

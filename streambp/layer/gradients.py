@@ -22,14 +22,14 @@ class OutputGradients:
 
     def of(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a chunk that depend on something, and their gradients."""
-        pairs = [(output.hidden_states, -2, self.hidden_states)]
-        pairs += [(output.extras[place], place.dim, grad) for place, grad in self.extras.items()]
-        used = [
-            (tensor, grad.narrow(dim, chunk.start, chunk.stop - chunk.start))
-            for tensor, dim, grad in pairs
-            if grad is not None and tensor.requires_grad
-        ]
-        return [tensor for tensor, _ in used], [grad for _, grad in used]
+        tensors, gradients = [], []
+        for place, grad in ((None, self.hidden_states), *self.extras.items()):
+            tensor = output.hidden_states if place is None else output.extras[place]
+            if grad is not None and tensor.requires_grad:
+                tensors.append(tensor)
+                dim = -2 if place is None else place.dim
+                gradients.append(grad.narrow(dim, chunk.start, chunk.stop - chunk.start))
+        return tensors, gradients
 
 
 class InputGradients:

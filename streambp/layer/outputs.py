@@ -127,9 +127,13 @@ def recorded_keys() -> tuple[str, ...]:
     return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
 
 
-@contextlib.contextmanager
-def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
+def recording(keys: tuple[str, ...]) -> contextlib.AbstractContextManager[Collected]:
     """Within, hooks record these keys here: in the model's own collector chunks would look like layers."""
+    return contextlib.nullcontext({}) if output_capturing._active_collector.get() is None and not keys else _recording(keys)
+
+
+@contextlib.contextmanager
+def _recording(keys: tuple[str, ...]) -> Iterator[Collected]:
     collected: Collected = {key: [] for key in keys}
     token = output_capturing._active_collector.set(collected)
     try:

@@ -185,10 +185,14 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatch(name.removesuffix(".base_layer"), glob) for glob in patterns)]
 
 
+Add = Callable[[Tensor, Tensor], None]
+Cast = Callable[[torch.dtype], Tensor]
+
+
 class Sums(Protocol):
     """Where weights' gradients are added up."""
 
-    def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
+    def adder(self, weight: Tensor) -> Add | None:
         """Adds a product [out, n] @ [n, in] to this weight's gradient; None: autograd is to return the gradient."""
         ...
 
@@ -197,9 +201,13 @@ class Sums(Protocol):
         ...
 
 
-@contextlib.contextmanager
-def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Within, these modules have these forwards; what was there comes back."""
+    return _forwards(forwards) if forwards else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _forwards(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     before: dict[nn.Linear, Any] = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward  # type: ignore[method-assign, assignment]
@@ -216,7 +224,9 @@ def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator
 def summed(linears: dict[str, nn.Linear], sums: Sums) -> contextlib.AbstractContextManager[None]:
     """Within, the weight gradients of these Linears are added to their sums by the products that make them.
     [Note: sums inside products]"""
-    return _replaced({module: functools.partial(_linear, module, None, sums) for module in linears.values()})
+    return _replaced(
+        {module: functools.partial(_linear, module, None, *_adder(module, sums)) for module in linears.values()}
+    )
 
 
 def left_out(
@@ -231,7 +241,7 @@ def left_out(
     chosen = [linears[name] for name in names if name in linears]
     if width is not None:
         return _replaced({module: functools.partial(_narrow, module, width) for module in chosen})
-    return _replaced({module: functools.partial(_linear, module, UNREAD, sums) for module in chosen})
+    return _replaced({module: functools.partial(_linear, module, UNREAD, *_adder(module, sums)) for module in chosen})
 
 
 def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
@@ -274,7 +284,8 @@ def known(
     """
 
     def know(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        return lambda x: _linear(module, source(name), sums, x)
+        add, cast = _adder(module, sums)
+        return lambda x: _linear(module, source(name), add, cast, x)
 
     return _replaced({linears[name]: know(name, linears[name]) for name in names if name in linears})
 
@@ -297,15 +308,20 @@ def _nan(x: Tensor, features: int) -> Tensor:
     return x.new_full((*x.shape[:-1], features), torch.nan, dtype=dtype)
 
 
-def _linear(module: nn.Linear, value: Tensor | Unread | None, sums: Sums | None, x: Tensor) -> Tensor:
+def _adder(module: nn.Linear, sums: Sums | None) -> tuple[Add | None, Cast]:
+    """What adds to the weight's gradient, None if autograd returns it, and what casts the weight."""
+    weight: Any = module.weight
+    add = None if sums is None else sums.adder(weight)
+    return add, weight.to if sums is None or add is None else functools.partial(sums.cast, weight)
+
+
+def _linear(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast, x: Tensor) -> Tensor:
     """The module's output for x [..., in], if `value` is not it already."""
-    add = None if sums is None else sums.adder(module.weight)
     if value is None and add is None:
         return type(module).forward(module, x)
     weight: Any = module.weight
     if isinstance(value, Unread) and not torch.is_grad_enabled():
         return _nan(x, weight.shape[0])
-    cast = weight.to if add is None or sums is None else functools.partial(sums.cast, weight)
     out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias, cast), value, add)
     return out
 
@@ -317,7 +333,7 @@ def _casts(x: Tensor) -> bool:
     return on and x.dtype != torch.float64
 
 
-def _autocast(x: Tensor, weight: Any, bias: Any, cast: Callable[[torch.dtype], Tensor]) -> tuple[Tensor, Any, Any]:
+def _autocast(x: Tensor, weight: Any, bias: Any, cast: Cast) -> tuple[Tensor, Any, Any]:
     """What F.linear works with. cast: gives the weight in another dtype."""
     if not _casts(x):
         return x, weight, bias

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,14 +41,23 @@ class Autocast:
         """Within, nothing is cast."""
         return self._entered(enabled=False)
 
+    def _entered(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        for kind, active, _ in self.states:
+            if active or torch.is_autocast_enabled(kind):
+                return self._switched(enabled)
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def _entered(self, enabled: bool) -> Iterator[None]:
+    def _switched(self, enabled: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, active, dtype in self.states:
                 if active or torch.is_autocast_enabled(kind):
                     on = active and enabled
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cache))
             yield
+
+
+WITHOUT_GENERATORS = ("cpu", "meta")  # devices whose random state is the CPU's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +70,9 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        generators = _generators(device)
-        return cls(torch.get_rng_state(), device, None if generators is None else generators.get_rng_state(device))
+        if device.type in WITHOUT_GENERATORS:
+            return cls(torch.get_rng_state(), device, None)
+        return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
 
     def is_current(self) -> bool:
         """Whether nothing was drawn since."""
@@ -74,9 +83,7 @@ class RandomState:
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
-            generators = _generators(self.device)
-            assert generators is not None
-            generators.set_rng_state(self.accelerator, self.device)
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -87,11 +94,6 @@ class RandomState:
             yield
         finally:
             outer.restore()
-
-
-def _generators(device: torch.device) -> Any:
-    """The module that holds a device's random state (torch.cuda, torch.xpu); None where the CPU's is all there is."""
-    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
 def check_mode(layer: nn.Module, training: bool) -> None:

@@ -77,7 +77,7 @@ class Kept:
 
     def states(self, chunk: Chunk, again: bool = False) -> States:
         """The states that a chunk starts from; again: they will be asked for once more."""
-        if chunk.index == 0:
+        if chunk.index == 0 or not self._state_keys:
             return {}
         read = self.store.peek if again else self.store.take
         return {key: read(f"state.{number}", chunk.index) for number, key in enumerate(self._state_keys)}
@@ -239,6 +239,8 @@ class Kept:
 
     def attended(self, chunk: Chunk) -> list[Attended] | None:
         """What the chunk's attention calls gave, for the last time; None if it was not kept."""
+        if "attn_out" not in self.saves:
+            return None
         names = [(f"attn_out.{site}", f"lse.{site}") for site in range(self.carried.prefix.calls or 0)]
         if not all(self.store.has(lse, chunk.index) and self.store.has(o, chunk.index) for o, lse in names):
             return None

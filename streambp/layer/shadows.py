@@ -28,10 +28,6 @@ class Slot:
     module: nn.Module
     name: str
 
-    def get(self) -> Tensor:
-        parameter: Tensor = getattr(self.module, self.name)
-        return parameter
-
 
 def slots_of(module: nn.Module) -> list[tuple[str, Slot]]:
     """All slots of parameters inside a module that hold one, with their names."""
@@ -79,7 +75,7 @@ class Parameters:
 
     def current(self) -> list[Tensor]:
         """What the slots hold now, one tensor for each distinct parameter."""
-        return [slots[0].get() for slots in self.groups]
+        return [getattr(slots[0].module, slots[0].name) for slots in self.groups]
 
     def check_unchanged(self, slots: list[tuple[str, Slot]] | None = None) -> None:
         """Raise if a parameter was written to since this object was built, as by an optimizer step, or is another one; or

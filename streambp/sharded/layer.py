@@ -148,7 +148,6 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
     assert found is not None
     if call.params is None:
         backend = choose_backend(call.carried.prefix.attention, found.q, found.v, 0.0, found.softcap)
-        call.carried.prefix.backends.add(backend.name)
         call.params = Params(backend, found.scale, found.softcap, 0.0, 0)
         call.heads = (found.q.shape[1], found.k.shape[1])
     parts = (found.q, found.k, found.v)[:count]

@@ -122,6 +122,20 @@ def test_flash_switched_off_on_a_cpu_means_plain_products(float64_oracle):
         assert "FlashAttention is switched off" in streambp.describe(model).attention
 
 
+def test_backward_attends_with_the_kernels_of_forward(monkeypatch):
+    model = streambp.patch(build("qwen3", torch.float32), StreamConfig(chunk_size=5))
+    batch, used = make_batch("plain"), []
+    for kernel in (kernels.MathKernel, kernels.CpuFlashKernel):
+        real = kernel.backward
+        monkeypatch.setattr(kernel, "backward", lambda *given, real=real: used.append(given[0].name) or real(*given))
+    model(**batch).loss.backward()
+    used.clear()
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = model(**batch).loss
+    loss.backward()
+    assert set(used) == {"math"}
+
+
 @pytest.mark.parametrize("use", Use)
 @pytest.mark.parametrize("window", [None, 700])
 def test_plain_products_take_what_cudnn_leaves_over(use, window):
