@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK
+
 WRAPPERS = "_streambp_forwards"  # a module's attribute: its wrappers, outermost last
 
 
@@ -67,7 +69,7 @@ def wants_gradients(module: nn.Module) -> bool:
 
 def _slot(module: nn.Module) -> str:
     """accelerate's hooks (device_map) stand in `forward` themselves and call `_old_forward`; we stay inside of them."""
-    return "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+    return ACCELERATE_FORWARD if ACCELERATE_HOOK in module.__dict__ else "forward"
 
 
 class InstanceForward:

@@ -17,7 +17,8 @@ from streambp.attention.own import PaddingMask, PlainMask, biases_positions, own
 from streambp.distributed.engines import reduced_after_backward, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.looks import versions_of
-from streambp.layer.arguments import STATE, Arguments
+from streambp.known_names import STATE
+from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
 from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward

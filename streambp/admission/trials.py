@@ -34,7 +34,7 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import has_data
 from streambp.fingerprint.looks import generators_kept
-from streambp.layer.arguments import TOKEN_DIMS
+from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import LayerCall
 from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out, trace_unread
 from streambp.layer.recompute import Autocast, RandomState

@@ -20,12 +20,9 @@ from streambp.attention.masks import LazyMask, lazy_mask, resolve
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
+from streambp.known_names import EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, SINKS
 
 NAME = "streambp"
-
-# Keyword arguments that change what attention computes and that this function does not implement.
-FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")
-SINKS = ("s_aux", "sinks")
 
 
 def stream_attention(
@@ -48,7 +45,7 @@ def stream_attention(
     """
     if not isinstance(attention_mask, AttentionPoint | LazyMask):
         own = _met_by_chance(getattr(module, "config", None))
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
         function = None if own is None else AttentionInterface().get(own, eager)
         if function is not None:
             given = kwargs if softcap is None else {**kwargs, "softcap": softcap}
@@ -130,7 +127,6 @@ class Routed(str):
         return (type(self.own), () if self.own is None else (self.own,))
 
 
-FIELD = "_attn_implementation_internal"  # of a config, past its __getattribute__, which costs more than all else here
 LOCK = threading.RLock()  # held while a config's name changes
 HERE: contextvars.ContextVar[tuple[Routed, ...]] = contextvars.ContextVar("streambp_routed", default=())
 COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
@@ -140,7 +136,7 @@ COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
     """The attention implementation that the config names outside of `routed`, from within or without."""
-    name: str | None = vars(config)[FIELD]
+    name: str | None = vars(config)[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
 
@@ -170,9 +166,9 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
 
 def _enter(config: PreTrainedConfig) -> Routed:
     with LOCK:
-        name: str | None = vars(config)[FIELD]
+        name: str | None = vars(config)[IMPLEMENTATION]
         if not isinstance(name, Routed) or not name.users or name.config != id(config):
-            name = vars(config)[FIELD] = Routed(own_implementation(config), config)
+            name = vars(config)[IMPLEMENTATION] = Routed(own_implementation(config), config)
         name.users += 1
     return name
 
@@ -180,13 +176,13 @@ def _enter(config: PreTrainedConfig) -> Routed:
 def _leave(config: PreTrainedConfig, name: Routed) -> None:
     with LOCK:
         name.users -= 1
-        if not name.users and vars(config)[FIELD] is name:
-            vars(config)[FIELD] = name.own
+        if not name.users and vars(config)[IMPLEMENTATION] is name:
+            vars(config)[IMPLEMENTATION] = name.own
 
 
 def _is_here(config: PreTrainedConfig) -> bool:
     """Whether this thread is within `routed` with it."""
-    return any(vars(config)[FIELD] is name for name in HERE.get())
+    return any(vars(config)[IMPLEMENTATION] is name for name in HERE.get())
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from streambp.attention.own import OwnMask, chunk_arguments, reader
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier, Chunk, ChunkPlan
-from streambp.layer.arguments import STATE
+from streambp.known_names import STATE
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Offloader, SavedTensors
 from streambp.recurrent.documents import Documents

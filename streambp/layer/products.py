@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streambp.known_names import GLOBAL_HOOKS
+
 Labels = frozenset[str]
 
 
@@ -80,12 +82,6 @@ def hooked_everywhere() -> bool:
     return any(getattr(torch.nn.modules.module, hooks) for hooks in GLOBAL_HOOKS)
 
 
-GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
 
 

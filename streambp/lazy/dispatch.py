@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import streambp.lazy.token_rules as token_rules
 from streambp.errors import StreamBPError
 from streambp.head.recipe import HeadRecord, told
+from streambp.known_names import TENSOR_HOOKS
 from streambp.lazy.head import Hub
-from streambp.lazy.hooks import HOOKS, note_use, refuse_late
+from streambp.lazy.hooks import note_use, refuse_late
 from streambp.lazy.index_rules import index
 from streambp.lazy.loss_rules import cross_entropy, kl_div, nll_loss
 from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
@@ -130,7 +131,7 @@ def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows])
     result = func(*args, **kwargs)
     for x, real in built.values():
         remember(x, real, result)
-        if name in HOOKS and x.link is not None:
+        if name in TENSOR_HOOKS and x.link is not None:
             x.link.passed_by = f"a hook ({name}) was put on"
     return result
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from streambp.errors import StreamBPError
-
-HOOKS = ("register_hook", "retain_grad")
+from streambp.known_names import TENSOR_HOOKS
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
@@ -36,7 +35,7 @@ def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequenc
     if func is torch.autograd.grad:
         wanted = tree_leaves(kwargs.get("inputs", args[1] if len(args) > 1 else None))
         asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
-    elif name not in HOOKS:
+    elif name not in TENSOR_HOOKS:
         return
     if any(x.followed and x.written is None for x in asked):
         raise StreamBPError(

@@ -13,6 +13,7 @@ from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_
 from streambp.config import SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
+from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
@@ -21,8 +22,6 @@ from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
 
 Model = TypeVar("Model", bound=nn.Module)
-
-FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from streambp.known_names import IMPLEMENTATION
 from streambp.layer.site import attention_configs
 from streambp.planner.count import aten
 
@@ -147,14 +148,14 @@ def fused_attention(model: nn.Module) -> Iterator[None]:
     """Within, the model attends with FlashAttention's operator: on meta, sdpa would count a [T, T] matrix."""
     configs = attention_configs(model)
     AttentionInterface.register(FUSED, _flash)
-    before = [config._attn_implementation_internal for config in configs]
+    before = [getattr(config, IMPLEMENTATION) for config in configs]
     for config in configs:
-        config._attn_implementation_internal = FUSED
+        setattr(config, IMPLEMENTATION, FUSED)
     try:
         yield
     finally:
         for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+            setattr(config, IMPLEMENTATION, name)
 
 
 def _flash(

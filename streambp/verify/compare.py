@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
+from streambp.known_names import FUNCTION_OF_NODE
 from streambp.layer.function import StreamedLayer
 from streambp.model.describe import describe
 from streambp.model.patching import patch, unpatch
@@ -289,7 +290,7 @@ def _count_streamed(loss: Tensor) -> int:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            count += getattr(type(node), "_forward_cls", None) is StreamedLayer
+            count += getattr(type(node), FUNCTION_OF_NODE, None) is StreamedLayer
             waiting.extend(parent for parent, _ in node.next_functions)
     return count
 
