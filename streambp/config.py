@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from streambp.errors import ConfigError
 
@@ -113,6 +114,24 @@ class StreamConfig:
                     f"{field} is set, but head=False builds the logits in every call, so that it would change nothing; "
                     f"leave {field} out, or set head=True."
                 )
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
+
+
+def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
+    """`base` with these fields, by name.
+
+    Args:
+        source: where they come from, for the message.
+
+    Raises:
+        ConfigError: a name is unknown, or a value cannot be.
+    """
+    unknown = sorted(set(found) - set(FIELDS))
+    if unknown:
+        raise ConfigError(f"{source} has the settings {unknown}; it may have {list(FIELDS)}.")
+    return dataclasses.replace(base, **found)
 
 
 def parse_bytes(field: str, value: int | str) -> int:

@@ -11,6 +11,7 @@ class finds them.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK
+from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, FSDP_UNIT
 
 WRAPPERS = "_streambp_forwards"  # a module's attribute: its wrappers, outermost last
 
@@ -64,7 +65,12 @@ def wants_gradients(module: nn.Module) -> bool:
         everywhere._global_backward_hooks,
         everywhere._global_backward_pre_hooks,
     )
-    return any(hooks) or any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    return any(hooks) or is_fsdp_unit(module)
+
+
+def is_fsdp_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the module itself."""
+    return FSDP_UNIT in map(operator.attrgetter("__name__"), type(module).__mro__)
 
 
 def _slot(module: nn.Module) -> str:

@@ -68,8 +68,9 @@ QUERY_OFFSET = "get_query_offset"  # Inkling: where queries start, for a bias of
 SEQUENCE_LENGTH = "get_seq_length"  # llama4: how many tokens came before
 LINEAR_CACHE = "get_linear_cache"  # MiniMax: the state of lightning attention
 OWN_SCAN = "_rnn_scan"  # RecurrentGemma: the layer keeps the state itself
+CONV_UPDATE, RECURRENT_UPDATE = "update_conv_state", "update_recurrent_state"  # of mixers with states
 # What mixers with states call on their cache, and on themselves where they keep them.
-STATE_PROTOCOL = ("update_conv_state", "update_recurrent_state", "set_linear_cache", OWN_SCAN)
+STATE_PROTOCOL = (CONV_UPDATE, RECURRENT_UPDATE, "set_linear_cache", OWN_SCAN)
 SHARES_LAYERS = "num_kv_shared_layers"  # Gemma 3n and 4: a config's number of layers that read the keys of earlier ones
 SHARED_LAYERS = "shared_layers"  # through the cache, until 5.5
 INDEXER = "Indexer"  # a part of the class's name of what picks keys in sparse attention

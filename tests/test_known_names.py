@@ -21,6 +21,7 @@ from torch.distributed import fsdp
 from torch.nn.parallel import distributed as ddp
 
 from streambp import known_names
+from streambp.launch import hook
 
 PACKAGE = Path(known_names.__file__).parent
 MADE_UP = "_a_name_that_nobody_has"
@@ -90,9 +91,9 @@ CHECKED = {
     ("transformers", masking): "MASKING",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
-        ATTENTION_TABLE EAGER EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION SOFTMAX FLASH_FORWARD
-        HUB_KERNEL MASK_MAKERS
-        FOREIGN_ARGUMENTS SINKS UPDATE INDEX_UPDATE QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN STATE_PROTOCOL
+        ATTENTION_TABLE EAGER EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION SOFTMAX FLASH_FORWARD HUB_KERNEL
+        MASK_MAKERS FOREIGN_ARGUMENTS SINKS UPDATE INDEX_UPDATE QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN
+        CONV_UPDATE RECURRENT_UPDATE STATE_PROTOCOL
         SHARES_LAYERS SHARED_LAYERS FINAL_NORMS READ_ALWAYS CHECKPOINTING PREDICTION NEW_KERNEL DELTA_RULE STATE_SCAN
         SELECTIVE_SCAN CONVOLUTION CONVOLUTION_STATE PLANNED_CONVOLUTION PLANNED_DELTA_RULE PLANNED_MAMBA1 PLANNED_SCAN
         PLANNED_MAMBA2 KERNEL_IMPORTS""",
@@ -159,6 +160,13 @@ def test_names_that_are_gone_are_gone():
     if version.parse(importlib.metadata.version("transformers")) < version.parse(VERSIONS["transformers"]):
         pytest.skip("an older transformers may still have them")
     assert not arguments() & GONE.keys()
+
+
+def test_the_launch_hook_waits_for_modules_that_are_there():
+    """It imports nothing, so that its names stand in its own file."""
+    waits = [name for name in hook.Hook().actions if importlib.util.find_spec(name.partition(".")[0]) is not None]
+    assert [name for name in waits if importlib.util.find_spec(name) is None] == []
+    assert importlib.util.find_spec("transformers.a_trainer_that_nobody_has") is None
 
 
 def private_names(tree):

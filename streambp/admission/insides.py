@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from streambp.fingerprint.leaves import version_of
 from streambp.foreign import home_of, name_of
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import FORWARD_HOOKS, HOOKS_ARE_HARMLESS, MODULES_ARE_HARMLESS
+from streambp.nested import tensors_in
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None) -> list[str]:
@@ -64,7 +64,7 @@ def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs: Any) -> Any:
-    tensors = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
+    tensors = tensors_in((args[1:], kwargs), Tensor)
     before = [x.detach().clone() for x in tensors]  # versions miss what is written through `.data` or NumPy
     versions = [version_of(x) for x in tensors]  # values miss what is written to positions that are not there
     result = hook(*args, **kwargs)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ from streambp.layer.call import LayerCall
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import KEEPS, Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
-from streambp.nested import rebuilt
+from streambp.nested import nodes_behind, rebuilt
 from streambp.recurrent.documents import in_one, in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
 
@@ -313,17 +312,7 @@ def _convolves(layer: nn.Module) -> bool:
 
 def _leaves_behind(output: Tensor) -> set[int]:
     """The ids of the leaves that a tensor was computed from."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    waiting = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found.add(id(getattr(node, "variable", None)))
-        waiting += [before for before, _ in node.next_functions]
-    return found
+    return {id(getattr(node, "variable", None)) for node in nodes_behind([output])}
 
 
 def _run(

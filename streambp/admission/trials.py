@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from streambp.admission.agreement import coarsest
 from streambp.admission.rehearsal import CHUNK, TOKENS, Restored, as_trained, nothing_cached, nothing_masked, random_like
 from streambp.attention.kv import CallSite
-from streambp.attention.prefix import ChunkMask, Prefix, Stage
+from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import has_data
@@ -197,8 +197,8 @@ class _Watched(ChunkMask):
         super().__init__(prefix, chunk, Stage.FORWARD)
         self.given: list[tuple[Tensor, Tensor]] = []
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        o = super().attend(*args, **kwargs)
+    def attend(self, given: AttentionCall) -> Tensor:
+        o = super().attend(given)
         self.given.append((o, o.clone()))
         return o
 

@@ -17,10 +17,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from streambp.attention.masks import LazyMask, lazy_mask, resolve
-from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, Stage
+from streambp.attention.prefix import AttentionCall, AttentionPoint, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
+from streambp.device import autocast_dtype
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, SINKS
+from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, SINKS
 
 NAME = "streambp"
 
@@ -73,9 +74,12 @@ def stream_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if not isinstance(attention_mask, AttentionPoint):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
-    query, key, value = _one_dtype(query, key, value)
+    dtype = autocast_dtype(query.device.type)
+    if dtype is not None:  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
+        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     sinks = [kwargs[name] for name in SINKS if kwargs.get(name) is not None]
-    return attention_mask.attend(query, key, value, scaling, dropout, softcap, *sinks), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, *sinks)), None
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
@@ -92,18 +96,9 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Chunk
             f"A layer attends {length} queries to {key.shape[2]} keys while its model streams; streambp supports neither "
             "caches nor cross-attention there. Use gradient checkpointing for this model (streambp.unpatch(model))."
         )
-    layout = resolve(mask, query.shape[0], length, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), query.device)
+    layout = resolve(mask, query.shape[0], length, kwargs.get("position_ids"), kwargs.get(DOCUMENT_ENDS), query.device)
     stage = Stage.RECOMPUTE if torch.is_grad_enabled() else Stage.FORWARD
     return ChunkMask(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
-
-
-def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we."""
-    device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-    return tensors
 
 
 class Routed(str):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from streambp.distributed.zero import is_partitioned
+from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import (
     FSDP_GROUPS,
     FSDP_OFFLOADED,
@@ -55,7 +56,7 @@ def engine_host_use(model: nn.Module) -> HostUse:
 def _fsdp_shards(model: nn.Module) -> Iterable[Tensor]:
     """The shards that FSDP2 keeps on the host."""
     for module in model.modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        if is_fsdp_unit(module):
             state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]
             for parameter in (p for group in groups for p in getattr(group, FSDP_PARAMETERS, ())):

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from streambp.device import has_data
 from streambp.distributed.engines import belongs_to_engine
 from streambp.fingerprint.leaves import leaves, name_of, version_of
 from streambp.known_names import ALORA_OFFSETS, FOR_ONE_FORWARD, MODULE_HOOKS, UNSEEN_WRITES
+from streambp.nested import tensors_in
 
 HookKey = tuple[str, str, str, int]  # the module's name in the layer, the sort of hook, its name, and which of several
 SORTS = dict(zip(MODULE_HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
@@ -155,7 +155,7 @@ class _Watched:
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         if self.key in self.acted:
             return self.hook(module, *given)
-        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        tensors = tensors_in(given, Tensor)
         before = [version_of(x) for x in tensors]
         copies = [x.detach().clone() for x in tensors] if self.unseen else []
         result = self.hook(module, *given)
@@ -168,7 +168,7 @@ class _Watched:
     def _hands_on(self, result: Any, given: tuple[Any, ...]) -> bool:
         """Whether a hook gives back what it was given: it may look at it, or change its gradient alone."""
         was = given[-1] if self.key[1] == "forward hook" else given[0]
-        pairs = [[x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in (result, was)]
+        pairs = [tensors_in(values, Tensor) for values in (result, was)]
         return len(pairs[0]) == len(pairs[1]) and all(map(_equal, *pairs))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
+from streambp.nested import nodes_behind
 
 
 def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> None:
@@ -34,17 +35,10 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
     """A leaf that the graph of these outputs ends at and that is not among those that are differentiated."""
     known = {id(tensor) for tensor in differentiated}
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node.name() == ACCUMULATE_GRAD and id(node.variable) not in known:  # type: ignore[attr-defined]
-            leaf: Tensor = node.variable  # type: ignore[attr-defined]
+    for node in nodes_behind(outputs):
+        if node.name() == ACCUMULATE_GRAD and id(node.variable) not in known:
+            leaf: Tensor = node.variable
             return leaf
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                waiting.append(before)
     return None
 
 

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from streambp.errors import StreamBPError
 from streambp.known_names import TENSOR_HOOKS
+from streambp.nested import tensors_in
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
     """`result` was made of them."""
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    made = tensors_in(result, Tensor)
     for stand_in in stand_ins:
-        stand_in.followed |= any(leaf is not stand_in for leaf in made)
+        stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
 
 
 def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequence[Any], instead: str) -> None:

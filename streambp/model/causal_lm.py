@@ -22,7 +22,7 @@ from streambp.foreign import foreign_forward, trls_head
 from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRecord, Recipe
-from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.instance_forward import InstanceForward, is_fsdp_unit, wants_gradients
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
 from streambp.lazy.dispatch import LazyLogits
@@ -225,7 +225,7 @@ class CausalLMForward(InstanceForward):
             return False
         if wants_cache(self.module.config.get_text_config(), kwargs) and not self._trains:  # type: ignore[operator, union-attr]
             return False
-        return not any(base.__name__ == "FSDPModule" for part in self.module.modules() for base in type(part).__mro__)
+        return not any(map(is_fsdp_unit, self.module.modules()))
 
     def _lazily(self, kwargs: dict[str, Any]) -> Any:
         self._leave_cache(kwargs)

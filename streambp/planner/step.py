@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from streambp.known_names import IMPLEMENTATION
 from streambp.layer.site import attention_configs
+from streambp.nested import replaced
 from streambp.planner.count import aten
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
@@ -146,16 +147,9 @@ def _watch(layer: nn.Module, place: int, last: bool, phases: Phases) -> list[Any
 @contextlib.contextmanager
 def fused_attention(model: nn.Module) -> Iterator[None]:
     """Within, the model attends with FlashAttention's operator: on meta, sdpa would count a [T, T] matrix."""
-    configs = attention_configs(model)
     AttentionInterface.register(FUSED, _flash)
-    before = [getattr(config, IMPLEMENTATION) for config in configs]
-    for config in configs:
-        setattr(config, IMPLEMENTATION, FUSED)
-    try:
+    with replaced(attention_configs(model), IMPLEMENTATION, FUSED):
         yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            setattr(config, IMPLEMENTATION, name)
 
 
 def _flash(

@@ -22,7 +22,15 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, LINEAR_CACHE, OWN_SCAN, STATE_PROTOCOL
+from streambp.known_names import (
+    CONV_UPDATE,
+    DOCUMENT_ENDS,
+    DOCUMENT_IDS,
+    LINEAR_CACHE,
+    OWN_SCAN,
+    RECURRENT_UPDATE,
+    STATE_PROTOCOL,
+)
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import Segment, kind_of
 from streambp.recurrent.scans import StartingFrom, in_torch, scans_of
@@ -72,9 +80,9 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
         functions = [forward.__globals__.get(name) for name in code.co_names]
         kinds = {kind_of(function) for function in functions if callable(function) and not in_torch(function)}
         passes_on = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-        if "update_conv_state" in names and not ("conv" in kinds and passes_on):
+        if CONV_UPDATE in names and not ("conv" in kinds and passes_on):
             return ()
-        if "update_recurrent_state" in names:
+        if RECURRENT_UPDATE in names:
             rule = "rule" in kinds and DOCUMENT_ENDS in code.co_consts and rows == 1
             if not rule and not ("scan" in kinds and passes_on):
                 return ()

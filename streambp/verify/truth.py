@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from streambp.known_names import EAGER, EXPERTS_IMPLEMENTATION
+from streambp.nested import replaced
 
 
 def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -59,14 +60,8 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
     """Within, experts are multiplied one after the other: torch's grouped products know no float64."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
-    before = [(config, getattr(config, EXPERTS_IMPLEMENTATION)) for config in configs.values()]
-    try:
-        for config, _ in before:
-            setattr(config, EXPERTS_IMPLEMENTATION, EAGER)
+    with replaced(configs.values(), EXPERTS_IMPLEMENTATION, EAGER):
         yield
-    finally:
-        for config, name in before:
-            setattr(config, EXPERTS_IMPLEMENTATION, name)
 
 
 def available_memory() -> int | None:
