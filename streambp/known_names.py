@@ -38,7 +38,7 @@ TOKEN_DIMS = {
 # Caches of keys, values and states. `past_key_value` is an older name, which models outside of transformers still have.
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 PAGED_CACHE = "cache"  # the cache of continuous batching
-STATE = "state"  # RWKV: the layer takes its states there, and returns them behind its hidden states
+STATE = "state"  # xLSTM and RWKV: the layer takes its states there, and returns them behind its hidden states
 PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], the keys that an earlier layer picked
 PER_KEY = ("alibi",)  # BLOOM: arguments whose last dimension is the keys
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan

@@ -1,4 +1,4 @@
-"""Tensors in nested containers."""
+"""Tensors in nested containers and in graphs, and attributes that several objects lend for a while."""
 
 from __future__ import annotations
 

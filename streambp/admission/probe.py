@@ -86,6 +86,13 @@ def can_stream(call: LayerCall) -> bool:
         return False
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
+    certain = _judge(call, x)
+    return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
+
+
+def _judge(call: LayerCall, x: Tensor) -> bool:
+    """Tell the site why the layer cannot be cut, or that it can; whether that holds for calls of this kind to come."""
+    site, kind = call.site, call.arguments.kind
     with generators_kept(call.look.body.generators), Restored(call.layer) as restored:
         site.because, certain = _why_not(call, x)
         set_once = restored.set_once()
@@ -100,7 +107,7 @@ def can_stream(call: LayerCall) -> bool:
         site.looked_at[call.arguments.kind, call.autocast] = site.looked_at.pop((kind, call.autocast))
     if certain:
         site.verdicts[call.arguments.kind] = site.because
-    return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
+    return certain
 
 
 def _streams_at_length(call: LayerCall) -> bool:
