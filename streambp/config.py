@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from streambp.errors import ConfigError
 
@@ -85,6 +86,19 @@ class StreamConfig:
         size = self.chunk_size
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(f'chunk_size is {size!r}; it must be a positive number of tokens, or "auto".')
+        self._check_saves()
+        named = {"attention": ATTENTION, "offload": OFFLOAD, "on_host_full": ON_HOST_FULL, "documents": DOCUMENTS}
+        for field, choices in named.items():
+            if getattr(self, field) not in choices:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")
+        for field in ("host_memory", "gpu_memory"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
+                if self.offload == "none":
+                    raise ConfigError(f"{field} is set, but offload='none' moves nothing; set offload='cpu' or 'auto' too.")
+        self._check_head()
+
+    def _check_saves(self) -> None:
         if isinstance(self.saves, list | tuple) and tuple(self.saves) == ("auto",):  # as command lines and JSON give it
             object.__setattr__(self, "saves", "auto")
         if self.saves != "auto":
@@ -95,15 +109,8 @@ class StreamConfig:
             raise ConfigError(
                 "saves='auto' chooses by what the link to the host can carry; set offload='cpu' or 'auto' too."
             )
-        named = {"attention": ATTENTION, "offload": OFFLOAD, "on_host_full": ON_HOST_FULL, "documents": DOCUMENTS}
-        for field, choices in named.items():
-            if getattr(self, field) not in choices:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")
-        for field in ("host_memory", "gpu_memory"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
-                if self.offload == "none":
-                    raise ConfigError(f"{field} is set, but offload='none' moves nothing; set offload='cpu' or 'auto' too.")
+
+    def _check_head(self) -> None:
         for field in ("head", "eval_logits", "lazy_logits"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")
@@ -113,6 +120,24 @@ class StreamConfig:
                     f"{field} is set, but head=False builds the logits in every call, so that it would change nothing; "
                     f"leave {field} out, or set head=True."
                 )
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
+
+
+def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
+    """`base` with these fields, by name.
+
+    Args:
+        source: where they come from, for the message.
+
+    Raises:
+        ConfigError: a name is unknown, or a value cannot be.
+    """
+    unknown = sorted(set(found) - set(FIELDS))
+    if unknown:
+        raise ConfigError(f"{source} has the settings {unknown}; it may have {list(FIELDS)}.")
+    return dataclasses.replace(base, **found)
 
 
 def parse_bytes(field: str, value: int | str) -> int:

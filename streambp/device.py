@@ -56,6 +56,12 @@ def raised_among_kernels(error: BaseException) -> bool:
     return any(module.startswith(KERNELS) for module in modules)
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast casts to on this kind of device; None where it is off."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
 def has_data(x: Tensor) -> bool:
     """Whether x has values: tensors on meta and fake ones, of which steps are counted, have none."""
     return not x.is_meta and not isinstance(x, FakeTensor)

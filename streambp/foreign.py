@@ -17,8 +17,15 @@ from typing import Any
 from torch import nn
 
 from streambp.instance_forward import InstanceForward, Unbound
-
-OWN = ("transformers", "accelerate", "torch", "peft", "deepspeed", "streambp")  # of these, forwards and what wraps them
+from streambp.known_names import (
+    COMPILED_FROM,
+    FORWARDS_ARE_PLAIN,
+    TRLS_FORWARD,
+    TRLS_HEAD,
+    TRLS_IN_FLOAT32,
+    TRLS_OUTPUTS,
+    TRLS_TEMPERATURE,
+)
 
 
 def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] | None = None) -> str | None:
@@ -37,7 +44,7 @@ def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] |
             if trls_head(function) is not None:
                 continue  # it asks the forward below for the loss, unless it is told to compute its own
             home = home_of(function)
-            if home not in own and home.partition(".")[0] not in OWN:
+            if home not in own and home.partition(".")[0] not in FORWARDS_ARE_PLAIN:
                 return f"{home}.{name_of(function)}"
     return None
 
@@ -58,17 +65,17 @@ def wrapped_functions(forward: Any) -> Iterator[Any]:
         else:
             yield forward
             trls = trls_head(forward)
-            forward = getattr(forward, "__wrapped__", None) if trls is None else trls["original_forward"]
+            forward = getattr(forward, "__wrapped__", None) if trls is None else trls[TRLS_FORWARD]
 
 
-TRLS_SETTINGS = ("original_forward", "temperature", "cast_lm_head_to_fp32", "outputs")
+TRLS_SETTINGS = (TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS)
 
 
 def trls_head(function: Any) -> dict[str, Any] | None:
     """What TRL's `add_fused_lm_head` was called with and the forward it stands in front of, if `function` is what it
     made; there is no other way to learn them."""
     code = getattr(function, "__code__", None)
-    if code is None or code.co_name != "_fused_forward" or not home_of(function).startswith("trl."):
+    if code is None or code.co_name != TRLS_HEAD or not home_of(function).startswith("trl."):
         return None
     found = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
     return found if all(name in found for name in TRLS_SETTINGS) else None
@@ -88,7 +95,7 @@ def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
     attribute that tells it, the function's globals it does not."""
     if isinstance(forward, MethodType) or not home_of(forward).startswith("torch._dynamo"):
         return forward
-    return getattr(forward, "_torchdynamo_orig_callable", forward)
+    return getattr(forward, COMPILED_FROM, forward)
 
 
 def name_of(function: Any) -> str:

@@ -11,12 +11,15 @@ class finds them.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+
+from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, FSDP_UNIT
 
 WRAPPERS = "_streambp_forwards"  # a module's attribute: its wrappers, outermost last
 
@@ -62,12 +65,17 @@ def wants_gradients(module: nn.Module) -> bool:
         everywhere._global_backward_hooks,
         everywhere._global_backward_pre_hooks,
     )
-    return any(hooks) or any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    return any(hooks) or is_fsdp_unit(module)
+
+
+def is_fsdp_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the module itself."""
+    return FSDP_UNIT in map(operator.attrgetter("__name__"), type(module).__mro__)
 
 
 def _slot(module: nn.Module) -> str:
     """accelerate's hooks (device_map) stand in `forward` themselves and call `_old_forward`; we stay inside of them."""
-    return "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+    return ACCELERATE_FORWARD if ACCELERATE_HOOK in module.__dict__ else "forward"
 
 
 class InstanceForward:

@@ -1,13 +1,17 @@
-"""Tensors in nested containers."""
+"""Tensors in nested containers and in graphs, and attributes that several objects lend for a while."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T", bound=Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,3 +34,37 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
             changed[key] = rebuilt(part, change)
         return changed
     return value
+
+
+@contextlib.contextmanager
+def replaced(objects: Collection[Any], name: str, value: Any) -> Iterator[None]:
+    """Within, an attribute of these objects has that value."""
+    before = [getattr(one, name) for one in objects]
+    try:
+        for one in objects:
+            setattr(one, name, value)
+        yield
+    finally:
+        for one, own in zip(objects, before, strict=True):
+            setattr(one, name, own)
+
+
+def tensors_in(value: Any, kind: type[T]) -> list[T]:
+    """The tensors of a kind in nested containers."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, kind):
+            found.append(leaf)
+    return found
+
+
+def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
+    """All nodes of the autograd graph that these tensors were computed by, each once."""
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = dict.fromkeys(waiting)
+    while waiting:
+        for before, _ in waiting.pop().next_functions:
+            if before is not None and before not in seen:
+                seen[before] = None
+                waiting.append(before)
+    return list(seen)

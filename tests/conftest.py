@@ -37,5 +37,5 @@ def attended_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the query chunks that streamed attention saw."""
     seen: list[int] = []
     real = prefix.ChunkMask.attend
-    monkeypatch.setattr(prefix.ChunkMask, "attend", lambda self, q, *a: seen.append(q.shape[2]) or real(self, q, *a))
+    monkeypatch.setattr(prefix.ChunkMask, "attend", lambda self, given: seen.append(given.q.shape[2]) or real(self, given))
     return seen

@@ -17,7 +17,8 @@ from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.looks import Look, changed, generator_states, set_generators, versions_of
-from streambp.layer.arguments import CACHES, Versions
+from streambp.known_names import CACHES
+from streambp.layer.arguments import Versions
 from streambp.layer.recompute import check_mode, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.shadows import Parameters
 from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since

@@ -17,7 +17,9 @@ from streambp.attention.own import PaddingMask, PlainMask, biases_positions, own
 from streambp.distributed.engines import reduced_after_backward, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.looks import versions_of
-from streambp.layer.arguments import STATE, Arguments
+from streambp.instance_forward import is_fsdp_unit
+from streambp.known_names import STATE
+from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import attention_mask_of
 from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward
@@ -157,7 +159,7 @@ def _refuse_states_given(site: LayerSite) -> None:
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:
     for name, module in layer.named_modules():
-        if module is not layer and any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        if module is not layer and is_fsdp_unit(module):
             raise UnsupportedModelError(
                 f"{name} inside {type(layer).__name__} is an FSDP unit of its own; streamed layers would gather it once "
                 "per chunk and lose gradients. Apply fully_shard to whole decoder layers only."

@@ -17,15 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from streambp.fingerprint.leaves import version_of
 from streambp.foreign import home_of, name_of
 from streambp.instance_forward import InstanceForward
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-FOR_HOOKS = ("torch", "transformers", "accelerate", "deepspeed", "streambp")
-FOR_MODULES = (*FOR_HOOKS, "peft", "liger_kernel", "torchao", "bitsandbytes")
+from streambp.known_names import FORWARD_HOOKS, HOOKS_ARE_HARMLESS, MODULES_ARE_HARMLESS
+from streambp.nested import tensors_in
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None) -> list[str]:
@@ -34,14 +31,14 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None) -> list
     Args:
         previous: the layer's own instance forward.
     """
-    found = [] if previous is None or _is_own(previous, FOR_MODULES) else [_full_name(previous)]
+    found = [] if previous is None or _is_own(previous, MODULES_ARE_HARMLESS) else [_full_name(previous)]
     for module in layer.modules():
         forward = module.__dict__.get("forward") if module is not layer else None
-        if forward is not None and not isinstance(forward, InstanceForward) and not _is_own(forward, FOR_MODULES):
+        if forward is not None and not isinstance(forward, InstanceForward) and not _is_own(forward, MODULES_ARE_HARMLESS):
             found.append(_full_name(forward))
-        if not _is_own(getattr(type(module), "forward", module), FOR_MODULES):
+        if not _is_own(getattr(type(module), "forward", module), MODULES_ARE_HARMLESS):
             found.append(_full_name(getattr(type(module), "forward", module)))
-        elif type(module).__module__.partition(".")[0] not in FOR_MODULES:
+        elif type(module).__module__.partition(".")[0] not in MODULES_ARE_HARMLESS:
             found.append(f"{type(module).__module__}.{type(module).__name__}")
     return list(dict.fromkeys(found))
 
@@ -52,11 +49,11 @@ def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
     changing: list[str] = []
     everywhere = torch.nn.modules.module
     tables: list[dict[int, Any]] = [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
-    tables += [getattr(module, name) for module in layer.modules() if module is not layer for name in HOOKS]
+    tables += [getattr(module, name) for module in layer.modules() if module is not layer for name in FORWARD_HOOKS]
     before = [(table, dict(table)) for table in tables if table]
     for table, hooks in before:
         for key, hook in hooks.items():
-            if not _is_own(hook, FOR_HOOKS):
+            if not _is_own(hook, HOOKS_ARE_HARMLESS):
                 table[key] = functools.partial(_watched, hook, changing)
                 changing += [_full_name(hook)] if _may_change(hook) else []
     try:
@@ -67,7 +64,7 @@ def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs: Any) -> Any:
-    tensors = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
+    tensors = tensors_in((args[1:], kwargs), Tensor)
     before = [x.detach().clone() for x in tensors]  # versions miss what is written through `.data` or NumPy
     versions = [version_of(x) for x in tensors]  # values miss what is written to positions that are not there
     result = hook(*args, **kwargs)

@@ -21,14 +21,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from streambp.admission.agreement import agree, agree_in_sum, coarsest
 from streambp.admission.insides import foreign_parts, watched_hooks
 from streambp.admission.long_trial import ANY_SIZE
-from streambp.admission.registry import EAGER, distinct_attentions
+from streambp.admission.registry import distinct_attentions
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
-from streambp.attention.own import PER_KEY
 from streambp.chunks import Chunk
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
-from streambp.layer.arguments import CACHES, STATE
+from streambp.known_names import CACHES, EAGER, PER_KEY, STATE
 from streambp.layer.call import LayerCall
 from streambp.layer.other_leaves import depends, leaf_besides, why_flat
 from streambp.layer.outputs import recording

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ from streambp.layer.call import LayerCall
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import KEEPS, Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
-from streambp.nested import rebuilt
+from streambp.nested import nodes_behind, rebuilt
 from streambp.recurrent.documents import in_one, in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
 
@@ -87,6 +86,13 @@ def can_stream(call: LayerCall) -> bool:
         return False
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
+    certain = _judge(call, x)
+    return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
+
+
+def _judge(call: LayerCall, x: Tensor) -> bool:
+    """Tell the site why the layer cannot be cut, or that it can; whether that holds for calls of this kind to come."""
+    site, kind = call.site, call.arguments.kind
     with generators_kept(call.look.body.generators), Restored(call.layer) as restored:
         site.because, certain = _why_not(call, x)
         set_once = restored.set_once()
@@ -101,7 +107,7 @@ def can_stream(call: LayerCall) -> bool:
         site.looked_at[call.arguments.kind, call.autocast] = site.looked_at.pop((kind, call.autocast))
     if certain:
         site.verdicts[call.arguments.kind] = site.because
-    return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
+    return certain
 
 
 def _streams_at_length(call: LayerCall) -> bool:
@@ -313,17 +319,7 @@ def _convolves(layer: nn.Module) -> bool:
 
 def _leaves_behind(output: Tensor) -> set[int]:
     """The ids of the leaves that a tensor was computed from."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    waiting = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found.add(id(getattr(node, "variable", None)))
-        waiting += [before for before, _ in node.next_functions]
-    return found
+    return {id(getattr(node, "variable", None)) for node in nodes_behind([output])}
 
 
 def _run(

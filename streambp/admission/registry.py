@@ -21,16 +21,17 @@ from streambp.attention.interface import NAME, own_implementation
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, name_of
+from streambp.known_names import (
+    ATTENTION_TABLE,
+    EAGER,
+    EAGER_FORWARD,
+    FLASH_FORWARD,
+    HUB_KERNEL,
+    MASKING,
+    SOFTMAX,
+    VERLS_SIZE,
+)
 from streambp.source import written_forward
-
-TABLE = "ALL_ATTENTION_FUNCTIONS"
-EAGER = "eager"
-# Of transformers.integrations, by name: not all that it registers is softmax attention over all keys that a mask allows.
-SOFTMAX = ("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward")
-MASKS = "transformers.masking_utils"
-FLASH = "_flash_attention_forward"  # what transformers' flash attention calls, and what others replace
-VERLS_SIZE = "get_ulysses_sequence_parallel_world_size"
-OF_HUB = ("flash_attn_forward", "supports_flash_attn")  # what transformers knows a hub kernel by that it registers as it is
 
 
 def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
@@ -60,7 +61,9 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
     for layer in layers:
         for module in layer.modules():
             config = getattr(module, "config", None)
-            if config is not None and TABLE in getattr(getattr(written_forward(module), "__code__", None), "co_names", ()):
+            if config is not None and ATTENTION_TABLE in getattr(
+                getattr(written_forward(module), "__code__", None), "co_names", ()
+            ):
                 found.setdefault((id(config), type(module)), module)
     return list(found.values())
 
@@ -68,29 +71,29 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
     """What is not transformers' own behind an attention module's implementation, as the start of a sentence."""
     names = written_forward(module).__globals__
-    table = names.get(TABLE, ALL_ATTENTION_FUNCTIONS)
+    table = names.get(ATTENTION_TABLE, ALL_ATTENTION_FUNCTIONS)
     function = table.get(implementation) if implementation else None
     who = f"The attention function of {type(module).__name__} (attn_implementation={implementation!r})"
     if function is None:
         function = _eager_function(module, names)
         if function is not None and not _written_in(function, names["__name__"]):
-            return f"{who} is {_full_name(function)}, where {names['__name__']}.eager_attention_forward is expected"
+            return f"{who} is {_full_name(function)}, where {names['__name__']}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
         return f"{who} is {_full_name(function)}, where a function of transformers is expected"
-    inner = getattr(function, "__globals__", {}).get(FLASH)
+    inner = getattr(function, "__globals__", {}).get(FLASH_FORWARD)
     if inner is not None and not _is_plain_flash(inner):
-        return f"{who} calls {_full_name(inner)}, where transformers' own {FLASH} is expected"
+        return f"{who} calls {_full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
     mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
     if mask is None:
         return f"{who} has no mask function registered by its name, so that the unpatched model ignores padding and windows"
-    if home_of(mask) != MASKS:
+    if home_of(mask) != MASKING:
         return f"The mask function for attn_implementation={implementation!r} is {_full_name(mask)}, not transformers' own"
     return None
 
 
 def _eager_function(module: nn.Module, names: dict[str, Any]) -> Callable[..., Any] | None:
     """The eager attention that a module's forward falls back to: a function of its modeling file."""
-    asked = (name for name in written_forward(module).__code__.co_names if name.endswith("eager_attention_forward"))
+    asked = (name for name in written_forward(module).__code__.co_names if name.endswith(EAGER_FORWARD))
     return next((names[name] for name in asked if callable(names.get(name))), None)
 
 
@@ -105,8 +108,8 @@ def _is_softmax(function: Callable[..., Any], implementation: str | None) -> boo
     home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")
     if home.startswith("transformers.integrations."):
         return name in SOFTMAX
-    if "/" in (implementation or "") and name == OF_HUB[0]:
-        return all(known in getattr(function, "__globals__", {}) for known in OF_HUB)
+    if "/" in (implementation or "") and name == HUB_KERNEL[0]:
+        return all(known in getattr(function, "__globals__", {}) for known in HUB_KERNEL)
     return find_ulysses(implementation) is not None
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.attention.own import OwnMask
-from streambp.distributed.engines import HOOKS
-from streambp.layer.arguments import PICKED
+from streambp.known_names import MODULE_HOOKS, PICKED
 from streambp.layer.call import LayerCall
 from streambp.layer.products import PLAIN
 from streambp.layer.shadows import Parameters, slots_of
@@ -74,7 +73,7 @@ class Restored:
         for path, module in self._modules.items():
             own = module.__dict__
             self._numbers[path] = {name: value for name, value in own.items() if value is None or type(value) in NUMBERS}
-            self._tables += [(table, dict(table)) for name in HOOKS if (table := own.get(name))]
+            self._tables += [(table, dict(table)) for name in MODULE_HOOKS if (table := own.get(name))]
         return self
 
     def set_once(self) -> list[str]:

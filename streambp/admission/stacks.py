@@ -14,11 +14,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from streambp.attention.own import biases_positions
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, wrapped_functions
-from streambp.layer.arguments import CACHES, PICKED, STATE
-from streambp.recurrent.states import PROTOCOL
+from streambp.known_names import (
+    ATTENTION_TABLE,
+    CACHES,
+    FSDP1,
+    INDEXER,
+    MASK_MAKERS,
+    PICKED,
+    SEQUENCE_LENGTH,
+    SHARED_LAYERS,
+    SHARES_LAYERS,
+    STATE,
+    STATE_PROTOCOL,
+    UNSLOTH,
+    UPDATE,
+)
 from streambp.source import written_forward
-
-MASKS = ("create_causal_mask", "create_bidirectional_mask")  # transformers' functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +103,7 @@ def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel,
 
 def _refuse_fsdp1(model: nn.Module) -> None:
     """It keeps parameters in one flat one, and views of it as plain attributes, that no layer can be differentiated by."""
-    if any(base.__name__ == "FullyShardedDataParallel" for module in model.modules() for base in type(module).__mro__):
+    if any(base.__name__ == FSDP1 for module in model.modules() for base in type(module).__mro__):
         raise UnsupportedModelError(
             f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
             "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
@@ -134,7 +145,7 @@ def _refuse_unsloth(*modules: nn.Module) -> None:
     """It replaces the forwards of transformers' classes with ones that compute attention, cache and loss in its own way."""
     for module in modules:
         for home in map(home_of, wrapped_functions(type(module).forward)):
-            if home.startswith("unsloth"):
+            if home.startswith(UNSLOTH):
                 raise UnsupportedModelError(
                     f"Unsloth has replaced the forward of {type(module).__name__} (in {home}) with one that cannot be cut "
                     "into chunks. Load the model with transformers in a process that does not import unsloth, or train it "
@@ -149,7 +160,7 @@ def attends(layer: nn.Module) -> bool:
 
 def cache_argument(layer: nn.Module) -> str | None:
     """The argument that takes the cache of a layer that attends by itself, over what its cache returns; None for others."""
-    if attends(layer) or not any("update" in _names(m) and set(CACHES) & set(_locals(m)) for m in layer.modules()):
+    if attends(layer) or not any(UPDATE in _names(m) and set(CACHES) & set(_locals(m)) for m in layer.modules()):
         return None
     return next((name for name in _locals(layer) if name in CACHES), None)
 
@@ -159,7 +170,7 @@ def states_argument(layer: nn.Module) -> str | None:
 
     [Note: states]
     """
-    if any(set(PROTOCOL) & set(_names(module)) for module in layer.modules()):
+    if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
         return next((name for name in _locals(layer) if name in CACHES), None)
     return STATE if _takes_states(layer) and not _writes_states(layer) else None
 
@@ -167,16 +178,16 @@ def states_argument(layer: nn.Module) -> str | None:
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
     """Whether later layers read the keys and values of earlier ones from the cache, so that a call without one computes
     something else: Gemma 3n and 4 in transformers 5.5, which gives each layer its own there, with checkpointing too."""
-    if not getattr(backbone.config, "num_kv_shared_layers", 0):
+    if not getattr(backbone.config, SHARES_LAYERS, 0):
         return False
-    return any("shared_layers" in _names(module) for module in backbone.modules())
+    return any(SHARED_LAYERS in _names(module) for module in backbone.modules())
 
 
 def counts_positions(layer: nn.Module) -> bool:
     """Whether a module of the layer asks its cache how many tokens came before (llama4's layers without rotary
     positions do; they would count from 0 in every chunk)."""
     asking = (module for module in layer.modules() if not getattr(module, "is_cross_attention", False))
-    return any("get_seq_length" in _names(module) for module in asking)
+    return any(SEQUENCE_LENGTH in _names(module) for module in asking)
 
 
 def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) -> str | None:
@@ -208,7 +219,7 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) ->
                 f"{type(ranking).__name__} reads the keys whose values rank highest, in which equal tokens tie, and "
                 "which of them it reads depends on how many keys there are"
             )
-        indexer = next((m for m in layer.modules() if "Indexer" in type(m).__name__), None)
+        indexer = next((m for m in layer.modules() if INDEXER in type(m).__name__), None)
         if indexer is not None and not any(map(_looks_at_keys, attentions)):
             return f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools in a cache of its own"
     if not any(attends(layer) or cache_argument(layer) or states_argument(layer) for layer in layers):
@@ -227,7 +238,7 @@ def _is_encoder(backbone: PreTrainedModel) -> bool:
         return False
     own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
     codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
-    return {"is_decoder", *MASKS} <= {name for code in codes for name in code.co_names}
+    return {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}
 
 
 def _takes_states(layer: nn.Module) -> bool:
@@ -243,11 +254,11 @@ def _writes_states(layer: nn.Module) -> bool:
 
 
 def _attends_itself(module: nn.Module) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in _names(module) or "update" in _names(module)
+    return ATTENTION_TABLE in _names(module) or UPDATE in _names(module)
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
-    return [module for module in layer.modules() if "ALL_ATTENTION_FUNCTIONS" in _names(module)]
+    return [module for module in layer.modules() if ATTENTION_TABLE in _names(module)]
 
 
 def _looks_at_keys(attention: nn.Module) -> bool:
@@ -255,8 +266,8 @@ def _looks_at_keys(attention: nn.Module) -> bool:
 
     An indexer picks them, or an earlier layer has (sparse attention), or there is a bias for each pair of positions.
     """
-    indexed = any("Indexer" in type(module).__name__ for module in attention.children())
-    return "update" in _names(attention) and (indexed or biases_positions(attention) or PICKED in _locals(attention))
+    indexed = any(INDEXER in type(module).__name__ for module in attention.children())
+    return UPDATE in _names(attention) and (indexed or biases_positions(attention) or PICKED in _locals(attention))
 
 
 def _ranks_values(attention: nn.Module) -> bool:

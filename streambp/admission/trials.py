@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from streambp.admission.agreement import coarsest
 from streambp.admission.rehearsal import CHUNK, TOKENS, Restored, as_trained, nothing_cached, nothing_masked, random_like
 from streambp.attention.kv import CallSite
-from streambp.attention.prefix import ChunkMask, Prefix, Stage
+from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import has_data
 from streambp.fingerprint.looks import generators_kept
-from streambp.layer.arguments import TOKEN_DIMS
+from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import LayerCall
 from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out, trace_unread
 from streambp.layer.recompute import Autocast, RandomState
@@ -197,8 +197,8 @@ class _Watched(ChunkMask):
         super().__init__(prefix, chunk, Stage.FORWARD)
         self.given: list[tuple[Tensor, Tensor]] = []
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        o = super().attend(*args, **kwargs)
+    def attend(self, given: AttentionCall) -> Tensor:
+        o = super().attend(given)
         self.given.append((o, o.clone()))
         return o
 

@@ -21,6 +21,7 @@ from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended, MergedOutput, SummedQueries
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import Chunk
+from streambp.device import autocast_dtype
 
 Layout = Spans | DenseMask
 
@@ -125,7 +126,7 @@ class PrefixAttention(torch.autograd.Function):
         o = attended.o.contiguous()
         ctx.save_for_backward(q, o if attended.wide is None else attended.wide, attended.lse, sink)
         ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
-        ctx.autocast = _autocast_dtype(q.device.type)
+        ctx.autocast = autocast_dtype(q.device.type)
         return o.view_as(o)
 
     @staticmethod
@@ -149,15 +150,9 @@ class PrefixAttention(torch.autograd.Function):
         return summed.result(), dk_own.to(q.dtype), dv_own.to(q.dtype), dsink, None, None, None, None, None
 
 
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """What autocast casts to on this kind of device; None where it is off."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None
-
-
 def _in_autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Within, `_autocast_dtype` is `dtype`."""
-    if dtype == _autocast_dtype(device):
+    """Within, `autocast_dtype` is `dtype`."""
+    if dtype == autocast_dtype(device):
         return contextlib.nullcontext()
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 

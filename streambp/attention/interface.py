@@ -17,15 +17,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from streambp.attention.masks import LazyMask, lazy_mask, resolve
-from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, Stage
+from streambp.attention.prefix import AttentionCall, AttentionPoint, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
+from streambp.device import autocast_dtype
 from streambp.errors import UnsupportedModelError
+from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, SINKS
 
 NAME = "streambp"
-
-# Keyword arguments that change what attention computes and that this function does not implement.
-FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")
-SINKS = ("s_aux", "sinks")
 
 
 def stream_attention(
@@ -48,7 +46,7 @@ def stream_attention(
     """
     if not isinstance(attention_mask, AttentionPoint | LazyMask):
         own = _met_by_chance(getattr(module, "config", None))
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
         function = None if own is None else AttentionInterface().get(own, eager)
         if function is not None:
             given = kwargs if softcap is None else {**kwargs, "softcap": softcap}
@@ -76,9 +74,12 @@ def stream_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if not isinstance(attention_mask, AttentionPoint):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
-    query, key, value = _one_dtype(query, key, value)
+    dtype = autocast_dtype(query.device.type)
+    if dtype is not None:  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
+        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     sinks = [kwargs[name] for name in SINKS if kwargs.get(name) is not None]
-    return attention_mask.attend(query, key, value, scaling, dropout, softcap, *sinks), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, *sinks)), None
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
@@ -95,18 +96,9 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Chunk
             f"A layer attends {length} queries to {key.shape[2]} keys while its model streams; streambp supports neither "
             "caches nor cross-attention there. Use gradient checkpointing for this model (streambp.unpatch(model))."
         )
-    layout = resolve(mask, query.shape[0], length, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), query.device)
+    layout = resolve(mask, query.shape[0], length, kwargs.get("position_ids"), kwargs.get(DOCUMENT_ENDS), query.device)
     stage = Stage.RECOMPUTE if torch.is_grad_enabled() else Stage.FORWARD
     return ChunkMask(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
-
-
-def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we."""
-    device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-    return tensors
 
 
 class Routed(str):
@@ -130,7 +122,6 @@ class Routed(str):
         return (type(self.own), () if self.own is None else (self.own,))
 
 
-FIELD = "_attn_implementation_internal"  # of a config, past its __getattribute__, which costs more than all else here
 LOCK = threading.RLock()  # held while a config's name changes
 HERE: contextvars.ContextVar[tuple[Routed, ...]] = contextvars.ContextVar("streambp_routed", default=())
 COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
@@ -140,7 +131,7 @@ COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
     """The attention implementation that the config names outside of `routed`, from within or without."""
-    name: str | None = vars(config)[FIELD]
+    name: str | None = vars(config)[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
 
@@ -170,9 +161,9 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
 
 def _enter(config: PreTrainedConfig) -> Routed:
     with LOCK:
-        name: str | None = vars(config)[FIELD]
+        name: str | None = vars(config)[IMPLEMENTATION]
         if not isinstance(name, Routed) or not name.users or name.config != id(config):
-            name = vars(config)[FIELD] = Routed(own_implementation(config), config)
+            name = vars(config)[IMPLEMENTATION] = Routed(own_implementation(config), config)
         name.users += 1
     return name
 
@@ -180,13 +171,13 @@ def _enter(config: PreTrainedConfig) -> Routed:
 def _leave(config: PreTrainedConfig, name: Routed) -> None:
     with LOCK:
         name.users -= 1
-        if not name.users and vars(config)[FIELD] is name:
-            vars(config)[FIELD] = name.own
+        if not name.users and vars(config)[IMPLEMENTATION] is name:
+            vars(config)[IMPLEMENTATION] = name.own
 
 
 def _is_here(config: PreTrainedConfig) -> bool:
     """Whether this thread is within `routed` with it."""
-    return any(vars(config)[FIELD] is name for name in HERE.get())
+    return any(vars(config)[IMPLEMENTATION] is name for name in HERE.get())
 
 
 @contextlib.contextmanager

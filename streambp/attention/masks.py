@@ -22,6 +22,7 @@ from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, reads
 from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
 from streambp.chunks import Barrier
 from streambp.errors import UnsupportedMaskError
+from streambp.known_names import DOCUMENT_ENDS
 
 
 class LazyMask:
@@ -235,7 +236,7 @@ def _from_description(
         mask.told = "position_ids", sum(map(len, _rows(batch_size, length, None, packed)))
     if cu_seq_lens is not None:
         rows = _rows_of_documents(cu_seq_lens, batch_size, length)
-        mask.told = mask.told or ("cu_seq_lens_q", len(rows[0]))
+        mask.told = mask.told or (DOCUMENT_ENDS, len(rows[0]))
         if packed is not None and rows != _rows(batch_size, length, None, packed):
             raise UnsupportedMaskError(
                 f"cu_seq_lens ends its documents at {cu_seq_lens.tolist()[:9]}..., but position_ids restart elsewhere. "

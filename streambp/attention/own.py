@@ -29,9 +29,8 @@ from streambp.cache import ChunkCache
 from streambp.chunks import Barrier, Chunk
 from streambp.device import has_data
 from streambp.errors import UnsupportedMaskError
+from streambp.known_names import INDEX_UPDATE, PER_KEY, QUERY_OFFSET
 from streambp.source import written_forward
-
-PER_KEY = ("alibi",)  # arguments whose last dimension is the keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +167,7 @@ def why_picked_blocks_stay_whole(layer: nn.Module, positions: Any, mask: OwnMask
     Raises:
         UnsupportedMaskError: they do, and the indexer reads it.
     """
-    if not any("update_index" in _attributes(module) for module in layer.modules()) or not has_data(mask.mask):
+    if not any(INDEX_UPDATE in _attributes(module) for module in layer.modules()) or not has_data(mask.mask):
         return None
     if mask.empty is not None and not by_sdpa:
         raise UnsupportedMaskError(
@@ -203,4 +202,4 @@ def biases_positions(module: nn.Module) -> bool:
 
     transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean over all keys.
     """
-    return any("get_query_offset" in _attributes(part) for part in module.modules())
+    return any(QUERY_OFFSET in _attributes(part) for part in module.modules())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,20 +147,24 @@ class Prefix:
         self.sites, self.filled_until, self._scratch = [], 0, None
 
 
+class AttentionCall(NamedTuple):
+    """What a layer hands to its attention for one chunk: q [B, H, C, D], k [B, H_kv, C, D], v [B, H_kv, C, D_v], and the
+    logits [H] of one more key, its sink, if it has one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    dropout: float = 0.0
+    softcap: float | None = None
+    sink: Tensor | None = None
+
+
 class AttentionPoint:
     """Travels through the layer as `attention_mask` and says what its attention does with a chunk."""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-    ) -> Tensor:
-        """q [B, H, C, D], k and v [B, H_kv, C, D] of this chunk, sink [H] -> [B, C, H, D_v]."""
+    def attend(self, given: AttentionCall) -> Tensor:
+        """What attention gives, [B, C, H, D_v]."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -178,24 +183,16 @@ class ChunkMask(AttentionPoint):
         self.attended: list[Attended] = []
         self.call = 0
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, given: AttentionCall) -> Tensor:
         prefix, chunk, index = self.prefix, self.chunk, self.call
+        q, k, v, scale, dropout, softcap, sink = given
         self.call += 1
         backend = prefix.backends.get(index)
         if backend is None:  # backward attends as forward did, whatever is switched on or off between them
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
         seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
-        params = Params(backend, q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout, seed)
+        params = Params(backend, scale, softcap, dropout, seed)
         site = self._site(index, k, v)
         if self.stage is Stage.REFILL and self.call == prefix.calls:
             raise RefillDone

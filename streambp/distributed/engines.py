@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.distributed.zero import LEAF
-
-ENGINES = ("deepspeed",)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from streambp.distributed.zero import is_partitioned
+from streambp.known_names import ENGINES, GRADIENT_HOOKED, MODULE_HOOKS, Z3_LEAF
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
     """The tables of hooks of the layer's inner modules in which an engine has some."""
-    tables = [getattr(module, name) for module in layer.modules() if module is not layer for name in HOOKS]
+    tables = [getattr(module, name) for module in layer.modules() if module is not layer for name in MODULE_HOOKS]
     return [hooks for hooks in tables if any(map(belongs_to_engine, hooks.values()))]
 
 
@@ -56,7 +54,7 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
     return [
         (module, hook)
         for module in layer.modules()
-        if module is not layer and getattr(module, LEAF, False)
+        if module is not layer and getattr(module, Z3_LEAF, False)
         for hook in module._backward_hooks.values()
         if belongs_to_engine(hook)
     ]
@@ -89,5 +87,5 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter that the loss does not touch: None; zeros for DeepSpeed, whose hooks None would crash."""
-    managed = hasattr(parameter, "ds_id") or hasattr(parameter, "grad_accum")
+    managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
     return torch.zeros_like(parameter) if managed else None

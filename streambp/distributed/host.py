@@ -10,9 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from streambp.distributed.zero import is_partitioned
+from streambp.instance_forward import is_fsdp_unit
+from streambp.known_names import (
+    FSDP_GROUPS,
+    FSDP_OFFLOADED,
+    FSDP_PARAMETERS,
+    OFFLOADS_PARAMETERS,
+    OFFLOADS_STATES,
+    ZERO_OPTIMIZERS,
+)
 
 STATES = 2  # of an optimizer that has not been seen: Adam's
-Z3_OPTIMIZER, ZERO_OPTIMIZER = "_z3_optimizer", "_zero_optimizer"  # where DeepSpeed hangs its optimizer on a parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +43,12 @@ def engine_host_use(model: nn.Module) -> HostUse:
         gradients = _bytes(p.grad for p in shards if p.grad is not None)
         trained = _bytes(p for p in shards if p.requires_grad)
         return HostUse(parameters=_bytes(shards), to_come=(1 + STATES) * trained - gradients)
-    names = (Z3_OPTIMIZER, ZERO_OPTIMIZER)
-    zero = next((getattr(p, name) for p in model.parameters() for name in names if hasattr(p, name)), None)
+    zero = next((getattr(p, name) for p in model.parameters() for name in ZERO_OPTIMIZERS if hasattr(p, name)), None)
     parameters: list[Tensor] = []
-    if getattr(zero, "offload_param", False):
+    if getattr(zero, OFFLOADS_PARAMETERS, False):
         parameters = [p.ds_tensor for p in model.parameters() if is_partitioned(p)]  # type: ignore[attr-defined]
     state: Iterable[Tensor] = ()
-    if zero is not None and (getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False)):
+    if zero is not None and any(getattr(zero, name, False) for name in OFFLOADS_STATES):
         state = _optimizer_tensors(zero.optimizer)
     return HostUse(parameters=_bytes(parameters), optimizer=_bytes(state))
 
@@ -49,11 +56,11 @@ def engine_host_use(model: nn.Module) -> HostUse:
 def _fsdp_shards(model: nn.Module) -> Iterable[Tensor]:
     """The shards that FSDP2 keeps on the host."""
     for module in model.modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        if is_fsdp_unit(module):
             state = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            for parameter in (p for group in groups for p in getattr(group, "fsdp_params", ())):
-                if getattr(parameter, "offload_to_cpu", False):
+            groups = getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]
+            for parameter in (p for group in groups for p in getattr(group, FSDP_PARAMETERS, ())):
+                if getattr(parameter, FSDP_OFFLOADED, False):
                     yield parameter.sharded_param
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streambp.errors import UnsupportedModelError
+from streambp.known_names import CONTEXT_PARALLEL, ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYSSES_NOT_IN_EVAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +40,11 @@ def find_ulysses(implementation: str | None) -> Ulysses | None:
         UnsupportedModelError: DeepSpeed's function is there, but its process group is not where it is expected.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(implementation or "sdpa")
-    if not (getattr(function, "__module__", None) or "").startswith("deepspeed"):
+    if not (getattr(function, "__module__", None) or "").startswith(ENGINES):
         return None
     for value in inspect.getclosurevars(inspect.unwrap(function)).nonlocals.values():
-        if hasattr(value, "process_group") and hasattr(value, "attn"):
-            return Ulysses(value.process_group, getattr(value, "disable_in_eval", False))
+        if hasattr(value, ULYSSES_GROUP) and hasattr(value, ULYSSES_ATTENTION):
+            return Ulysses(getattr(value, ULYSSES_GROUP), getattr(value, ULYSSES_NOT_IN_EVAL, False))
     raise UnsupportedModelError(
         "DeepSpeed Ulysses (ALST) splits the sequence over ranks, but the process group is not where DeepSpeed 0.19 keeps "
         "it. Use DeepSpeed 0.19, or run this model unpatched (streambp.unpatch(model))."
@@ -52,7 +53,7 @@ def find_ulysses(implementation: str | None) -> Ulysses | None:
 
 def refuse_context_parallelism() -> None:
     """Raise if torch's context parallelism is at work: a streamed layer would attend to this rank's shard alone."""
-    if (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed"):
+    if (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
         raise UnsupportedModelError(
             "torch's context parallelism splits the sequence over ranks inside scaled_dot_product_attention, which "
             "streamed layers do not call; each would attend to this rank's shard alone. Split sequences with DeepSpeed "

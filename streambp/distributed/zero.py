@@ -14,29 +14,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-LEAF = "_z3_leaf"
+from streambp.known_names import FULL_SHAPE, PARTITIONED, Z3_LEAF
 
 
 def is_partitioned(parameter: Tensor) -> bool:
     """Whether ZeRO-3 manages a parameter."""
-    return hasattr(parameter, "ds_id")
+    return hasattr(parameter, PARTITIONED)
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
     """A parameter's shape, also while ZeRO-3 has it elsewhere."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
     return shape
 
 
 def make_leaf(layer: nn.Module) -> RemovableHandle:
     """Have ZeRO-3 treat a streamed layer as one unit, before or after deepspeed.initialize. [Note: ZeRO-3 leaves]"""
-    setattr(layer, LEAF, True)
+    setattr(layer, Z3_LEAF, True)
     return layer.register_forward_pre_hook(_differentiable_input, with_kwargs=True, prepend=True)
 
 
 def unmake_leaf(layer: nn.Module, handle: RemovableHandle) -> None:
     handle.remove()
-    layer.__dict__.pop(LEAF, None)
+    layer.__dict__.pop(Z3_LEAF, None)
 
 
 def _differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -15,17 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from streambp.device import has_data
-from streambp.distributed.engines import HOOKS, belongs_to_engine
+from streambp.distributed.engines import belongs_to_engine
 from streambp.fingerprint.leaves import leaves, name_of, version_of
+from streambp.known_names import ALORA_OFFSETS, FOR_ONE_FORWARD, MODULE_HOOKS, UNSEEN_WRITES
+from streambp.nested import tensors_in
 
 HookKey = tuple[str, str, str, int]  # the module's name in the layer, the sort of hook, its name, and which of several
-SORTS = dict(zip(HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
-POSITIONS = "alora_offsets"
-UNSEEN = frozenset({"data", "numpy", "data_ptr", "set_", "untyped_storage"})  # ways to write past a version
-FOR_ONE_FORWARD = (POSITIONS, "adapter_names")  # what peft hands its modules by hooks
+SORTS = dict(zip(MODULE_HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
 
 
 class Hooks:
@@ -45,8 +43,8 @@ class Hooks:
     def why_whole(self) -> str | None:
         """Why the layer cannot be cut with these hooks, as far as is known without trying."""
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
-        if POSITIONS in names:
-            return f"peft hands {POSITIONS} to its modules, which count tokens from the end of the sequence"
+        if ALORA_OFFSETS in names:
+            return f"peft hands {ALORA_OFFSETS} to its modules, which count tokens from the end of the sequence"
         if names and torch.is_grad_enabled():
             return f"peft hands {', '.join(sorted(names))} to its modules by hooks that are there for the forward alone"
         return None
@@ -91,7 +89,7 @@ def hooks_of(
     """The hooks in these tables of the modules inside of a layer; `latest` itself if they are the same.
 
     Args:
-        tables: of each inner module, in the order of `HOOKS`.
+        tables: of each inner module, in the order of `MODULE_HOOKS`.
         named: the layer's modules, itself first.
     """
     if not any(tables):
@@ -106,7 +104,7 @@ def hooks_of(
         for number, hook in table.items():
             if belongs_to_engine(hook):
                 continue
-            path, sort = paths[1 + index // len(HOOKS)], SORTS[HOOKS[index % len(HOOKS)]]
+            path, sort = paths[1 + index // len(MODULE_HOOKS)], SORTS[MODULE_HOOKS[index % len(MODULE_HOOKS)]]
             if _routes(hook):
                 found.routing.append((named[path], hook))
                 continue
@@ -152,12 +150,12 @@ class _Watched:
     def __init__(self, key: HookKey, hook: Callable[..., Any], acted: set[HookKey]) -> None:
         self.key, self.hook, self.acted = key, hook, acted
         code = getattr(getattr(hook, "func", hook), "__code__", None)
-        self.unseen = code is not None and bool(UNSEEN & set(code.co_names))
+        self.unseen = code is not None and bool(UNSEEN_WRITES & set(code.co_names))
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         if self.key in self.acted:
             return self.hook(module, *given)
-        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        tensors = tensors_in(given, Tensor)
         before = [version_of(x) for x in tensors]
         copies = [x.detach().clone() for x in tensors] if self.unseen else []
         result = self.hook(module, *given)
@@ -170,7 +168,7 @@ class _Watched:
     def _hands_on(self, result: Any, given: tuple[Any, ...]) -> bool:
         """Whether a hook gives back what it was given: it may look at it, or change its gradient alone."""
         was = given[-1] if self.key[1] == "forward hook" else given[0]
-        pairs = [[x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in (result, was)]
+        pairs = [tensors_in(values, Tensor) for values in (result, was)]
         return len(pairs[0]) == len(pairs[1]) and all(map(_equal, *pairs))
 
 

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streambp.known_names import OBJECTS_ARE_KNOWN
+
 SMALL = 32
 DEPTH = 4
 PLAIN = (bool, str, bytes, torch.dtype, torch.device, torch.layout)
 CONTAINERS = (list, tuple, set, frozenset)
 CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
-WELL_KNOWN = ("torch", "transformers", "peft", "deepspeed", "builtins", "collections", "functools")
 
 
 class Mark:
@@ -114,7 +115,7 @@ def holds_more(value: Any) -> bool:
 
 
 def _is_known(own: type) -> bool:
-    return own.__module__.partition(".")[0] in WELL_KNOWN
+    return own.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN
 
 
 def _of_container(value: Any, name: str, depth: int) -> Iterator[Leaf]:

@@ -24,22 +24,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from streambp.distributed.engines import HOOKS
 from streambp.errors import BackwardError
 from streambp.fingerprint.hooks import HookKey, Hooks, base_of, hooks_of
 from streambp.fingerprint.leaves import Leaf, Mark, contents, holds_more, leaves, name_of, plain_leaf
 from streambp.fingerprint.reads import names_read
+from streambp.known_names import (
+    ACCELERATE_FORWARD,
+    ACCELERATE_HOOK,
+    CHECKPOINTING,
+    MODULE_HOOKS,
+    MODULE_TABLES,
+    PEFT_CHECKPOINTING,
+    ZERO_COUNTERS,
+)
 
 T = TypeVar("T")
 Key = tuple[str, str]  # the module's name in the layer, and of an attribute, parameter or buffer of it
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
-READ = ("training", "_parameters", "_buffers", "_modules", *HOOKS)
+READ = ("training", *MODULE_TABLES, *MODULE_HOOKS)
 # Engines and trainers change these while a step runs; `_streambp` is ours.
-THEIRS = (
-    "_streambp", "gradient_checkpointing", "_gradient_checkpointing", "_peft_gradient_checkpointing",
-    "ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn",
-)  # fmt: skip
-OUTSIDE = ("forward", "_old_forward", "_hf_hook")  # of the layer itself: they run around it
+THEIRS = ("_streambp", *CHECKPOINTING, PEFT_CHECKPOINTING, *ZERO_COUNTERS)
+OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)  # of the layer itself: they run around it
 NAMED_AT_MOST = 3
 CLASSES = "~"  # stands for a module's name where it is the modules' classes that something is of
 
@@ -51,7 +56,7 @@ class Body:
         self.named = dict(layer.named_modules())
         self.modules = list(self.named.values())
         self.dicts = [module.__dict__ for module in self.modules]
-        self.hooks = [d[name] for d in self.dicts[1:] for name in HOOKS]
+        self.hooks = [d[name] for d in self.dicts[1:] for name in MODULE_HOOKS]
         self.types = list({type(module): None for module in self.modules})
         self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
         self._tables: list[dict[Any, Any]] = []

@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from streambp.known_names import READ_ALWAYS
+
 # Read by torch for every module, or by streamed attention.
-ALWAYS = ("forward", "training", "config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")
+ALWAYS = ("forward", "training", *READ_ALWAYS)
 DEPTH = 2  # functions that a module's methods call, and those that these call
 
 

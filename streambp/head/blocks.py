@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.device import autocast_dtype
 from streambp.head.triton_fold import fold_rows, serves
 from streambp.head.triton_gradient import write_gradient
 
@@ -108,8 +109,7 @@ class Products:
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else contextlib.nullcontext()
+    return contextlib.nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
 
 
 def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.device import autocast_dtype
 from streambp.errors import BackwardError
 from streambp.head.blocks import Products, Softmax, Upstream, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
@@ -58,9 +59,7 @@ class Pending:
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
-    device = hidden.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    in_float16 = hidden.dtype == torch.float16 or (autocast and torch.get_autocast_dtype(device) == torch.float16)
+    in_float16 = torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return torch.is_grad_enabled() and not in_float16 and not hooked and not pending
 

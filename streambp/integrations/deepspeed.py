@@ -9,7 +9,6 @@ file as `deepspeed=` and add `StreamCallback()`: DeepSpeed ignores sections that
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from streambp.config import StreamConfig
+from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.errors import ConfigError
 from streambp.planner.auto import patch
 
 SECTION = "streambp"
-FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
 
 
 def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, **kwargs: Any) -> Any:
@@ -85,16 +83,12 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
         return None
     if not isinstance(section, dict):
         raise ConfigError(f'"{SECTION}" is {section!r}; it must be an object with the fields {list(FIELDS)}.')
-    unknown = sorted(set(section) - set(FIELDS))
-    if unknown:
-        raise ConfigError(f'"{SECTION}" has the keys {unknown}; it may have {list(FIELDS)}.')
     if settings.get("activation_checkpointing"):
         raise ConfigError(
             '"activation_checkpointing" and "streambp" are both set; streamed layers recompute themselves. Remove '
             '"activation_checkpointing".'
         )
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
-    return StreamConfig(**values)
+    return config_of(section, f'The section "{SECTION}"', StreamConfig())
 
 
 class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

@@ -17,11 +17,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from streambp.admission.stacks import find_stacks
 from streambp.errors import UnsupportedModelError
+from streambp.known_names import VERLS_OFFLOAD, VERLS_STRATEGY
 from streambp.launch.hook import read
 from streambp.launch.process import Launched
 from streambp.launch.settings import from_fields
-
-STRATEGY = "fsdp2"
 
 
 @functools.cache
@@ -33,10 +32,10 @@ def launched() -> Launched:
 def check(engine: Any) -> None:
     """Raises UnsupportedModelError for an engine of verl's with which streamed layers would not be exact."""
     config = engine.engine_config
-    if config.strategy != STRATEGY:
+    if config.strategy != VERLS_STRATEGY:
         raise UnsupportedModelError(
             f"verl's engine has strategy={config.strategy!r}, with which streamed layers have not been tried or do not "
-            f"find their parameters. Set strategy={STRATEGY}."
+            f"find their parameters. Set strategy={VERLS_STRATEGY}."
         )
     if config.ulysses_sequence_parallel_size > 1:
         raise UnsupportedModelError(
@@ -44,7 +43,7 @@ def check(engine: Any) -> None:
             "streamed layers do not call: they would attend within a rank's shard only. Set "
             "ulysses_sequence_parallel_size=1."
         )
-    if getattr(engine.model_config, "enable_activation_offload", False):
+    if getattr(engine.model_config, VERLS_OFFLOAD, False):
         raise UnsupportedModelError(
             "verl's enable_activation_offload wraps layers that stream. Set it to False, and offload to cpu in streambp's "
             'settings: STREAMBP_LAUNCH=\'{"offload": "cpu"}\'.'

@@ -8,11 +8,10 @@ import json
 import typing
 from typing import Any
 
-from streambp.config import StreamConfig
+from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.errors import ConfigError
 
 AT = ("trainer", "train")
-FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
 DEFAULTS = StreamConfig(lazy_logits=True)  # programs that know nothing of streambp ask for logits
 
 
@@ -60,11 +59,8 @@ def config_from(found: dict[str, Any], source: str) -> StreamConfig:
     Raises:
         ConfigError: a name is unknown, or a value cannot be.
     """
-    unknown = sorted(set(found) - set(FIELDS))
-    if unknown:
-        raise ConfigError(f"{source} has the settings {unknown}; it may have {list(FIELDS)}.")
     lazy_logits = DEFAULTS.lazy_logits and found.get("head") is not False
-    return dataclasses.replace(DEFAULTS, **{"lazy_logits": lazy_logits, **found})
+    return config_of({"lazy_logits": lazy_logits, **found}, source, DEFAULTS)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

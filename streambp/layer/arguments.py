@@ -20,35 +20,11 @@ from torch import Tensor, nn
 from streambp.cache import ChunkCache
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, StreamBPError
+from streambp.known_names import CACHES, PAGED_CACHE, PICKED, STATE, TOKEN_DIMS
 from streambp.nested import Slot, rebuilt
 from streambp.recurrent.documents import Documents, PackedRows, documents_of
 
-# Where the tokens are, by argument name; whatever is not named here is handed to every chunk whole.
-TOKEN_DIMS = {
-    "hidden_states": -2,
-    "position_embeddings": -2,
-    "position_ids": -1,
-    "cache_position": -1,
-    "per_layer_input": -2,
-    "shared_kv_states": -2,
-    "attention_scaling": -2,
-    "audio_token_mask": -1,
-    "query_attn_mask": -1,
-    "cross_attention_gate": -1,
-    "image_attention_mask": -2,
-    "cross_attention_mask": -2,
-    "full_text_row_masked_out_mask": -2,
-    "original_hidden_states": -2,
-    "prev_router_hidden_states": -2,
-    "ple_input_ids": -1,
-    "seq_idx": -1,
-    "block_states": -3,
-}
-STATE = "state"  # the argument of layers that take their states there, and return them behind their hidden states
-PICKED = "prev_topk_indices"  # [B, T, k], the keys that an earlier layer picked
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-PAGED_CACHE = "cache"  # what continuous batching calls its own
-CACHED = frozenset({*CACHES, PAGED_CACHE, STATE})
+CACHED = frozenset({*CACHES, PAGED_CACHE, STATE})  # the arguments that hold a cache
 
 
 @dataclasses.dataclass

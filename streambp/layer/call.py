@@ -19,14 +19,15 @@ from streambp.chunks import Chunk, merged, plan_chunks
 from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, Seen
-from streambp.layer.arguments import STATE, Arguments
+from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, STATE
+from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried, layout_of
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
 from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.saved import Kept
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.layer.store import Offloader
-from streambp.recurrent.documents import ENDS, IDS, told_of
+from streambp.recurrent.documents import told_of
 from streambp.recurrent.scans import StartingFrom, scans_of
 from streambp.recurrent.segments import InSegments, mixers_of
 from streambp.recurrent.states import LEAST_TOKENS, States, take_returned, whole_blocks
@@ -176,7 +177,7 @@ class LayerCall:
         elif rows is None or (self.arguments.tells and cache is not None):
             starting = StartingFrom(self.scans, cache, told)
         else:
-            named = {name: value for name, value in named.items() if name not in (IDS, ENDS)}
+            named = {name: value for name, value in named.items() if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)}
             starting = InSegments(self.mixers, rows.segments(chunk), cache)
         with recording(self.recorded) as recorded, starting:
             try:

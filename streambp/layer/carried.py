@@ -23,7 +23,7 @@ from streambp.attention.own import OwnMask, chunk_arguments, reader
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier, Chunk, ChunkPlan
-from streambp.layer.arguments import STATE
+from streambp.known_names import DOCUMENT_ENDS, STATE
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Offloader, SavedTensors
 from streambp.recurrent.documents import Documents
@@ -126,7 +126,7 @@ def layout_of(
         return Spans.causal(batch_size, length), mask.barriers  # the layer itself reads the mask
     if not site.attends and not isinstance(mask, LazyMask):
         return Spans.causal(batch_size, length), ()  # nobody reads it
-    positions, cu_seq_lens = named.get("position_ids"), named.get("cu_seq_lens_q")
+    positions, cu_seq_lens = named.get("position_ids"), named.get(DOCUMENT_ENDS)
     layout = resolve(mask, batch_size, length, positions, cu_seq_lens, hidden_states.device)
     site.documents = mask.told if isinstance(mask, LazyMask) else None
     return layout, layout.barriers if isinstance(layout, DenseMask) else ()

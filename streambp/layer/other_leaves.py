@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from streambp.errors import UnsupportedModelError
-
-LEAF = "torch::autograd::AccumulateGrad"
-FLAT = "_is_flat_param"  # what FSDP1 marks its parameters with
+from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
+from streambp.nested import nodes_behind
 
 
 def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> None:
@@ -36,23 +35,16 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
     """A leaf that the graph of these outputs ends at and that is not among those that are differentiated."""
     known = {id(tensor) for tensor in differentiated}
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node.name() == LEAF and id(node.variable) not in known:  # type: ignore[attr-defined]
-            leaf: Tensor = node.variable  # type: ignore[attr-defined]
+    for node in nodes_behind(outputs):
+        if node.name() == ACCUMULATE_GRAD and id(node.variable) not in known:
+            leaf: Tensor = node.variable
             return leaf
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                waiting.append(before)
     return None
 
 
 def why_flat(layer: nn.Module, leaf: Tensor) -> str | None:
     """Why nothing can be done for such a leaf: it is FSDP1's flat parameter. None if it is not."""
-    if not getattr(leaf, FLAT, False):
+    if not getattr(leaf, FLAT_PARAMETER, False):
         return None
     return (
         f"{type(layer).__name__} {depends(leaf)}: FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; "

@@ -32,6 +32,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streambp.device import has_data
+from streambp.known_names import GLOBAL_HOOKS
+
 Labels = frozenset[str]
 
 
@@ -80,12 +83,6 @@ def hooked_everywhere() -> bool:
     return any(getattr(torch.nn.modules.module, hooks) for hooks in GLOBAL_HOOKS)
 
 
-GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
 
 
@@ -152,9 +149,10 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
     read: set[str] = set()
     called: set[str] = set()
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor | None:
         read.update(flow.of(tensor))
-        return tensor.data  # the tensor itself would tie a node to its own output, and keep the layer's input alive
+        # The tensor itself would tie a node to its own output, and keep the layer's input alive.
+        return tensor.data if has_data(tensor) else None
 
     def label(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from streambp.errors import BackwardError
+from streambp.known_names import CHECKPOINTING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,7 @@ def check_mode(layer: nn.Module, training: bool) -> None:
 
 def checkpointable(layer: nn.Module) -> list[nn.Module]:
     """The modules of the layer that have transformers' flag."""
-    return [module for module in layer.modules() if "gradient_checkpointing" in module.__dict__]
+    return [module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__]
 
 
 @contextlib.contextmanager
@@ -119,7 +120,7 @@ def checkpointing_off(modules: list[nn.Module]) -> Iterator[None]:
     Args:
         modules: `checkpointable`.
     """
-    flagged = [module for module in modules if module.__dict__.get("gradient_checkpointing")]
+    flagged = [module for module in modules if module.__dict__.get(CHECKPOINTING[0])]
     try:
         for module in flagged:
             module.gradient_checkpointing = False  # type: ignore[assignment]

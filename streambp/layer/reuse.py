@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.known_names import USE_COUNT
+
 Counts = tuple[int, int, int]
 UNKNOWN = 0
 
@@ -25,7 +27,7 @@ UNKNOWN = 0
 def reference_counts(gradient: Tensor) -> Counts:
     """Of the tensor, its Python object and its storage. Call it directly in a Function's `backward(ctx, gradient)`."""
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    tensor = getattr(gradient, "_use_count", lambda: UNKNOWN)()  # a torch without it cannot tell: nothing is reused
+    tensor = getattr(gradient, USE_COUNT, lambda: UNKNOWN)()  # a torch without it cannot tell: nothing is reused
     return tensor, sys.getrefcount(gradient), storage
 
 

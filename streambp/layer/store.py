@@ -13,33 +13,16 @@ from streambp.layer.cost import Watch
 Access = tuple[str, int]
 
 
-class SavedTensors(Protocol):
-    """One layer's saved tensors, by name and chunk. chunks are taken last to first.
-
-    `put` again replaces. `peek` leaves a tensor in place for another read, `take` gives it back for the last time; one that
-    is borrowed may be changed, and is put again. `load` announces that a tensor is wanted soon, `reserve` how many bytes
-    will be put. `seal` ends forward: backward will read `accesses` in this order, `ahead` of them belong to one chunk, and
-    needs `workspace` bytes on the device beside. copies: what was put in may be freed or changed afterwards.
-    """
+class SavedTensors(TileStore, Protocol):
+    """One layer's saved tensors; chunks are taken last to first. copies: what was put may be changed afterwards."""
 
     @property
     def copies(self) -> bool: ...
 
-    def put(self, name: str, chunk: int, tensor: Tensor) -> None: ...
-
-    def has(self, name: str, chunk: int) -> bool: ...
-
-    def reserve(self, size: int) -> None: ...
-
-    def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None: ...
-
-    def load(self, name: str, chunk: int) -> None: ...
-
-    def borrow(self, name: str, chunk: int) -> Tensor: ...
-
-    def peek(self, name: str, chunk: int) -> Tensor: ...
-
-    def take(self, name: str, chunk: int) -> Tensor: ...
+    def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
+        """Forward is over. Backward will read in this order, `ahead` tensors of a chunk at a time, and needs `workspace`
+        bytes on the device beside."""
+        ...
 
 
 class Offloader(Protocol):

@@ -15,18 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import streambp.lazy.token_rules as token_rules
 from streambp.errors import StreamBPError
 from streambp.head.recipe import HeadRecord, told
+from streambp.known_names import TENSOR_HOOKS
 from streambp.lazy.head import Hub
-from streambp.lazy.hooks import HOOKS, note_use, refuse_late
+from streambp.lazy.hooks import note_use, refuse_late
 from streambp.lazy.index_rules import index
 from streambp.lazy.loss_rules import cross_entropy, kl_div, nll_loss
 from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
 from streambp.lazy.standin import METADATA, Deferred, remember, writes
 from streambp.lazy.tensor import LazyRows, Shared
+from streambp.nested import tensors_in
 
 METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
 
@@ -57,7 +59,7 @@ class LazyLogits(LazyRows):
             raise StreamBPError(f"{name} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
         given = args[0] if args else None
         args, kwargs = tree_map_only(LazyRows, lambda x: x.latest(name), (args, kwargs))
-        rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyRows)]
+        rows = tensors_in((args, kwargs), LazyRows)
         for x in rows:
             x.check(name)
             x.heed()
@@ -104,7 +106,7 @@ def _by_rule(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if args[0].classes is not None and name not in ANY_SHAPE:
         return NotImplemented
-    if any(isinstance(leaf, LazyRows) for leaf in tree_leaves((args[1:], kwargs))):
+    if tensors_in((args[1:], kwargs), LazyRows):
         return NotImplemented
     return rule(*args, **kwargs)
 
@@ -130,7 +132,7 @@ def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows])
     result = func(*args, **kwargs)
     for x, real in built.values():
         remember(x, real, result)
-        if name in HOOKS and x.link is not None:
+        if name in TENSOR_HOOKS and x.link is not None:
             x.link.passed_by = f"a hook ({name}) was put on"
     return result
 
@@ -154,7 +156,7 @@ def _write(x: LazyRows, func: Any, name: str, args: Any, kwargs: Any, follow: bo
             before.become(made)
             return x
     before.record.built_for = before.record.built_for or name
-    rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyRows)]
+    rows = tensors_in((args, kwargs), LazyRows)
     real = {id(leaf): leaf.build() for leaf in rows}
     if not before.graded:
         real[id(before)] = real[id(before)].detach()  # not as a view of something made under no_grad, which forbids writes

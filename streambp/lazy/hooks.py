@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from streambp.errors import StreamBPError
-
-HOOKS = ("register_hook", "retain_grad")
+from streambp.known_names import TENSOR_HOOKS
+from streambp.nested import tensors_in
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
     """`result` was made of them."""
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    made = tensors_in(result, Tensor)
     for stand_in in stand_ins:
-        stand_in.followed |= any(leaf is not stand_in for leaf in made)
+        stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
 
 
 def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequence[Any], instead: str) -> None:
@@ -36,7 +36,7 @@ def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequenc
     if func is torch.autograd.grad:
         wanted = tree_leaves(kwargs.get("inputs", args[1] if len(args) > 1 else None))
         asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
-    elif name not in HOOKS:
+    elif name not in TENSOR_HOOKS:
         return
     if any(x.followed and x.written is None for x in asked):
         raise StreamBPError(

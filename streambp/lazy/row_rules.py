@@ -19,6 +19,7 @@ from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Beside, Call, Node, Reading, names
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.tensor import LazyRows, flat
+from streambp.nested import tensors_in
 
 ROW_BY_ROW = frozenset({"log_softmax", "softmax", "softmin"})
 # Reductions of a row, by where their dim stands.
@@ -45,7 +46,7 @@ def nominal(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Remember an operation that computes each entry by itself, or each row."""
-    rows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyRows)]
+    rows = tensors_in((args, kwargs), LazyRows)
     if any(x.classes is not None for x in rows):
         return NotImplemented
     if name.strip("_") in OF_ROUNDED and any(x.dtype.itemsize < 4 for x in rows):
@@ -106,7 +107,7 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     x, rest = args[0], list(args[1:])
     if not isinstance(x, LazyRows):
         return NotImplemented
-    if any(isinstance(leaf, LazyRows) for leaf in tree_leaves((rest, kwargs))):
+    if tensors_in((rest, kwargs), LazyRows):
         return NotImplemented
     kwargs = dict(kwargs)
     at = DIM[name] - 1

@@ -29,12 +29,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from streambp.distributed.zero import full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss, told
 from streambp.lazy.hooks import note_use, refuse_late
+from streambp.nested import tensors_in
 
 
 class Link(torch.autograd.Function):
@@ -170,7 +171,7 @@ class Deferred(Tensor):
         rule = RULES.get(func) or METHODS.get(name)
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
-        stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Deferred)]
+        stand_ins = tensors_in((args, kwargs), Deferred)
         for deferred in stand_ins:
             deferred.check(name)
         refuse_late(func, name, args, kwargs, stand_ins, Memory.instead)
@@ -203,7 +204,7 @@ class Deferred(Tensor):
 
 def remember(deferred: Any, real: Tensor, result: Any) -> None:
     """What an operation on `real` has left behind. [Note: stand-ins and memory]"""
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(result, Tensor)
     if not tensors:
         deferred.written = real
     aliases = [tensor for tensor in tensors if torch._C._is_alias_of(tensor, real)]  # type: ignore[attr-defined]

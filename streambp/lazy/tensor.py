@@ -21,13 +21,10 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, StreamBPError
+from streambp.known_names import DDP_SINK, PRE_BACKWARD, SCALING_HOOK
 from streambp.lazy.expression import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, result
 from streambp.lazy.standin import Memory
-
-PASSED_BY = "PreBackwardFunctionForModuleBackward"  # of DeepSpeed: gathers what a module has itself, which a model has not
-RUN_TOO = "_DDPSinkBackward"  # of DDP: what reduces gradients late waits for it
-SCALING_HOOKS = "OutputBackwardHookManager"  # of DeepSpeed's engine: prepares a backward, and divides by the accumulation
 
 
 class Shared(Memory):
@@ -197,12 +194,12 @@ class LazyRows(Tensor):
 
     def heed(self) -> None:
         """Have an engine's node that stands before it in the graph run in backward, for what is made of it from now on."""
-        if type(self.grad_fn).__name__ == RUN_TOO and not self.heeded and torch.is_grad_enabled():
+        if type(self.grad_fn).__name__ == DDP_SINK and not self.heeded and torch.is_grad_enabled():
             self.node, self.heeded = anchored(self.node, Anchor.apply(self)), True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Have an engine's hook called for the gradients of what is made of it from now on; whether it is one."""
-        if SCALING_HOOKS not in getattr(hook, "__qualname__", "") or self.classes is not None:
+        if SCALING_HOOK not in getattr(hook, "__qualname__", "") or self.classes is not None:
             return NotImplemented
         self.node = rebuilt(self.node, lambda leaf: _hooked(leaf, hook))
         with torch._C.DisableTorchFunctionSubclass():
@@ -211,7 +208,7 @@ class LazyRows(Tensor):
     def known(self) -> bool:
         """Whether its place in the graph is the one that it was made with, or an engine's before it."""
         place = self.grad_fn
-        return place is self.link or type(place).__name__ in (PASSED_BY, RUN_TOO)
+        return place is self.link or type(place).__name__ in (PRE_BACKWARD, DDP_SINK)
 
     def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
         """What a calculation of its rows gives, [N, ...] each."""

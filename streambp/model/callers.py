@@ -13,20 +13,21 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
+from streambp.known_names import CPT_FORWARD, PREDICTION
+
 NEAR = 24  # frames between a model's forward and the function that called it: torch's, accelerate's, ours
 
 
 def computes_its_own_loss() -> bool:
     """Whether peft's CPT is calling the model."""
     near = itertools.islice(_running(), NEAR)
-    return any(frame.f_code.co_name == "_cpt_forward" and _home(frame).startswith("peft.") for frame in near)
+    return any(frame.f_code.co_name == CPT_FORWARD and _home(frame).startswith("peft.") for frame in near)
 
 
 def warn_of_missing_predictions() -> bool:
     """Warn if a Trainer wants the logits of this evaluation, for metrics or as predictions; whether it did."""
     wanted = any(
-        frame.f_code.co_name == "prediction_step" and frame.f_locals.get("prediction_loss_only") is False
-        for frame in _running()
+        frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False for frame in _running()
     )
     if wanted:
         warnings.warn(

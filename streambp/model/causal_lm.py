@@ -22,7 +22,8 @@ from streambp.foreign import foreign_forward, trls_head
 from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRecord, Recipe
-from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.instance_forward import InstanceForward, is_fsdp_unit, wants_gradients
+from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
 from streambp.lazy.dispatch import LazyLogits
 from streambp.lazy.standin import Deferred
@@ -118,9 +119,9 @@ class CausalLMForward(InstanceForward):
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         trls = trls_head(getattr(self.previous, "__func__", None))
-        if trls is not None and not kwargs.get("fused_lm_head") and isinstance(trls["original_forward"], MethodType):
+        if trls is not None and not kwargs.get(ASKS_TRLS_HEAD) and isinstance(trls[TRLS_FORWARD], MethodType):
             # Of this model: what TRL's head holds is bound to the one that it was given to, which a copy is not.
-            return trls["original_forward"].__func__(self.module, *args, **kwargs)
+            return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
         return super().original(*args, **kwargs)
 
     @torch.compiler.disable
@@ -224,7 +225,7 @@ class CausalLMForward(InstanceForward):
             return False
         if wants_cache(self.module.config.get_text_config(), kwargs) and not self._trains:  # type: ignore[operator, union-attr]
             return False
-        return not any(base.__name__ == "FSDPModule" for part in self.module.modules() for base in type(part).__mro__)
+        return not any(map(is_fsdp_unit, self.module.modules()))
 
     def _lazily(self, kwargs: dict[str, Any]) -> Any:
         self._leave_cache(kwargs)

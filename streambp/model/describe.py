@@ -15,6 +15,7 @@ from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
+from streambp.known_names import COMPILED
 from streambp.layer.site import LayerSite
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.patching import Patch
@@ -275,6 +276,6 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         )
     if found.state.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran as unpatched")
-    if hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules()):
+    if hasattr(model, COMPILED) or any(m._compiled_call_impl is not None for m in model.modules()):
         notes.append("streamed layers stay eager under torch.compile; the rest of the model is compiled")
     return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

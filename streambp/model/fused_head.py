@@ -16,12 +16,11 @@ import torch
 from streambp.foreign import trls_head, wrapped_functions
 from streambp.head.blocks import Wanted
 from streambp.instance_forward import InstanceForward
+from streambp.known_names import OPTIONAL_OUTPUTS, TRLS_IN_FLOAT32, TRLS_OUTPUTS, TRLS_TEMPERATURE
 from streambp.model.causal_lm import CausalLMForward, Scored
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
-
-OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
 
 
 class FusedHead(InstanceForward):
@@ -104,4 +103,4 @@ def replaces_trls_head(causal: CausalLMForward) -> FusedHead | None:
     settings = next((s for f in wrapped_functions(causal.previous) if (s := trls_head(f)) is not None), None)
     if settings is None:
         return None
-    return FusedHead(causal, settings["temperature"], settings["cast_lm_head_to_fp32"], settings["outputs"])
+    return FusedHead(causal, settings[TRLS_TEMPERATURE], settings[TRLS_IN_FLOAT32], settings[TRLS_OUTPUTS])

@@ -13,6 +13,7 @@ from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_
 from streambp.config import SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
+from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
@@ -21,8 +22,6 @@ from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
 
 Model = TypeVar("Model", bound=nn.Module)
-
-FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
@@ -55,33 +54,40 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     layers = [layer for stack in found.stacks for layer in stack.layers]
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
     state = PatchState(config, root=model, shares_through_cache=shared)
-    if config.offload != "none":
-        host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
-        sets_budget = config.offload == "auto" and gpu_memory is None
-        auto = Auto(config.chooses_saves, sets_budget) if config.chooses_saves or sets_budget else None
-        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory, auto)
-    wrappers = state.wrappers
-    for stack in found.stacks:
-        wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
-        norm = _final_norm(stack.backbone)
-        for layer in stack.layers:
-            last = layer is stack.layers[-1]
-            wrappers.append(LayerForward(layer, state, layers.index(layer), norm if last else None))
-    backbones = {id(stack.backbone) for stack in found.stacks}
-    for module in model.modules():
-        if _is_causal_lm(module) and id(module) not in backbones:
-            wrappers.append(CausalLMForward(module, state, _norms_before(module, found.stacks)))  # type: ignore[arg-type]
-    for wrapper in wrappers:
+    state.offloader = None if config.offload == "none" else _offloader(config, len(layers))
+    _add_wrappers(state, model, found.stacks, layers)
+    for wrapper in state.wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
-    for wrapper in wrappers:
+    for wrapper in state.wrappers:
         wrapper.install()
-    for causal in [wrapper for wrapper in wrappers if isinstance(wrapper, CausalLMForward)]:
+    for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
         head = replaces_trls_head(causal) if config.head and causal.foreign is None else None
         if head is not None:
             head.add()
     model._streambp = Patch(state, found.left_alone)  # type: ignore[assignment]
     return model
+
+
+def _offloader(config: StreamConfig, layers: int) -> OffloadManager:
+    host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
+    sets_budget = config.offload == "auto" and gpu_memory is None
+    auto = Auto(config.chooses_saves, sets_budget) if config.chooses_saves or sets_budget else None
+    return OffloadManager(host_memory, config.on_host_full, layers, gpu_memory, auto)
+
+
+def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]) -> None:
+    """Of backbones, layers and language models, in the order in which they are installed."""
+    for stack in stacks:
+        state.wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
+        norm = _final_norm(stack.backbone)
+        for layer in stack.layers:
+            last = layer is stack.layers[-1]
+            state.wrappers.append(LayerForward(layer, state, layers.index(layer), norm if last else None))
+    backbones = {id(stack.backbone) for stack in stacks}
+    for module in model.modules():
+        if _is_causal_lm(module) and id(module) not in backbones:
+            state.wrappers.append(CausalLMForward(module, state, _norms_before(module, stacks)))  # type: ignore[arg-type]
 
 
 def streamed_head(model: nn.Module) -> CausalLMForward | None:

@@ -29,12 +29,13 @@ from streambp.foreign import eager
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, REPLICATE
 from streambp.layer.arguments import has_cache
 from streambp.layer.site import LayerSite, attention_configs
 from streambp.lazy.standin import Deferred
 from streambp.model.packing import warn_of_documents
 from streambp.offload.manager import OffloadManager
-from streambp.recurrent.documents import ENDS, IDS, PackedRows, packed_rows
+from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.call import keeps_kv
 from streambp.sharded.layer import stream_shard
 from streambp.sharded.shards import Shards, gather_shards
@@ -152,7 +153,7 @@ class LayerForward(InstanceForward):
         a layer by itself may not."""
         if not self.site.attends or len(args) > 1 or kwargs.get("attention_mask") is not None:
             return False
-        return any(config._attn_implementation == "eager" for config in attention_configs(self.module))
+        return any(config._attn_implementation == EAGER for config in attention_configs(self.module))
 
     def _defers(self, norm: nn.Module) -> bool:
         record = self.state.defer_norm
@@ -185,7 +186,7 @@ class BackboneForward(InstanceForward):
 
     def install(self) -> None:
         super().install()
-        self.module._replicate_for_data_parallel = refuse_replicas  # type: ignore[assignment]
+        setattr(self.module, REPLICATE, refuse_replicas)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,13 +261,13 @@ class BackboneForward(InstanceForward):
         """Trainer switches checkpointing on for every layer when training starts; up to transformers 5.22 it would wrap
         the whole streamed layer in a second recomputation. The flag comes back with `remove`."""
         for layer in self.layers:
-            if layer.__dict__.get("gradient_checkpointing"):
+            if layer.__dict__.get(CHECKPOINTING[0]):
                 layer.gradient_checkpointing = False  # type: ignore[assignment]
                 self.checkpointed.append(layer)
 
     def remove(self) -> None:
         super().remove()
-        self.module.__dict__.pop("_replicate_for_data_parallel", None)
+        self.module.__dict__.pop(REPLICATE, None)
         for layer in self.checkpointed:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
@@ -309,7 +310,9 @@ class BackboneForward(InstanceForward):
         positions = self.state.position_ids if positions is None else positions
         if self.state.config.documents != "from_positions" or not self.keeps_states or not isinstance(positions, Tensor):
             return None
-        if any(kwargs.get(name) is not None for name in ("attention_mask", IDS, ENDS)) or not has_data(positions):
+        if any(kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS)) or not has_data(
+            positions
+        ):
             return None
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if positions.dim() == 3 and positions.shape[0] == 4:  # of text, time, height and width

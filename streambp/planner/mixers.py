@@ -22,6 +22,16 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from streambp.device import has_data
+from streambp.known_names import (
+    CONVOLUTION_STATE,
+    KERNEL_IMPORTS,
+    PLANNED_CONVOLUTION,
+    PLANNED_DELTA_RULE,
+    PLANNED_MAMBA1,
+    PLANNED_MAMBA2,
+    PLANNED_SCAN,
+    SELECTIVE_SCAN,
+)
 from streambp.planner.delta_rules import CausalConv, delta_rule
 from streambp.planner.state_spaces import FusedMamba, FusedMamba2, Mamba2Scan, SelectiveScan
 
@@ -85,23 +95,13 @@ def _fused_mamba2(given: Arguments) -> Tensor:
 
 
 KERNELS = (
-    Kernel(frozenset({"hidden_states", "weight", "bias", "activation"}), "causal_conv1d", _conv, frozenset({"conv_state"})),
-    Kernel(frozenset({"query", "key", "value", "g", "beta", "chunk_size", "initial_state"}), "fla", _delta_rule),
-    Kernel(frozenset({"delta_bias", "delta_softplus", "return_last_state"}), "mamba_ssm", _selective_scan),
-    Kernel(frozenset({"xz", "x_proj_weight", "delta_proj_weight", "out_proj_weight"}), "mamba_ssm", _fused_mamba),
-    Kernel(frozenset({"dt_softplus", "dt_limit", "return_final_states", "chunk_size"}), "mamba_ssm", _mamba2_scan),
-    Kernel(frozenset({"zxbcdt", "outproj_weight", "headdim", "ngroups"}), "mamba_ssm", _fused_mamba2),
+    Kernel(PLANNED_CONVOLUTION, "causal_conv1d", _conv, frozenset({CONVOLUTION_STATE})),
+    Kernel(PLANNED_DELTA_RULE, "fla", _delta_rule),
+    Kernel(SELECTIVE_SCAN, "mamba_ssm", _selective_scan),
+    Kernel(PLANNED_MAMBA1, "mamba_ssm", _fused_mamba),
+    Kernel(PLANNED_SCAN, "mamba_ssm", _mamba2_scan),
+    Kernel(PLANNED_MAMBA2, "mamba_ssm", _fused_mamba2),
 )
-
-# What modeling modules import kernels as, or None where the package is absent.
-IMPORTED = {
-    "causal_conv1d_fn": "causal_conv1d",
-    "chunk_gated_delta_rule": "fla",
-    "selective_scan_fn": "mamba_ssm",
-    "mamba_inner_fn": "mamba_ssm",
-    "mamba_chunk_scan_combined": "mamba_ssm",
-    "mamba_split_conv1d_scan_combined": "mamba_ssm",
-}
 
 
 class StandIn:
@@ -150,7 +150,7 @@ def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
 def out_of_reach(model: nn.Module) -> list[str]:
     """The packages whose kernels the model would call, and for which nothing can stand in."""
     known = {kernel.package for _, _, kernel in mixers_of(model)}
-    imported = {package for space in _globals_of(model) for name, package in IMPORTED.items() if name in space}
+    imported = {package for space in _globals_of(model) for name, package in KERNEL_IMPORTS.items() if name in space}
     return sorted(imported - known)
 
 

@@ -15,7 +15,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from streambp.known_names import IMPLEMENTATION
 from streambp.layer.site import attention_configs
+from streambp.nested import replaced
 from streambp.planner.count import aten
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
@@ -145,16 +147,9 @@ def _watch(layer: nn.Module, place: int, last: bool, phases: Phases) -> list[Any
 @contextlib.contextmanager
 def fused_attention(model: nn.Module) -> Iterator[None]:
     """Within, the model attends with FlashAttention's operator: on meta, sdpa would count a [T, T] matrix."""
-    configs = attention_configs(model)
     AttentionInterface.register(FUSED, _flash)
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = FUSED
-    try:
+    with replaced(attention_configs(model), IMPLEMENTATION, FUSED):
         yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
 
 
 def _flash(

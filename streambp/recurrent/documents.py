@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from streambp.chunks import Barrier, Chunk, merged
+from streambp.known_names import CONVOLUTION, CONVOLUTION_STATE, DELTA_RULE, DOCUMENT_ENDS, DOCUMENT_IDS, STATE_SCAN
 from streambp.source import written_forward
 
-IDS, ENDS = "seq_idx", "cu_seq_lens_q"
 TRIED = (3, 5, 6)  # where the probe's documents end: within a chunk, with it, after one token, and over several chunks
 
 
@@ -50,7 +50,7 @@ class Documents:
     @property
     def arguments(self) -> dict[str, Tensor]:
         """By name, for a layer that is not given them."""
-        return {name: value for name, value in ((IDS, self.ids), (ENDS, self._ends)) if value is not None}
+        return {name: value for name, value in ((DOCUMENT_IDS, self.ids), (DOCUMENT_ENDS, self._ends)) if value is not None}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class Documents:
         """Why chunks cannot be told of them; None if they can."""
         rising = all(a < b for a, b in itertools.pairwise(self.ends))
         if self.ends and not (rising and self.ends[0] == 0 and self.ends[-1] == length):
-            return f"{ENDS} does not rise from 0 to the sequence's {length} tokens"
+            return f"{DOCUMENT_ENDS} does not rise from 0 to the sequence's {length} tokens"
         return None
 
     def within(self, chunk: Chunk) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class Documents:
             inside = [end - chunk.start for end in self.ends if chunk.start < end < chunk.stop]
             ends = [0, *inside, chunk.stop - chunk.start]
             self._cut[chunk] = torch.tensor(ends, dtype=self._ends.dtype, device=self._ends.device)
-        return {ENDS: self._cut[chunk]}
+        return {DOCUMENT_ENDS: self._cut[chunk]}
 
     def goes_on(self, chunk: Chunk) -> bool:
         """Whether the chunk starts within a document."""
@@ -116,9 +116,9 @@ class PackedRows:
             for row, ends in enumerate(self.ends):
                 ids[row, list(ends[1:-1])] = 1
             told = ids.cumsum(-1, dtype=torch.int32).to(device)
-            known = self.ends[0] if ENDS in names else None
+            known = self.ends[0] if DOCUMENT_ENDS in names else None
             ends_told = None if known is None else torch.tensor(known, dtype=torch.int32, device=device)
-            self._told[names] = Documents(told if IDS in names else None, ends_told, known)
+            self._told[names] = Documents(told if DOCUMENT_IDS in names else None, ends_told, known)
         return self._told[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
@@ -158,17 +158,17 @@ def tried_rows(rows: int, length: int) -> PackedRows:
 
 def documents_of(named: Mapping[str, Any]) -> Documents | None:
     """The documents that a layer's arguments tell of."""
-    ids, ends = named.get(IDS), named.get(ENDS)
+    ids, ends = named.get(DOCUMENT_IDS), named.get(DOCUMENT_ENDS)
     return None if ids is None and ends is None else Documents(ids, ends)
 
 
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
     """Those arguments for rows of one document each."""
     changed = {}
-    if named.get(IDS) is not None:
-        changed[IDS] = torch.zeros_like(named[IDS])
-    if named.get(ENDS) is not None:
-        changed[ENDS] = named[ENDS][[0, -1]]
+    if named.get(DOCUMENT_IDS) is not None:
+        changed[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
+    if named.get(DOCUMENT_ENDS) is not None:
+        changed[DOCUMENT_ENDS] = named[DOCUMENT_ENDS][[0, -1]]
     return changed
 
 
@@ -176,14 +176,14 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     """Those arguments for rows whose first `length` tokens are several documents, other ones in every second row."""
     changed = {}
     inside = [end for end in TRIED if end < length]
-    if named.get(IDS) is not None:
-        ids = named[IDS]  # [B, T]
+    if named.get(DOCUMENT_IDS) is not None:
+        ids = named[DOCUMENT_IDS]  # [B, T]
         rows = torch.arange(ids.shape[0], device=ids.device)[:, None] % 2
         tokens = torch.arange(ids.shape[-1], device=ids.device) + rows
         ends = torch.tensor(inside, device=ids.device, dtype=tokens.dtype)
-        changed[IDS] = torch.bucketize(tokens, ends, right=True).to(ids.dtype)
-    if named.get(ENDS) is not None:
-        changed[ENDS] = named[ENDS].new_tensor([0, *inside, length])
+        changed[DOCUMENT_IDS] = torch.bucketize(tokens, ends, right=True).to(ids.dtype)
+    if named.get(DOCUMENT_ENDS) is not None:
+        changed[DOCUMENT_ENDS] = named[DOCUMENT_ENDS].new_tensor([0, *inside, length])
     return changed
 
 
@@ -222,11 +222,11 @@ def parameters_of(function: Any) -> set[str]:
 def _telling(function: Any) -> Function | None:
     """How a function is told, known by its parameters."""
     parameters = parameters_of(function)
-    if parameters >= {"initial_state", "output_final_state"}:
+    if parameters >= DELTA_RULE:
         return _tell_rule
-    if parameters >= {"initial_states", "return_final_states", "A"}:
+    if parameters >= STATE_SCAN:
         return _tell_scan
-    if parameters >= {"weight", "bias", "activation"} and "conv_state" not in parameters:
+    if parameters >= CONVOLUTION and CONVOLUTION_STATE not in parameters:
         return _tell_convolution
     return None
 
@@ -239,15 +239,15 @@ def kind_of(function: Any) -> str | None:
 
 def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """x [B, D, k + C]"""
-    if kwargs.get(IDS) is not None and documents.ids is not None:
-        kwargs[IDS] = documents.ids[:, chunk.stop - x.shape[-1] : chunk.stop].contiguous()  # [B, k + C]
+    if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None:
+        kwargs[DOCUMENT_IDS] = documents.ids[:, chunk.stop - x.shape[-1] : chunk.stop].contiguous()  # [B, k + C]
     return real(x, *args, **kwargs)
 
 
 def _tell_scan(real: Function, documents: Documents, chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get(IDS) is not None and documents.ids is not None and chunk.start:
+    if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
         own, before = documents.ids[:, chunk.start : chunk.stop], documents.ids[:, chunk.start - 1 : chunk.start]
-        kwargs[IDS] = own - before  # [B, C]
+        kwargs[DOCUMENT_IDS] = own - before  # [B, C]
     return real(*args, **kwargs)
 
 

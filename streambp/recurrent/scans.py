@@ -35,13 +35,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.chunks import Chunk
+from streambp.known_names import LINEAR_CACHE, NEW_KERNEL, OWN_SCAN, SELECTIVE_SCAN
 from streambp.recurrent.documents import Documents, parameters_of, telling
 from streambp.recurrent.states import Key, StateCache
 from streambp.source import written_forward
 
-SELECTIVE_SCAN = {"delta_bias", "delta_softplus", "return_last_state"}  # parameters by which the function is known
-LINEAR_CACHE = "get_linear_cache"
-OWN_SCAN = "_rnn_scan"
 STEP = 2.0**-8  # of a token that writes
 DECAY = 4.0  # of what the first of them writes, at most, as an exponent
 NO_STEP = -1e4  # before softplus
@@ -75,7 +73,7 @@ def in_torch(function: Any) -> bool:
     function = function.forward if isinstance(function, nn.Module) else function
     function = getattr(function, "__func__", function)
     known = inspect.isfunction(function)
-    return known and inspect.getclosurevars(function).nonlocals.get("is_new_implementation") is False
+    return known and inspect.getclosurevars(function).nonlocals.get(NEW_KERNEL) is False
 
 
 def scans_selectively(layer: nn.Module) -> bool:

@@ -22,10 +22,19 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.errors import UnsupportedModelError
+from streambp.known_names import (
+    CONV_UPDATE,
+    DOCUMENT_ENDS,
+    DOCUMENT_IDS,
+    LINEAR_CACHE,
+    OWN_SCAN,
+    RECURRENT_UPDATE,
+    STATE_PROTOCOL,
+)
 from streambp.nested import rebuilt
-from streambp.recurrent.documents import ENDS, IDS, Segment, kind_of
-from streambp.recurrent.scans import LINEAR_CACHE, OWN_SCAN, StartingFrom, in_torch, scans_of
-from streambp.recurrent.states import PROTOCOL, StateCache, States
+from streambp.recurrent.documents import Segment, kind_of
+from streambp.recurrent.scans import StartingFrom, in_torch, scans_of
+from streambp.recurrent.states import StateCache, States
 from streambp.source import written_forward
 
 Part = tuple[Segment, Any, States]  # a segment, what the mixer returned for it, the states it ended with
@@ -37,7 +46,7 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     while waiting:
         module = waiting.pop(0)
-        if set(PROTOCOL) & _names(module) or any(OWN_SCAN in _names(child) for child in module.children()):
+        if set(STATE_PROTOCOL) & _names(module) or any(OWN_SCAN in _names(child) for child in module.children()):
             found.append(module)
         else:
             waiting += module.children()
@@ -71,15 +80,15 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
         functions = [forward.__globals__.get(name) for name in code.co_names]
         kinds = {kind_of(function) for function in functions if callable(function) and not in_torch(function)}
         passes_on = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-        if "update_conv_state" in names and not ("conv" in kinds and passes_on):
+        if CONV_UPDATE in names and not ("conv" in kinds and passes_on):
             return ()
-        if "update_recurrent_state" in names:
-            rule = "rule" in kinds and ENDS in code.co_consts and rows == 1
+        if RECURRENT_UPDATE in names:
+            rule = "rule" in kinds and DOCUMENT_ENDS in code.co_consts and rows == 1
             if not rule and not ("scan" in kinds and passes_on):
                 return ()
-            found.add(ENDS if rule else IDS)
-        found.add(IDS)
-    return tuple(name for name in (IDS, ENDS) if name in found)
+            found.add(DOCUMENT_ENDS if rule else DOCUMENT_IDS)
+        found.add(DOCUMENT_IDS)
+    return tuple(name for name in (DOCUMENT_IDS, DOCUMENT_ENDS) if name in found)
 
 
 class InSegments:

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from streambp.cache import ChunkCache
 
-# What mixers with states call on their cache, and on themselves where they keep them.
-PROTOCOL = ("update_conv_state", "update_recurrent_state", "set_linear_cache", "_rnn_scan")
 KERNEL_BLOCK = 256  # positions: Mamba 2's kernels take as many at a time, those of the delta rules 64
 LEAST_TOKENS = 2  # of a chunk: for one token on top of a state mixers take decode kernels, which have no backward
 

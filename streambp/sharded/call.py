@@ -16,6 +16,7 @@ from streambp.chunks import Chunk, ChunkPlan, plan_chunks
 from streambp.config import StreamConfig
 from streambp.device import has_data
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
+from streambp.known_names import DOCUMENT_ENDS
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.carried import Carried
@@ -102,7 +103,7 @@ class ShardedCall(LayerCall):
 
     def _layout(self) -> Spans:
         named = self.arguments.named
-        if named.get("cu_seq_lens_q") is not None:
+        if named.get(DOCUMENT_ENDS) is not None:
             raise UnsupportedMaskError(
                 "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids that restart, and leave "
                 "cu_seq_lens out."

@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
+from streambp.known_names import FUNCTION_OF_NODE
 from streambp.layer.function import StreamedLayer
 from streambp.model.describe import describe
 from streambp.model.patching import patch, unpatch
+from streambp.nested import nodes_behind
 from streambp.verify.choices import Choices
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
 from streambp.verify.verdict import (
@@ -284,14 +286,7 @@ def _backward(
 
 def _count_streamed(loss: Tensor) -> int:
     """How many streamed layers the loss's graph holds: a model that quietly ran as unpatched would pass every bar."""
-    waiting, seen, count = [loss.grad_fn], set(), 0
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            count += getattr(type(node), "_forward_cls", None) is StreamedLayer
-            waiting.extend(parent for parent, _ in node.next_functions)
-    return count
+    return sum(getattr(type(node), FUNCTION_OF_NODE, None) is StreamedLayer for node in nodes_behind([loss]))
 
 
 def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[Run, list[str]]:

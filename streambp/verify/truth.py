@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
+from streambp.known_names import EAGER, EXPERTS_IMPLEMENTATION
+from streambp.nested import replaced
+
 
 def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the model in `dtype`, or wider where it is. deepcopy finds the tensors in its memo, so the device never
@@ -57,14 +60,8 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
     """Within, experts are multiplied one after the other: torch's grouped products know no float64."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
-    before = [(config, config._experts_implementation_internal) for config in configs.values()]
-    try:
-        for config, _ in before:
-            config._experts_implementation_internal = "eager"
+    with replaced(configs.values(), EXPERTS_IMPLEMENTATION, EAGER):
         yield
-    finally:
-        for config, name in before:
-            config._experts_implementation_internal = name
 
 
 def available_memory() -> int | None:

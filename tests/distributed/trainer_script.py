@@ -61,7 +61,7 @@ def with_accelerate(model, config, output):
 def main():
     loop, config, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     chunks, real = [], prefix.ChunkMask.attend
-    prefix.ChunkMask.attend = lambda self, q, *rest: chunks.append(q.shape[2]) or real(self, q, *rest)
+    prefix.ChunkMask.attend = lambda self, given: chunks.append(given.q.shape[2]) or real(self, given)
     model = build("qwen3")
     with engines_seen() as engines:
         loss, kind = {"trainer": with_trainer, "accelerate": with_accelerate}[loop](model, config, output)

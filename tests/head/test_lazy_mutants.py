@@ -150,9 +150,9 @@ MUTANTS = {
     "writes by a Function unseen": (
         lazy_rows.LazyRows, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
     ),
-    "hooks that see nothing": (late_hooks, "HOOKS", (), lost(like_torch.hooked_afterwards)),
+    "hooks that see nothing": (late_hooks, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
     "what was made of logits forgotten": (lazy, "note_use", lambda *_: None, lost(like_torch.asked_for)),
-    "hooks that a Function passes by": (lazy, "HOOKS", (), lost(like_torch.hooked_before_a_function)),
+    "hooks that a Function passes by": (lazy, "TENSOR_HOOKS", (), lost(like_torch.hooked_before_a_function)),
     "a mask as it is later": (rows.Beside, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
     "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
     "weights written by a pointer": (seen.Seen, "changed", lambda self: None, is_refused_before_backward),

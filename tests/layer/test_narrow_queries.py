@@ -28,9 +28,9 @@ def record(monkeypatch):
     monkeypatch.setattr(trials, "_find_unread", lambda *a: found.append(real(*a)) or found[-1])
     attend = call.ChunkMask.attend
 
-    def seen(self, q, *args):
-        shapes.extend([tuple(q.shape)] if self.stage is call.Stage.REFILL else [])
-        return attend(self, q, *args)
+    def seen(self, given):
+        shapes.extend([tuple(given.q.shape)] if self.stage is call.Stage.REFILL else [])
+        return attend(self, given)
 
     monkeypatch.setattr(call.ChunkMask, "attend", seen)
     return found, shapes
@@ -54,7 +54,7 @@ def test_keys_that_come_out_differently_are_not_taken(monkeypatch):
 
     def notices(self, hidden_chunk, chunk, point, leaves=None, states=None):
         attend = point.attend
-        point.attend = lambda q, k, v, *args: attend(q, k + 1e-9 * q.shape[1], v, *args)
+        point.attend = lambda given: attend(given._replace(k=given.k + 1e-9 * given.q.shape[1]))
         return real(self, hidden_chunk, chunk, point, leaves, states)
 
     monkeypatch.setattr(call.LayerCall, "run", notices)

@@ -25,12 +25,12 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
 from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead, ValueHead
+from streambp.known_names import GRPOS_OWN
 from streambp.losses.masked import masked_mean
 from streambp.losses.ppo import gae, ppo_loss, whiten
 from streambp.planner.auto import patch
 
 VALUE_FILE = "value.safetensors"
-GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")
 
 
 @dataclasses.dataclass

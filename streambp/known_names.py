@@ -1,0 +1,194 @@
+"""Names of other libraries that streamed training depends on, by library.
+
+Most of them are no documented interface: arguments of decoder layers, attributes that engines hang on modules, functions
+that are known by their parameters. A library that renames one changes what is streamed, so each has one line with what it
+is used for, and `tests/test_known_names.py` says which of them the installed versions still have. Left out are documented
+arguments and attributes that every program uses (`input_ids`, `attention_mask`, `position_ids`, `labels`, `use_cache`) and
+torch's public operations.
+
+The names are those of transformers 5.23, torch 2.13, peft 0.21, DeepSpeed 0.19, accelerate 1.15 and TRL 1.16 where a line
+does not say otherwise; "until" names the last version that has it.
+"""
+
+from __future__ import annotations
+
+# ---- transformers: arguments of a decoder layer's forward
+
+# The dimension of an argument's tokens; an argument that is not named here is handed to every chunk whole.
+TOKEN_DIMS = {
+    "hidden_states": -2,
+    "position_embeddings": -2,
+    "position_ids": -1,
+    "cache_position": -1,
+    "per_layer_input": -2,
+    "shared_kv_states": -2,
+    "attention_scaling": -2,
+    "audio_token_mask": -1,
+    "query_attn_mask": -1,
+    "cross_attention_gate": -1,
+    "image_attention_mask": -2,
+    "cross_attention_mask": -2,
+    "full_text_row_masked_out_mask": -2,
+    "original_hidden_states": -2,
+    "prev_router_hidden_states": -2,
+    "ple_input_ids": -1,
+    "seq_idx": -1,
+    "block_states": -3,
+}
+# Caches of keys, values and states. `past_key_value` is an older name, which models outside of transformers still have.
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+PAGED_CACHE = "cache"  # the cache of continuous batching
+STATE = "state"  # xLSTM and RWKV: the layer takes its states there, and returns them behind its hidden states
+PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], the keys that an earlier layer picked
+PER_KEY = ("alibi",)  # BLOOM: arguments whose last dimension is the keys
+DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
+DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules
+
+# ---- transformers: the attention interface
+
+ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"  # read by the forward of an attention that goes through the interface
+EAGER = "eager"  # the implementation that is no entry of the table
+EAGER_FORWARD = "eager_attention_forward"  # the function of a modeling file that stands for it
+IMPLEMENTATION = "_attn_implementation_internal"  # of a config; past `__getattribute__`, which costs more than all else
+EXPERTS_IMPLEMENTATION = "_experts_implementation_internal"  # of a config: how experts are multiplied
+# Of transformers.integrations: not all that it registers is softmax attention over all keys that a mask allows.
+SOFTMAX = ("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward")
+FLASH_FORWARD = "_flash_attention_forward"  # called by transformers' flash attention, and replaced by others
+HUB_KERNEL = ("flash_attn_forward", "supports_flash_attn")  # by what a registered hub kernel of flash attention is known
+MASKING = "transformers.masking_utils"  # the module of transformers' own mask functions
+MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")  # both in a model that is an encoder or a decoder
+FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")  # of attention functions: change numbers, and are refused
+SINKS = ("s_aux", "sinks")  # of attention functions: [H], logits of one more key
+
+# ---- transformers: what layers call on their caches, and how they are built
+
+UPDATE = "update"  # an attention that calls it on its cache attends over what it returns
+INDEX_UPDATE = "update_index"  # MiniMax M3: the cached keys of an indexer that picks blocks
+QUERY_OFFSET = "get_query_offset"  # Inkling: where queries start, for a bias of each pair of positions
+SEQUENCE_LENGTH = "get_seq_length"  # llama4: how many tokens came before
+LINEAR_CACHE = "get_linear_cache"  # MiniMax: the state of lightning attention
+OWN_SCAN = "_rnn_scan"  # RecurrentGemma: the layer keeps the state itself
+CONV_UPDATE, RECURRENT_UPDATE = "update_conv_state", "update_recurrent_state"  # of mixers with states
+# What mixers with states call on their cache, and on themselves where they keep them.
+STATE_PROTOCOL = (CONV_UPDATE, RECURRENT_UPDATE, "set_linear_cache", OWN_SCAN)
+SHARES_LAYERS = "num_kv_shared_layers"  # Gemma 3n and 4: a config's number of layers that read the keys of earlier ones
+SHARED_LAYERS = "shared_layers"  # through the cache, until 5.5
+INDEXER = "Indexer"  # a part of the class's name of what picks keys in sparse attention
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")  # of backbones, by attribute
+READ_ALWAYS = ("config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")  # by attention functions
+CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of layers; trainers switch them at any time
+PREDICTION = ("prediction_step", "prediction_loss_only")  # a Trainer's function and its variable: False asks for logits
+
+# ---- kernels of fla, mamba_ssm and causal_conv1d, and transformers' own code in their place
+
+NEW_KERNEL = "is_new_implementation"  # in the closure of a kernel's wrapper: False where it is transformers' own code
+# Parameters by which a function is known, wherever a modeling file has it from.
+DELTA_RULE = frozenset({"initial_state", "output_final_state"})
+STATE_SCAN = frozenset({"initial_states", "return_final_states", "A"})  # Mamba 2
+SELECTIVE_SCAN = frozenset({"delta_bias", "delta_softplus", "return_last_state"})  # Mamba 1
+CONVOLUTION = frozenset({"weight", "bias", "activation"})
+CONVOLUTION_STATE = "conv_state"  # of a convolution of one token, which is told apart by it
+# For `streambp plan`, which counts what kernels allocate: one that transformers has code for in its place as well.
+PLANNED_CONVOLUTION = frozenset({"hidden_states", *CONVOLUTION})
+PLANNED_DELTA_RULE = frozenset({"query", "key", "value", "g", "beta", "chunk_size", "initial_state"})
+PLANNED_MAMBA1 = frozenset({"xz", "x_proj_weight", "delta_proj_weight", "out_proj_weight"})
+PLANNED_SCAN = frozenset({"dt_softplus", "dt_limit", "return_final_states", "chunk_size"})
+PLANNED_MAMBA2 = frozenset({"zxbcdt", "outproj_weight", "headdim", "ngroups"})
+# The names under which modeling files import kernels, or None where the package is absent, and the package.
+KERNEL_IMPORTS = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "chunk_gated_delta_rule": "fla",
+    "selective_scan_fn": "mamba_ssm",
+    "mamba_inner_fn": "mamba_ssm",
+    "mamba_chunk_scan_combined": "mamba_ssm",
+    "mamba_split_conv1d_scan_combined": "mamba_ssm",
+}
+
+# ---- torch: modules and hooks
+
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # a module's tables
+FORWARD_HOOKS = MODULE_HOOKS[:2]
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # of what a module holds
+GLOBAL_HOOKS = (  # tables in torch.nn.modules.module, of hooks on every module
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+TENSOR_HOOKS = ("register_hook", "retain_grad")  # methods that ask for a tensor's gradient
+UNSEEN_WRITES = frozenset({"data", "numpy", "data_ptr", "set_", "untyped_storage"})  # ways to write past a version
+REPLICATE = "_replicate_for_data_parallel"  # of a module, called by DataParallel, which is refused
+COMPILED = "_orig_mod"  # of what `torch.compile` makes of a module
+COMPILED_FROM = "_torchdynamo_orig_callable"  # of what it makes of a function
+USE_COUNT = "_use_count"  # of a tensor: who refers to it. Without it no gradient is written over
+
+# ---- torch: autograd's nodes and distributed training
+
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # the name of the node at a leaf
+FUNCTION_OF_NODE = "_forward_cls"  # of the node of an autograd.Function
+DDP_SINK = "_DDPSinkBackward"  # DDP's node around outputs: what reduces gradients late waits for it
+FSDP_UNIT = "FSDPModule"  # the base class that `fully_shard` gives a module
+FSDP_GROUPS = ("_fsdp_param_groups", "_fsdp_param_group")  # of its state: all, or the only one
+FSDP_PARAMETERS = "fsdp_params"  # of a group
+FSDP_OFFLOADED = "offload_to_cpu"  # of one of these
+FSDP1 = "FullyShardedDataParallel"  # the class of FSDP1, which is refused
+FLAT_PARAMETER = "_is_flat_param"  # marks its parameters
+CONTEXT_PARALLEL = "torch.distributed"  # where `scaled_dot_product_attention` comes from under context parallelism
+
+# ---- DeepSpeed
+
+ENGINES = ("deepspeed",)  # packages whose hooks on modules gather and reduce parameters
+Z3_LEAF = "_z3_leaf"  # of a module: gathered as one unit. [Note: ZeRO-3 leaves]
+PARTITIONED = "ds_id"  # of a parameter that ZeRO-3 manages
+FULL_SHAPE = "ds_shape"  # its shape while it is elsewhere
+GRADIENT_HOOKED = "grad_accum"  # of a parameter whose gradient ZeRO 1 and 2 wait for
+ZERO_OPTIMIZERS = ("_z3_optimizer", "_zero_optimizer")  # where its optimizer hangs on a parameter
+OFFLOADS_PARAMETERS = "offload_param"  # of that optimizer
+OFFLOADS_STATES = ("offload_optimizer", "cpu_offload")  # of ZeRO-3's, and of ZeRO 1's and 2's
+ZERO_COUNTERS = ("ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn")  # of modules, by how they start
+PRE_BACKWARD = "PreBackwardFunctionForModuleBackward"  # a node: gathers a module's own parameters, a model has none
+SCALING_HOOK = "OutputBackwardHookManager"  # the engine's hook on a loss: divides by the accumulation steps
+# Of the object in the closure of Ulysses' attention function: the group, the inner attention, and whether eval splits.
+ULYSSES_GROUP, ULYSSES_ATTENTION, ULYSSES_NOT_IN_EVAL = "process_group", "attn", "disable_in_eval"
+
+# ---- accelerate
+
+ACCELERATE_HOOK, ACCELERATE_FORWARD = "_hf_hook", "_old_forward"  # of a module with device_map: its hook, its own forward
+
+# ---- peft
+
+ALORA_OFFSETS = "alora_offsets"  # handed to modules by hooks: counts tokens from the end of a sequence
+FOR_ONE_FORWARD = (ALORA_OFFSETS, "adapter_names")  # all that peft hands its modules by hooks for one forward
+CPT_FORWARD = "_cpt_forward"  # the function that computes a loss of its own from logits
+PEFT_CHECKPOINTING = "_peft_gradient_checkpointing_forward_hooks"  # of modules, changed while a step runs
+
+# ---- TRL
+
+TRLS_HEAD = "_fused_forward"  # the function that `add_fused_lm_head` makes
+# What it closes over.
+TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS = (
+    "original_forward", "temperature", "cast_lm_head_to_fp32", "outputs",
+)  # fmt: skip
+ASKS_TRLS_HEAD = "fused_lm_head"  # the argument by which trainers ask it
+OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # fields that its output may have
+# Settings of GRPOConfig that PPO, which derives from it, has no use for.
+GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")
+
+# ---- verl, ms-swift and Unsloth, which no environment of the tests has
+
+VERLS_SIZE = "get_ulysses_sequence_parallel_world_size"  # a global of verl's flash attention: over how many ranks it splits
+VERLS_STRATEGY = "fsdp2"  # of verl's engine
+VERLS_OFFLOAD = "enable_activation_offload"  # of verl's model config: wraps layers
+SWIFTS_PLUGIN = "_swift_external"  # how ms-swift names a file that is given to it
+UNSLOTH = "unsloth"  # modules whose forwards cannot be cut
+
+# ---- packages by what is theirs; `streambp` is ours
+
+# Their hooks treat tokens alike, or gather and move parameters.
+HOOKS_ARE_HARMLESS = ("torch", "transformers", "accelerate", "deepspeed", "streambp")
+# Their modules and forwards treat tokens outside of attention alike.
+MODULES_ARE_HARMLESS = (*HOOKS_ARE_HARMLESS, "peft", "liger_kernel", "torchao", "bitsandbytes")
+# Their forwards compute a loss with torch's operations. [Note: foreign forwards]
+FORWARDS_ARE_PLAIN = (*HOOKS_ARE_HARMLESS, "peft")
+# Objects of theirs are not looked into. [Note: fingerprint]
+OBJECTS_ARE_KNOWN = ("torch", "transformers", "peft", "deepspeed", "builtins", "collections", "functools")
