@@ -80,6 +80,24 @@ def test_a_process_that_does_not_serve_its_tree(script, told, tmp_path, monkeypa
         compare_commits.Tree(tmp_path)
 
 
+class Raises:
+    """In place of a tree: each case raises there."""
+
+    def __init__(self, root):
+        self.process = argparse.Namespace(communicate=lambda: None)
+
+    def start(self, case, settings):
+        return lambda: {"error": "TypeError: no such argument", "tensors": {}, "text": ""}
+
+
+def test_a_case_that_raises_in_both_trees_is_no_equal_one(monkeypatch):
+    monkeypatch.setattr(compare_commits, "Tree", Raises)
+    said = []
+    assert compare(settings(HERE, saves=("kv",), offload=("none",)), said.append) == 1
+    assert said[0] == "NOTHING COMPARED: llama plain, saves kv, kept, float64: both trees: TypeError: no such argument"
+    assert said[1] == "1 cases: 0 equal, 0 known to differ, 1 not known"
+
+
 PACKED = Case("bamba", "packed")
 
 
