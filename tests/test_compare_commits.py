@@ -1,0 +1,127 @@
+"""scripts/compare_commits.py: two trees that give the same bits are equal, and what differs in one of them is told."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+
+import pytest
+import torch
+
+from scripts import compare_commits
+from scripts.compare_commits import HERE, Case, Difference, Known, compare
+
+# Appended to a copy of the package: what it changes depends on the case.
+MUTANT = """
+_patch, _describe = patch, describe
+
+def patch(model, config):
+    model = _patch(model, config)
+    weight, name = model.get_input_embeddings().weight, (config.saves, config.offload)
+    if name == (("kv",), "none"):
+        weight.register_hook(lambda gradient: gradient * (1 + 2**-50))
+    if name == (("kv",), "cpu"):
+        weight.requires_grad_(False)
+    if name == ((), "cpu"):
+        raise RuntimeError("mutant")
+    model.told = name == (("attn_out",), "none")
+    return model
+
+def describe(model):
+    return f"{_describe(model)}" + "\\nnote        mutant" * model.told
+"""
+
+
+def settings(tree, **changes):
+    arguments = {
+        "tree": tree, "against": HERE, "families": ("llama",), "modes": ("plain",), "saves": ("none", "attn_out", "kv"),
+        "offload": ("none", "cpu"),
+    }  # fmt: skip
+    return argparse.Namespace(**{**arguments, **changes})
+
+
+@pytest.fixture
+def mutant(tmp_path):
+    shutil.copytree(HERE / "streambp", tmp_path / "streambp", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "streambp" / "__init__.py").open("a") as file:
+        file.write(MUTANT)
+    return tmp_path
+
+
+def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
+    monkeypatch.setattr(compare_commits, "KNOWN", (Known("a mutant", lines="^.note +mutant$"),))
+    said = []
+    assert compare(settings(mutant), said.append) == 3
+    told = {line.split(": ")[1]: line for line in said[:-2]}
+    assert said[-1] == "7 cases: 3 equal, 1 known to differ, 3 not known"
+    assert said[-2] == "known in 1 cases: a mutant"
+    assert told.pop("llama plain, saves attn_out, kept, float64").startswith("known: ")
+    assert all(line.startswith("DIFFERS: ") for line in told.values())
+    assert "here RuntimeError: mutant; there no error" in told["llama plain, saves none, offloaded, float64"]
+    rounding = told["llama plain, saves kv, kept, float64"]
+    assert "2 of 44 tensors differ, by up to " in rounding
+    assert "e-16 (first model.embed_tokens.weight); from the unpatched model: here " in rounding
+    absent = told["llama plain, saves kv, offloaded, float64"]
+    assert "only there: first model.embed_tokens.weight, warm model.embed_tokens.weight" in absent
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("print('\"/elsewhere\"')", "the streambp that its process imports is in /elsewhere"),
+        ("raise SystemExit('no such model')", "ended with status 1 at: import streambp. It printed:\nno such model"),
+    ],
+)
+def test_a_process_that_does_not_serve_its_tree(script, told, tmp_path, monkeypatch):
+    served = tmp_path / "served.py"
+    served.write_text(script)
+    monkeypatch.setattr(compare_commits, "__file__", str(served))
+    with pytest.raises(SystemExit, match=told):
+        compare_commits.Tree(tmp_path)
+
+
+class Raises:
+    """In place of a tree: each case raises there."""
+
+    def __init__(self, root):
+        self.process = argparse.Namespace(communicate=lambda: None)
+
+    def start(self, case, settings):
+        return lambda: {"error": "TypeError: no such argument", "tensors": {}, "text": ""}
+
+
+def test_a_case_that_raises_in_both_trees_is_no_equal_one(monkeypatch):
+    monkeypatch.setattr(compare_commits, "Tree", Raises)
+    said = []
+    assert compare(settings(HERE, saves=("kv",), offload=("none",)), said.append) == 1
+    assert said[0] == "NOTHING COMPARED: llama plain, saves kv, kept, float64: both trees: TypeError: no such argument"
+    assert said[1] == "1 cases: 0 equal, 0 known to differ, 1 not known"
+
+
+PACKED = Case("bamba", "packed")
+
+
+@pytest.mark.parametrize(
+    ("known", "found", "reasons"),
+    [
+        (Known("all", within=1e-15), Difference("2 tensors", 1e-16, ()), ["all"]),
+        (Known("less", within=1e-15), Difference("2 tensors", 1e-14, ()), []),
+        (Known("others", families=("llama",), within=1.0), Difference("2 tensors", 1e-16, ()), []),
+        (Known("lines alone", lines="note"), Difference("2 tensors", 1e-16, ("+note",)), []),
+        (Known("tensors alone", within=1.0), Difference("2 tensors", 1e-16, ("+note",)), []),
+        (Known("as before", same_with={"documents": "as_given"}), Difference("2 tensors", 0.1, ()), ["as before"]),
+        (Known("not as before", same_with={"head": False}), Difference("2 tensors", 0.1, ()), []),
+    ],
+    ids=lambda value: value.reason if isinstance(value, Known) else "",
+)
+def test_what_is_known_explains_all_of_a_difference_or_nothing(known, found, reasons, monkeypatch):
+    monkeypatch.setattr(compare_commits, "KNOWN", (known,))
+    assert found.known(PACKED, lambda settings: settings == {"documents": "as_given"}) == reasons
+
+
+def test_documents_of_packed_rows_by_themselves():
+    batch = compare_commits.batch_of("bamba", "packed", torch.float64, 1)
+    parts = list(compare_commits.documents_apart(batch))
+    assert sum(share for share, _ in parts) == pytest.approx(1.0)
+    assert [part["input_ids"].shape[1] for _, part in parts] == [5, 8, 7, 9, 12], "one token alone has no label"
+    assert all((part["position_ids"] == torch.arange(part["input_ids"].shape[1])).all() for _, part in parts)
