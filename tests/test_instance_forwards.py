@@ -1,4 +1,7 @@
-"""A decoder layer's own forward on the instance is part of what the layer computes, whoever comes first."""
+"""A decoder layer's own forward on the instance is part of what the layer computes, whoever comes first.
+
+covers: foreign.py, instance_forward.py
+"""
 
 from __future__ import annotations
 

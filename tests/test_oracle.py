@@ -1,4 +1,7 @@
-"""Every family, batch mode, chunk size and saves against the unpatched model in float64."""
+"""Every family, batch mode, chunk size and saves against the unpatched model in float64.
+
+covers: attention/prefix.py, chunks.py, head/recipe.py, layer/call.py, layer/function.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Training as people do it: adapters, frozen parts, mixed precision, dropout, Trainer; evaluation and generation."""
+"""Training as people do it: adapters, frozen parts, mixed precision, dropout, Trainer; evaluation and generation.
+
+covers: model/patching.py
+"""
 
 from __future__ import annotations
 

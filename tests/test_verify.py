@@ -1,3 +1,9 @@
+"""`streambp verify`: what it finds exact, what it flags, what it says of bad usage.
+
+covers: __main__.py, cli.py, verify/__init__.py, verify/choices.py, verify/compare.py, verify/truth.py,
+  verify/verdict.py
+"""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,7 @@
-"""The CUDA path under pytest: `python -m pytest -m gpu tests/gpu`."""
+"""The CUDA path under pytest: `python -m pytest -m gpu tests/gpu`.
+
+covers: attention/kernels.py, offload/engines.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Losses that models and users write on logits that do not exist: computed exactly, and without logits where possible."""
+"""Losses that models and users write on logits that do not exist: computed exactly, and without logits where possible.
+
+covers: lazy/standin.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Losses that programs compute from logits, without the logits: the numbers are those of full logits."""
+"""Losses that programs compute from logits, without the logits: the numbers are those of full logits.
+
+covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, recurrent/documents.py
+"""
 
 from __future__ import annotations
 

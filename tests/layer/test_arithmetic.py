@@ -1,4 +1,7 @@
-"""Linear FLOPs of a step against torch's non-reentrant checkpointing; attention pairs against the spans."""
+"""Linear FLOPs of a step against torch's non-reentrant checkpointing; attention pairs against the spans.
+
+covers: attention/kernels.py, attention/spans.py, head/one_pass.py, head/recipe.py, layer/site.py, lazy/standin.py
+"""
 
 from __future__ import annotations
 

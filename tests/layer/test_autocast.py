@@ -1,4 +1,8 @@
-"""Autocast in backward: restored for what is computed again, off for gradients. [Note: autocast in backward]"""
+"""Autocast in backward: restored for what is computed again, off for gradients. [Note: autocast in backward]
+
+covers: attention/attend.py, attention/kernels.py, head/blocks.py, head/log_probs.py, head/one_pass.py,
+  layer/recompute.py, layer/shadows.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attention that works out from all keys itself which are read, or how much: indexers, passed picks, position biases."""
+"""Attention that works out from all keys itself which are read, or how much: indexers, passed picks, position biases.
+
+covers: attention/own.py, cache.py, layer/call.py
+"""
 
 from __future__ import annotations
 

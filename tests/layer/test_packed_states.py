@@ -1,6 +1,8 @@
 """Packed rows told by position_ids alone, in layers with states: each document is computed as if it were alone.
 
 [Note: segments]
+
+covers: admission/probe.py, model/wrappers.py, recurrent/documents.py, recurrent/segments.py
 """
 
 from __future__ import annotations

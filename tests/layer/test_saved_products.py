@@ -1,4 +1,7 @@
-"""`saves` with globs of Linear names: their outputs are kept, their products not computed again, the gradients the same."""
+"""`saves` with globs of Linear names: their outputs are kept, their products not computed again, the gradients the same.
+
+covers: layer/products.py, layer/saved.py
+"""
 
 from __future__ import annotations
 

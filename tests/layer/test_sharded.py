@@ -1,5 +1,8 @@
 """Layers cut at their attention, on a group of one rank: the same gradients, no product twice, bytes that do not grow with
-the number of ranks. Two ranks: tests/distributed/test_split_sequences.py."""
+the number of ranks. Two ranks: tests/distributed/test_split_sequences.py.
+
+covers: sharded/call.py, sharded/halves.py, sharded/layer.py, sharded/shards.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Offloaded tensors: the same gradients to the bit, host bytes to the formula, models and copies kept apart."""
+"""Offloaded tensors: the same gradients to the bit, host bytes to the formula, models and copies kept apart.
+
+covers: offload/__init__.py, offload/arena.py, offload/engines.py, offload/transfers.py
+"""
 
 from __future__ import annotations
 

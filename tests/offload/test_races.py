@@ -1,4 +1,7 @@
-"""The manager's copies under the race checker: no races, and one for each wait that is left out."""
+"""The manager's copies under the race checker: no races, and one for each wait that is left out.
+
+covers: attention/kv.py, offload/engines.py, offload/transfers.py
+"""
 
 from __future__ import annotations
 

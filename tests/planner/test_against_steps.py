@@ -1,4 +1,7 @@
-"""Predicted bytes against tracked storages of real steps on a CPU: activations alone, within one percent."""
+"""Predicted bytes against tracked storages of real steps on a CPU: activations alone, within one percent.
+
+covers: planner/compose.py, planner/count.py, planner/step.py, planner/survey.py
+"""
 
 from __future__ import annotations
 

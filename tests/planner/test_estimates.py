@@ -1,4 +1,8 @@
-"""Estimates against measured allocator peaks, against another estimator's figures, and against themselves."""
+"""Estimates against measured allocator peaks, against another estimator's figures, and against themselves.
+
+covers: planner/compose.py, planner/count.py, planner/estimate.py, planner/measure.py, planner/profile.py,
+  planner/skeleton.py, planner/survey.py, planner/tree.py
+"""
 
 from __future__ import annotations
 
