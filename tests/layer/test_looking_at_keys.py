@@ -31,9 +31,10 @@ def float64_everywhere(float64_oracle):
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("sizes", [[2, 10], pytest.param([1, 5], marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("name", [pytest.param("glm_moe_dsa", marks=needs_indexers), "inkling_text"])
-def test_chunks_of_a_few_tokens(name):
-    check_exact(name, 11, [1, 2, 5, 10])
+def test_chunks_of_a_few_tokens(name, sizes):
+    check_exact(name, 11, sizes)
 
 
 @pytest.mark.full
