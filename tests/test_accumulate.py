@@ -1,4 +1,7 @@
-"""Sums of products: numbers on a CPU, and the one operation that CUDA runs."""
+"""Sums of products: numbers on a CPU, and the one operation that CUDA runs.
+
+covers: accumulate.py
+"""
 
 from __future__ import annotations
 

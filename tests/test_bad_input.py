@@ -1,4 +1,7 @@
-"""Whatever cannot be exact is refused, with what was found, what was expected and what to do."""
+"""Whatever cannot be exact is refused, with what was found, what was expected and what to do.
+
+covers: chunks.py, errors.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decoders that read more than their text: cross-attention to images and proteins, other weights for audio, many heads."""
+"""Decoders that read more than their text: cross-attention to images and proteins, other weights for audio, many heads.
+
+covers: admission/own_run.py, attention/interface.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`describe` tells of the model as it is now, whatever became of its layers after `patch`."""
+"""`describe` tells of the model as it is now, whatever became of its layers after `patch`.
+
+covers: model/describe.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Forwards that other libraries wrote: nothing is deferred below them, whoever came first (`streambp/foreign.py`)."""
+"""Forwards that other libraries wrote: nothing is deferred below them, whoever came first (`streambp/foreign.py`).
+
+covers: foreign.py
+"""
 
 from __future__ import annotations
 

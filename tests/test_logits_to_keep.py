@@ -1,4 +1,7 @@
-"""`logits_to_keep`, as ms-swift and NeMo pass it: every form that transformers knows, with labels and without."""
+"""`logits_to_keep`, as ms-swift and NeMo pass it: every form that transformers knows, with labels and without.
+
+covers: model/causal_lm.py
+"""
 
 from __future__ import annotations
 

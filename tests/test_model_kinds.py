@@ -1,4 +1,7 @@
-"""Other models than causal language models, and what users put around them."""
+"""Other models than causal language models, and what users put around them.
+
+covers: model/patching.py, model/wrappers.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""position_ids that do not grow by one: documents in streamed calls, where a plain unpatched call attends across."""
+"""position_ids that do not grow by one: documents in streamed calls, where a plain unpatched call attends across.
+
+covers: model/packing.py, model/wrappers.py
+"""
 
 from __future__ import annotations
 

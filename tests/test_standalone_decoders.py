@@ -1,4 +1,7 @@
-"""Decoders of encoder-decoder families used alone, as `*ForCausalLM`: their self-attention is causal."""
+"""Decoders of encoder-decoder families used alone, as `*ForCausalLM`: their self-attention is causal.
+
+covers: model/patching.py, model/wrappers.py
+"""
 
 from __future__ import annotations
 

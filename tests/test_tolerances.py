@@ -1,4 +1,7 @@
-"""The suite's own yardsticks: what they let pass, what they catch, and that every draw follows from one seed."""
+"""The suite's own yardsticks: what they let pass, what they catch, and that every draw follows from one seed.
+
+covers: accumulate.py, layer/shadows.py
+"""
 
 from __future__ import annotations
 
@@ -177,9 +180,8 @@ def test_nothing_seeds_itself():
     pattern = re.compile(r"manual_seed\(|random\.seed\(|randrange\(2")
     alone = (
         "seeds.py",
-        "tester_table.py",
         "programs.py",
-    )  # the latter two run among another tree's tests, and by themselves
+    )  # the latter runs by itself
     by_hand = ("gpu", "frameworks")
     files = [path for path in TESTS.rglob("*.py") if path.name not in alone and path.parent.name not in by_hand]
     assert [path.name for path in files if pattern.search(path.read_text()) and path != Path(__file__)] == []

@@ -1,4 +1,7 @@
-"""Training as people do it: adapters, frozen parts, mixed precision, dropout, Trainer; evaluation and generation."""
+"""Training as people do it: adapters, frozen parts, mixed precision, dropout, Trainer; evaluation and generation.
+
+covers: model/patching.py
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,9 @@ def test_backward_leaves_the_random_stream_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("saves", [(), ("attn_out",), ("kv",)])
+@pytest.mark.parametrize(
+    "saves", [(), *(pytest.param(saves, marks=pytest.mark.full) for saves in (("attn_out",), ("kv",)))]
+)
 def test_autocast_is_as_precise_as_the_unpatched_model(saves):
     assert_as_precise(autocast_errors(saves))
 

@@ -1,4 +1,7 @@
-"""Masks that let queries read ahead (images, prefixes): chunk ends move to where none does, and gradients are exact."""
+"""Masks that let queries read ahead (images, prefixes): chunk ends move to where none does, and gradients are exact.
+
+covers: attention/masks.py
+"""
 
 from __future__ import annotations
 

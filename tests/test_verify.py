@@ -1,5 +1,12 @@
+"""`streambp verify`: what it finds exact, what it flags, what it says of bad usage.
+
+covers: __main__.py, cli.py, verify/__init__.py, verify/choices.py, verify/compare.py, verify/truth.py,
+  verify/verdict.py
+"""
+
 from __future__ import annotations
 
+import itertools
 import json
 import runpy
 import sys
@@ -33,8 +40,16 @@ def checkpoint(tmp_path):
     return save
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "auto"])
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
+def some(names, dtypes):
+    """Each name with one dtype and each dtype with one name; the rest of the product is in the full tier."""
+    for (n, name), (d, dtype) in itertools.product(enumerate(names), enumerate(dtypes)):
+        fast = n % len(dtypes) == d or d % len(names) == n
+        yield pytest.param(name, dtype, marks=() if fast else pytest.mark.full, id=f"{name}-{dtype}")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), some(["qwen3", "mistral", "gemma3"], ["float32", "bfloat16", "float16", "float64", "auto"])
+)
 def test_verify_says_exact(family, dtype, checkpoint, capsys):
     code = cli.main(["verify", checkpoint(family, hidden_size=64), "--seq-len", "250", "--dtype", dtype])
     printed = capsys.readouterr().out
@@ -46,8 +61,7 @@ def test_verify_says_exact(family, dtype, checkpoint, capsys):
         assert "window of 6 was crossed" in printed
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize(("family", "dtype"), some(["qwen3_moe", "gpt_oss", "mixtral"], ["float32", "bfloat16", "float64"]))
 def test_verify_experts(family, dtype, tmp_path, capsys):
     """Loaded as they are by default they use grouped products, which know no float64; the model's choice is left alone."""
     zoo.build(family, torch.float32).save_pretrained(tmp_path)
@@ -67,8 +81,7 @@ def test_a_model_that_names_no_dtype():
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), some(FAMILIES, [torch.float32, torch.bfloat16, torch.float16]))
 def test_rounding_alone_is_never_flagged(family, dtype):
     for seed in range(3):
         result = verify(build(family, dtype, seed=seed), seq_len=97, seed=seed)
@@ -180,9 +193,10 @@ def test_chunks_are_at_least_four_and_unequal(length):
     ],
 )
 def test_bad_usage_exits_with_2(arguments, message, checkpoint, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the environment was read already
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = [] if arguments[0].startswith("nowhere") else [checkpoint("llama"), "--seq-len", "64"]
+    capsys.readouterr()  # saving imports DeepSpeed, which writes to stdout
     assert cli.main(["verify", *path, *arguments]) == 2
     printed = capsys.readouterr()
     assert message in printed.err

@@ -1,4 +1,7 @@
-"""What a layer's backward finds otherwise than its forward did, or cannot give a gradient to, raises."""
+"""What a layer's backward finds otherwise than its forward did, or cannot give a gradient to, raises.
+
+covers: layer/function.py, layer/other_leaves.py
+"""
 
 from __future__ import annotations
 

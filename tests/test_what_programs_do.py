@@ -1,4 +1,7 @@
-"""Whatever a program does to a model comes out exact, or raises: the table of docs/exactness.md, row by row."""
+"""Whatever a program does to a model comes out exact, or raises: the table of docs/exactness.md, row by row.
+
+covers: fingerprint/hooks.py, model/patching.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules around decoder layers: refused by `patch` where they are there first, exact where they come after it."""
+"""Modules around decoder layers: refused by `patch` where they are there first, exact where they come after it.
+
+covers: admission/stacks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which kernels "auto" takes: those that torch's own attention would take on a device, which is emulated."""
+"""Which kernels "auto" takes: those that torch's own attention would take on a device, which is emulated.
+
+covers: attention/backend.py, attention/kernels.py, attention/prefix.py, attention/spans.py, chunks.py
+"""
 
 from __future__ import annotations
 

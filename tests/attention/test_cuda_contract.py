@@ -1,4 +1,7 @@
-"""What attention may ask of CUDA's kernels, on meta tensors: no device is needed to see a rule broken."""
+"""What attention may ask of CUDA's kernels, on meta tensors: no device is needed to see a rule broken.
+
+covers: attention/kernels.py, attention/spans.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attention that is not transformers' own is refused by name, or by what it computes: streamed layers do not call it."""
+"""Attention that is not transformers' own is refused by name, or by what it computes: streamed layers do not call it.
+
+covers: admission/own_run.py, admission/registry.py
+"""
 
 from __future__ import annotations
 

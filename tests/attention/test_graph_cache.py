@@ -1,6 +1,8 @@
 """Gradients where torch's cache of cuDNN graphs reads o and dO with the strides of the first call of each key.
 
 No device: a stand-in computes in float64 what cuDNN would, from what such a graph would read.
+
+covers: attention/backend.py, attention/kernels.py, attention/prefix.py
 """
 
 from __future__ import annotations

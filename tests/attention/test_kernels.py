@@ -2,6 +2,8 @@
 
 FlashAttention and cuDNN have no kernel on the CPU; a stand-in with their signatures and conventions shows that we call them
 rightly. `tests/gpu` runs the real ones.
+
+covers: attention/backend.py, attention/kernels.py, attention/masks.py, attention/spans.py, chunks.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Keys and values in tiles against one buffer: what is read, what is added up, what is on the device."""
+"""Keys and values in tiles against one buffer: what is read, what is added up, what is on the device.
+
+covers: attention/kv.py, attention/spans.py, chunks.py, layer/store.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Merged outputs and summed gradients; the Triton kernel against torch, in Triton's interpreter, and compiled."""
+"""Merged outputs and summed gradients; the Triton kernel against torch, in Triton's interpreter, and compiled.
+
+covers: attention/backend.py, attention/kernels.py, attention/merge.py, attention/spans.py, attention/triton_merge.py,
+  chunks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Chunk ends and empty queries of masks without a rule, against brute force over every place and every pair."""
+"""Chunk ends and empty queries of masks without a rule, against brute force over every place and every pair.
+
+covers: attention/mask_scan.py, chunks.py
+"""
 
 from __future__ import annotations
 

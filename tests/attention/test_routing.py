@@ -1,4 +1,7 @@
-"""A config object's attention implementation while several threads stream with it. [Note: routed configs]"""
+"""A config object's attention implementation while several threads stream with it. [Note: routed configs]
+
+covers: attention/interface.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Blocks cover exactly what spans say, and spans say what transformers' masks say; both by brute force."""
+"""Blocks cover exactly what spans say, and spans say what transformers' masks say; both by brute force.
+
+covers: attention/interface.py, attention/mask_scan.py, attention/masks.py, attention/spans.py, chunks.py
+"""
 
 from __future__ import annotations
 

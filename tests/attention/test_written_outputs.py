@@ -1,4 +1,7 @@
-"""A layer that writes to what its attention gives."""
+"""A layer that writes to what its attention gives.
+
+covers: attention/attend.py, attention/prefix.py
+"""
 
 from __future__ import annotations
 

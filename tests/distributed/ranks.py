@@ -29,7 +29,8 @@ def run(engine, cases):
         raise AssertionError("\n".join(output[-4000:] for output in outputs))
     found = [json.loads(row) for row in rows]
     for row, case in zip(found, cases, strict=True):
-        expected = {"ddp": "ddp", "fsdp": "fsdp2", "deepspeed": f"zero-{case.get('stage')}"}[engine]
+        names = {"ddp": "ddp", "fsdp": "fsdp2", "deepspeed": f"zero-{case.get('stage')}"}
+        expected = names[case.get("engine", engine)]
         for name in {"unpatched", "before", "after", "checkpointing"} & row.keys():
             assert row[name].pop("engines") == [expected], (case, name)
     return found

@@ -1,4 +1,7 @@
-"""Two ranks, gloo, CPU: streamed models under DDP, FSDP2 and DeepSpeed against the bare engine and a single process."""
+"""Two ranks, gloo, CPU: streamed models under DDP, FSDP2 and DeepSpeed against the bare engine and a single process.
+
+covers: distributed/engines.py, distributed/host.py, distributed/zero.py
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,18 @@ def zero_settings():
                 yield {"stage": stage, "accumulation": accumulation, "zero": {**cached, **zero}, "patched": patched}
 
 
-FAST = {
+ENGINES = ("ddp", "fsdp", "deepspeed")
+FAST = {  # by the engine that starts the ranks: torch's two share theirs
     "ddp": [
-        {"accumulation": 3, "eval": True}, {"logits": True, "options": {"static_graph": True}, "patched": ["after"]},
+        {"accumulation": 3, "eval": True, "steps": 2},
+        {"logits": True, "options": {"static_graph": True}, "patched": ["after"], "steps": 2},
+        {"engine": "fsdp", "offload": True, "stream": STREAM, "resume": "patched", "patched": ["before"], "steps": 2},
     ],
-    "fsdp": [{"offload": True, "stream": STREAM, "resume": "patched", "patched": ["before"]}],
     "deepspeed": [
-        {"stage": 2, "patched": ["after"]},
-        {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_moe"},
-        {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_5_text", "patched": ["before"]},
-        {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "patched": ["before"]},
+        {"stage": 2, "patched": ["after"], "steps": 2},
+        {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_moe", "patched": ["after"], "steps": 2},
+        {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_5_text", "patched": ["before"], "steps": 2},
+        {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "patched": ["before"], "steps": 2},
     ],
 }  # fmt: skip
 MATRIX = {
@@ -128,7 +133,11 @@ def check(engine, cases):
             more = bool(case.get("eval")) + 3 * bool(case.get("logits"))
             assert found["counts"].get("gathers per parameter", 0) <= 2 + more
             if case.get("logits"):
-                expected = "as its caller computes it" if engine == "fsdp" else "no logits: computed blockwise for gather"
+                expected = (
+                    "as its caller computes it"
+                    if case.get("engine", engine) == "fsdp"
+                    else "no logits: computed blockwise for gather"
+                )
                 assert found["head"].startswith(expected)
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
@@ -171,14 +180,14 @@ def test_layers_with_states(engine, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_adapters_on_layers_with_states(engine):
     setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
     check(engine, [{**setting, "model": "qwen3_5_text", "lora": True, "steps": 2}])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_router_loss(engine):
     """Its gradient comes through router logits, which leave the layer beside its hidden states."""
     setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}

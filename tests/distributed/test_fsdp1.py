@@ -1,4 +1,7 @@
-"""FSDP1 keeps a layer's parameters in a flat one: refused, because their gradients would be lost."""
+"""FSDP1 keeps a layer's parameters in a flat one: refused, because their gradients would be lost.
+
+covers: distributed/engines.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Host memory that several takers share: the ranks of a machine, an engine's offloading and that of activations."""
+"""Host memory that several takers share: the ranks of a machine, an engine's offloading and that of activations.
+
+covers: distributed/host.py, model/wrappers.py, offload/arena.py
+"""
 
 from __future__ import annotations
 

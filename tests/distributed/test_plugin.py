@@ -1,4 +1,7 @@
-"""The "streambp" section of a DeepSpeed config."""
+"""The "streambp" section of a DeepSpeed config.
+
+covers: integrations/deepspeed.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The exchange of tokens for heads, all ranks simulated in this process; and what is read off the shards' tokens."""
+"""The exchange of tokens for heads, all ranks simulated in this process; and what is read off the shards' tokens.
+
+covers: attention/spans.py, sharded/shards.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two ranks, gloo, CPU: sequences split by DeepSpeed Ulysses, streamed, against unpatched Ulysses and a single process."""
+"""Two ranks, gloo, CPU: sequences split by DeepSpeed Ulysses, streamed, against unpatched Ulysses and a single process.
+
+covers: distributed/ulysses.py, sharded/call.py, sharded/halves.py, sharded/layer.py, sharded/shards.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""HF Trainer and accelerate on two ranks with a DeepSpeed config whose "streambp" section says how to stream."""
+"""HF Trainer and accelerate on two ranks with a DeepSpeed config whose "streambp" section says how to stream.
+
+covers: distributed/engines.py, integrations/deepspeed.py
+"""
 
 from __future__ import annotations
 

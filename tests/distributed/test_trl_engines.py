@@ -1,4 +1,7 @@
-"""Our trainers beside TRL's on two ranks, under DDP and DeepSpeed: losses of every step, and how far the weights moved."""
+"""Our trainers beside TRL's on two ranks, under DDP and DeepSpeed: losses of every step, and how far the weights moved.
+
+covers: distributed/engines.py, integrations/trl/trainer.py
+"""
 
 from __future__ import annotations
 

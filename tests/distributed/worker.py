@@ -1,6 +1,8 @@
 """One rank of a two-rank run: trains tiny models under an engine, unpatched and patched, and prints what it found as JSON.
 
 python -m tests.distributed.worker RANK PORT ENGINE '[{"stage": 3, ...}, ...]'
+
+A case may name another "engine", under the process group of the first: DDP and FSDP2 go together.
 """
 
 from __future__ import annotations
@@ -206,7 +208,7 @@ def main():
         dist.init_process_group("gloo", rank=rank, world_size=2)
     for case in cases:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        print(DONE + json.dumps(run(ENGINES[engine], rank, case)), flush=True)
+        print(DONE + json.dumps(run(ENGINES[case.get("engine", engine)], rank, case)), flush=True)
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     dist.destroy_process_group()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +28,19 @@ def run_script(name, *arguments, **kwargs):
     command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, **kwargs)
+
+
+def run_here(*arguments):
+    """As `run_example`, in this process. What it exits with is the return code, and the end of stderr."""
+    written = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+        patch.setattr(sys, "argv", ["long_context_sft.py", *map(str, arguments)])
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        try:
+            runpy.run_path(str(ROOT / "examples" / "long_context_sft.py"), run_name="__main__")
+        except SystemExit as end:
+            return subprocess.CompletedProcess(arguments, end.code, written.getvalue(), f"{written.getvalue()}{end.code}")
+    return subprocess.CompletedProcess(arguments, 0, written.getvalue(), "")
 
 
 def check_run(result, folder):
@@ -60,8 +76,8 @@ def test_small_run(small_run):
 def test_lora_on_a_given_model(small_run, tmp_path):
     text, checkpoint, _ = small_run
     pytest.importorskip("peft")
-    result = run_example(
-        "--model", checkpoint, "--data", text, "--seq-len", 2048, "--steps", 30, "--chunk-size", 128, "--lora",
+    result = run_here(
+        "--model", checkpoint, "--data", text, "--seq-len", 1024, "--steps", 30, "--chunk-size", 128, "--lora",
         "--learning-rate", 1e-2, "--output", tmp_path / "lora",
     )  # fmt: skip
     assert check_run(result, tmp_path / "lora") < 1
@@ -96,12 +112,12 @@ def test_a_hybrid_as_the_given_model(small_run, tmp_path):
         (["--model", "missing"], "Pass --model"),
     ],
 )
-def test_bad_usage_says_what_to_do(arguments, message, tmp_path):
+def test_bad_usage_says_what_to_do(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("too short")
-    result = run_example(*arguments, cwd=tmp_path)
-    assert result.returncode != 0
+    monkeypatch.chdir(tmp_path)
+    result = run_here(*arguments)  # any other exception than SystemExit, whose traceback a user would see, ends the test
+    assert result.returncode not in (0, None)
     assert message in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.full

@@ -101,7 +101,7 @@ def error_row(
     length = 96 if args.tiny else 2048
     if spans not in known:
         known.clear()
-        model, batch = small_model(spans, length, args.device)
+        model, batch = small_model(spans, length, args.device, 256 if args.tiny else 512)
         _, truth = gradients(model, **batch)
         model.to(torch.bfloat16)
         known[spans] = Known(model, batch, truth, relative_l2(gradients(model, **batch)[1], truth))
@@ -168,11 +168,11 @@ def backends(device: str) -> tuple[str, ...]:
     return ("cudnn", "flash", "math") if hopper else ("flash", "math")
 
 
-def small_model(spans: str, length: int, device: str) -> tuple[Qwen3ForCausalLM, dict[str, torch.Tensor]]:
+def small_model(spans: str, length: int, device: str, width: int) -> tuple[Qwen3ForCausalLM, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=128, attn_implementation="sdpa",
+        vocab_size=1024, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=width // 128, num_key_value_heads=width // 256, head_dim=128, attn_implementation="sdpa",
         use_sliding_window=spans == "window", sliding_window=length // 5, max_window_layers=0,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(device).train()

@@ -1,4 +1,7 @@
-"""Predicted against the allocator's peaks: `python -m pytest -s -m gpu tests/gpu/test_planner.py [-k 16384]`."""
+"""Predicted against the allocator's peaks: `python -m pytest -s -m gpu tests/gpu/test_planner.py [-k 16384]`.
+
+covers: planner/estimate.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layers with states on a CUDA device: `python -m pytest -m gpu tests/gpu/test_states.py`."""
+"""Layers with states on a CUDA device: `python -m pytest -m gpu tests/gpu/test_states.py`.
+
+covers: recurrent/documents.py, recurrent/scans.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The kernels compiled for Ampere and Hopper, which takes no device: they compile, and keep everything in registers."""
+"""The kernels compiled for Ampere and Hopper, which takes no device: they compile, and keep everything in registers.
+
+covers: head/triton_fold.py, head/triton_gradient.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The one-pass loss expects the upstream gradient that came the last time. [Note: expected scale]"""
+"""The one-pass loss expects the upstream gradient that came the last time. [Note: expected scale]
+
+covers: head/log_probs.py
+"""
 
 from __future__ import annotations
 

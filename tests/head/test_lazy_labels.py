@@ -1,4 +1,7 @@
-"""Logits beside the loss: what programs compute of the logits of a call with labels, without these."""
+"""Logits beside the loss: what programs compute of the logits of a call with labels, without these.
+
+covers: lazy/dispatch.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Every rule of lazy logits has a mutant, and every mutant turns a named test red."""
+"""Every rule of lazy logits has a mutant, and every mutant turns a named test red.
+
+covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/hooks.py, lazy/loss_rules.py,
+  lazy/row_rules.py, lazy/seen.py, lazy/tensor.py, model/causal_lm.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""bf16: gradients of losses on lazy logits are as precise as those of full logits."""
+"""bf16: gradients of losses on lazy logits are as precise as those of full logits.
+
+covers: lazy/dispatch.py, lazy/row_rules.py
+"""
 
 from __future__ import annotations
 

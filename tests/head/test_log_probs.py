@@ -1,4 +1,7 @@
-"""token_log_probs against full logits in float64."""
+"""token_log_probs against full logits in float64.
+
+covers: head/blocks.py, head/log_probs.py
+"""
 
 from __future__ import annotations
 

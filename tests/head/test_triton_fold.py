@@ -1,4 +1,7 @@
-"""The Triton kernel against torch, in Triton's interpreter; on a GPU as it is."""
+"""The Triton kernel against torch, in Triton's interpreter; on a GPU as it is.
+
+covers: head/blocks.py, head/triton_fold.py
+"""
 
 from __future__ import annotations
 

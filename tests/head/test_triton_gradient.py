@@ -1,4 +1,7 @@
-"""The gradient's kernel against torch, in Triton's interpreter; on a GPU as it is."""
+"""The gradient's kernel against torch, in Triton's interpreter; on a GPU as it is.
+
+covers: head/blocks.py, head/log_probs.py, head/one_pass.py, head/triton_fold.py, head/triton_gradient.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What callers read of a call with labels beside its loss: hidden states, logits for a loss of theirs, predictions."""
+"""What callers read of a call with labels beside its loss: hidden states, logits for a loss of theirs, predictions.
+
+covers: model/callers.py, model/causal_lm.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What `describe` says of the head is what it did in the last step, and its gradients are the unpatched model's."""
+"""What `describe` says of the head is what it did in the last step, and its gradients are the unpatched model's.
+
+covers: model/causal_lm.py, model/describe.py
+"""
 
 from __future__ import annotations
 

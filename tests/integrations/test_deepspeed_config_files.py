@@ -1,4 +1,7 @@
-"""DeepSpeed configs that cannot be read, and values of types that no field takes."""
+"""DeepSpeed configs that cannot be read, and values of types that no field takes.
+
+covers: integrations/deepspeed.py
+"""
 
 from __future__ import annotations
 

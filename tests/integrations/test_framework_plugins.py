@@ -1,4 +1,7 @@
-"""The plugins for axolotl, ms-swift and verl, against stand-ins of the interfaces that they are written for."""
+"""The plugins for axolotl, ms-swift and verl, against stand-ins of the interfaces that they are written for.
+
+covers: integrations/axolotl.py, integrations/ms_swift.py, integrations/verl.py, launch/process.py, model/patching.py
+"""
 
 from __future__ import annotations
 

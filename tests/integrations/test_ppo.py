@@ -1,4 +1,7 @@
-"""StreamPPOTrainer: learns, is exact, and keeps its values through checkpoints."""
+"""StreamPPOTrainer: learns, is exact, and keeps its values through checkpoints.
+
+covers: integrations/trl/ppo.py, integrations/trl/values.py, losses/ppo.py
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ def make(folder, model, value_model=None, peft_config=None, **settings):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.full
 def test_learns_what_the_prompt_asks_for(seed, tmp_path, attended_chunks):
     trainer = make(tmp_path, build("qwen3", seed=seed), max_steps=320, seed=seed_of(seed))
     trainer.train()
@@ -71,6 +75,20 @@ def test_learns_what_the_prompt_asks_for(seed, tmp_path, attended_chunks):
     assert sorted(rewards[-8:])[4] >= 0.9  # the policy may slip once it has learnt
     assert explained[0] < max(explained[-3:])
     assert max(explained[-3:]) >= 0.6
+
+
+def test_begins_to_learn_what_the_prompt_asks_for(tmp_path, attended_chunks):
+    """At three times the rate, a quarter of the steps: far above the untrained policy's 0.02."""
+    trainer = make(tmp_path, build("qwen3"), max_steps=80, learning_rate=1e-2, logging_steps=10)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
+    rewards = [entry["rewards/repeats/mean"] for entry in log]
+    explained = [entry["explained_variance"] for entry in log]
+    print("reward", [f"{r:.2f}" for r in rewards], "explained variance", [f"{e:.2f}" for e in explained])
+    assert attended_chunks
+    assert rewards[0] <= 0.05
+    assert max(rewards[-2:]) >= 0.1
+    assert max(explained[-3:]) >= 0.5
 
 
 def rollouts(trainer):

@@ -1,4 +1,9 @@
-"""Stream*Trainer against TRL's own: same seeds and data, SGD, ten steps, float64 with float32 casts lifted on both."""
+"""Stream*Trainer against TRL's own: same seeds and data, SGD, some steps, float64 with float32 casts lifted on both.
+
+covers: integrations/trl/__init__.py, integrations/trl/dpo.py, integrations/trl/grpo.py,
+  integrations/trl/head.py, integrations/trl/settings.py, integrations/trl/sft.py, integrations/trl/trainer.py,
+  model/fused_head.py
+"""
 
 from __future__ import annotations
 
@@ -64,6 +69,7 @@ def exact_stock_head(request, monkeypatch):
 
 
 STREAMED = {"stream_chunk_size": "5"}
+STEPS = 4
 
 
 def tokenizer():
@@ -103,7 +109,7 @@ def prompts():
 
 
 def train(trainer_class, config_class, dataset, folder, model=None, trainer=None, patch_with=None, **settings):
-    """Ten SGD steps from the same weights; the log, and all parameters afterwards.
+    """STEPS SGD steps from the same weights; the log, and all parameters afterwards.
 
     patch_with: patches the finished trainer's model.
     """
@@ -111,7 +117,7 @@ def train(trainer_class, config_class, dataset, folder, model=None, trainer=None
     arguments = config_class(
         output_dir=str(folder),
         **{
-            "max_steps": 10, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.1,
+            "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.1,
             "optim": "sgd", "report_to": [], "use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "bf16": False,
             "save_strategy": "no", "lr_scheduler_type": "constant", "seed": seed_of(3), **settings,
         },
@@ -132,7 +138,7 @@ IGNORED = {"epoch", "learning_rate", "step_time"}
 def compare(expected, found, tolerance=1e-9):
     """Metrics of every step and the weights after the last."""
     (expected_log, expected_weights, _), (log, weights, _) = expected, found
-    assert len(log) == len(expected_log) == 10
+    assert len(log) == len(expected_log) == STEPS
     for ours, theirs in zip(log, expected_log, strict=True):
         assert ours.keys() == theirs.keys()
         # With equal rewards, which of them is larger is rounding.
@@ -203,8 +209,15 @@ def checkpoint(tmp_path_factory):
     return {"model": folder, "model_init_kwargs": {"dtype": "auto"}}
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "peft"])
+@pytest.mark.parametrize(
+    ("lora", "loss_type"),
+    [
+        pytest.param(False, "sigmoid", id="full-sigmoid"),
+        pytest.param(True, "ipo", id="peft-ipo"),
+        pytest.param(False, "ipo", id="full-ipo", marks=pytest.mark.full),
+        pytest.param(True, "sigmoid", id="peft-sigmoid", marks=pytest.mark.full),
+    ],
+)
 def test_dpo(lora, loss_type, tmp_path, attended_chunks, checkpoint):
     def run(trainer_class, config_class, **settings):
         trainer = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
@@ -296,7 +309,7 @@ def test_a_patched_model_keeps_its_settings(given, tmp_path, attended_chunks):
 
 
 def test_evaluation_generation_and_resume(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
+    settings = {"save_strategy": "steps", "save_steps": STEPS // 2, "eval_strategy": "steps", "eval_steps": STEPS // 2}
     evaluation = {"trainer": {"eval_dataset": texts()}}
     expected = train(SFTTrainer, SFTConfig, texts(), tmp_path / "stock", **settings, **evaluation)
     found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path / "ours", **settings, **evaluation, **STREAMED)
@@ -307,7 +320,7 @@ def test_evaluation_generation_and_resume(tmp_path):
         *(run[2].model.eval().generate(prompt, max_new_tokens=4, do_sample=False) for run in (expected, found))
     )
     trainer = found[2]
-    trainer.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-5"))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{STEPS // 2}"))
     assert worst_error(dict(trainer.model.named_parameters()), found[1]) <= 1e-9
 
 
@@ -344,8 +357,14 @@ def test_copies_of_a_trainers_model_score_with_their_own_weights(tmp_path):
     assert not torch.allclose(ours, theirs)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "peft"])
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        pytest.param(kind, lora, marks=() if lora == (kind != "dpo") else pytest.mark.full)
+        for kind in ("sft", "dpo", "grpo")
+        for lora in (False, True)
+    ],
+)
 def test_patching_the_model_of_a_finished_trainer(kind, lora, tmp_path, attended_chunks, checkpoint):
     """TRL has given it a head by then: ours takes its place, with TRL's settings, and `unpatch` gives it back."""
     classes, dataset, trainer, settings = {
@@ -403,7 +422,7 @@ def test_copies_of_a_model_patched_after_trl_use_their_own_weights(tmp_path):
 
 
 def test_without_our_head_trls_stays(tmp_path):
-    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, max_steps=10)
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path)
     config = streambp.StreamConfig(chunk_size=5, head=False)
     before = FullLogits.calls
     compare(expected, train(SFTTrainer, SFTConfig, texts(), tmp_path, patch_with=config))

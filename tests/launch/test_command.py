@@ -1,4 +1,7 @@
-"""What the command does with programs, whatever they train: environment, exit codes, signals, the placed file."""
+"""What the command does with programs, whatever they train: environment, exit codes, signals, the placed file.
+
+covers: cli.py, launch/command.py, launch/hook.py, launch/place.py, launch/report.py, launch/settings.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which models of a process are patched, with what settings, and what is told of them."""
+"""Which models of a process are patched, with what settings, and what is told of them.
+
+covers: launch/hook.py, launch/process.py, model/patching.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`streambp launch` in front of programs that know nothing of it, against the same programs without it."""
+"""`streambp launch` in front of programs that know nothing of it, against the same programs without it.
+
+covers: launch/__main__.py, launch/site/sitecustomize.py
+"""
 
 from __future__ import annotations
 

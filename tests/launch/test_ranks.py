@@ -1,4 +1,7 @@
-"""`streambp launch` in front of torchrun: two ranks, DDP and DeepSpeed ZeRO-3, against the same command without it."""
+"""`streambp launch` in front of torchrun: two ranks, DDP and DeepSpeed ZeRO-3, against the same command without it.
+
+covers: cli.py
+"""
 
 from __future__ import annotations
 

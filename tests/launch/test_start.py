@@ -1,4 +1,7 @@
-"""What the hook costs each Python process that starts, in modules; the time is printed."""
+"""What the hook costs each Python process that starts, in modules; the time is printed.
+
+covers: launch/command.py, launch/hook.py, launch/place.py, launch/settings.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`streambp launch -- trl ...` against `trl ...`: TRL's own scripts, which run in processes that accelerate starts."""
+"""`streambp launch -- trl ...` against `trl ...`: TRL's own scripts, which run in processes that accelerate starts.
+
+covers: cli.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a chunk costs beside the layer's own operations: dispatches, uploads and waits, on meta and without a device."""
+"""What a chunk costs beside the layer's own operations: dispatches, uploads and waits, on meta and without a device.
+
+covers: device.py, layer/call.py, nested.py
+"""
 
 from __future__ import annotations
 

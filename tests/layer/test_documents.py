@@ -1,4 +1,7 @@
-"""Packed rows in layers with states: where documents start is told to the kernels, in chunks. [Note: documents]"""
+"""Packed rows in layers with states: where documents start is told to the kernels, in chunks. [Note: documents]
+
+covers: admission/probe.py, admission/trials.py, recurrent/documents.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a mixture of experts costs in chunks: every chunk writes a gradient of all experts' weights."""
+"""What a mixture of experts costs in chunks: every chunk writes a gradient of all experts' weights.
+
+covers: layer/gradients.py, layer/shadows.py
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.seeds import seed_torch
 EXPERT_WEIGHTS = 128 * 64  # experts times their width: the same weights, cut into more or fewer experts
 
 
-def written_per_chunk(experts, length=512, chunk_size=128):
+def written_per_chunk(experts, length=256, chunk_size=128):
     """Bytes written by a chunk of the backward of a one-layer model, in units of its experts' weights."""
     config = zoo.tiny_config(
         "qwen3_moe", num_experts=experts, num_local_experts=experts, num_experts_per_tok=4, num_hidden_layers=1,

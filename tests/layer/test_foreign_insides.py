@@ -1,4 +1,7 @@
-"""What others put inside a layer may look at absolute positions: then the layer runs whole. [Note: foreign insides]"""
+"""What others put inside a layer may look at absolute positions: then the layer runs whole. [Note: foreign insides]
+
+covers: admission/insides.py, admission/long_trial.py, admission/probe.py
+"""
 
 from __future__ import annotations
 

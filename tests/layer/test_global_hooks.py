@@ -1,4 +1,7 @@
-"""Hooks that torch runs for every module of the process see true values, in recomputations as well."""
+"""Hooks that torch runs for every module of the process see true values, in recomputations as well.
+
+covers: layer/products.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Products that are read where no trace of saved tensors sees it must not be left out of a recomputation."""
+"""Products that are read where no trace of saved tensors sees it must not be left out of a recomputation.
+
+covers: admission/trials.py
+"""
 
 from __future__ import annotations
 

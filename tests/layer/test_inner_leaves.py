@@ -1,4 +1,7 @@
-"""Expert blocks that DeepSpeed marked as ZeRO-3 leaves before the layer around them was patched. [Note: inner leaves]"""
+"""Expert blocks that DeepSpeed marked as ZeRO-3 leaves before the layer around them was patched. [Note: inner leaves]
+
+covers: distributed/engines.py, distributed/zero.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attention that works out from all keys itself which are read, or how much: indexers, passed picks, position biases."""
+"""Attention that works out from all keys itself which are read, or how much: indexers, passed picks, position biases.
+
+covers: attention/own.py, cache.py, layer/call.py
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ def float64_everywhere(float64_oracle):
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("sizes", [[2, 10], pytest.param([1, 5], marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("name", [pytest.param("glm_moe_dsa", marks=needs_indexers), "inkling_text"])
-def test_chunks_of_a_few_tokens(name):
-    check_exact(name, 11, [1, 2, 5, 10])
+def test_chunks_of_a_few_tokens(name, sizes):
+    check_exact(name, 11, sizes)
 
 
 @pytest.mark.full

@@ -1,4 +1,7 @@
-"""Layers that lose states between chunks run whole, however little of it shows in half precision, and so say counts."""
+"""Layers that lose states between chunks run whole, however little of it shows in half precision, and so say counts.
+
+covers: admission/stacks.py, model/wrappers.py, planner/skeleton.py, recurrent/states.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Queries that a refill computes for nothing have one head, where the layer lets them."""
+"""Queries that a refill computes for nothing have one head, where the layer lets them.
+
+covers: admission/trials.py, layer/call.py, layer/function.py, layer/products.py, layer/site.py
+"""
 
 from __future__ import annotations
 

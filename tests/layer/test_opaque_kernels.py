@@ -1,4 +1,7 @@
-"""Kernels that write through pointers, beside the unpatched model with the same kernels. [Note: writes through pointers]"""
+"""Kernels that write through pointers, beside the unpatched model with the same kernels. [Note: writes through pointers]
+
+covers: admission/own_run.py, admission/trials.py, layer/site.py, sharded/call.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Packed rows told by position_ids alone, in layers with states: each document is computed as if it were alone.
 
 [Note: segments]
+
+covers: admission/probe.py, model/wrappers.py, recurrent/documents.py, recurrent/segments.py
 """
 
 from __future__ import annotations
@@ -96,10 +98,17 @@ def test_documents_of_several_rows_are_alone(name):
     check_one_by_one(name, (5, 9), rows=2)
 
 
-@pytest.mark.parametrize("length", [21, 22, 26])
-def test_lengths_and_chunks(length):
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        (21, (2, 5, 20)),
+        (22, (3, 32)),
+        *(pytest.param(n, (2, 3, 4, 5, 6, 20, 32), marks=pytest.mark.full) for n in (21, 22, 26)),
+    ],
+)
+def test_lengths_and_chunks(length, sizes):
     """One token more than whole chunks, chunks of two tokens, a chunk that holds all."""
-    check_one_by_one("qwen3_next", (2, 3, 4, 5, 6, 20, 32), length=length)
+    check_one_by_one("qwen3_next", sizes, length=length)
     check_one_by_one("falcon_h1", (4,), rows=2, length=length)
 
 

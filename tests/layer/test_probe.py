@@ -1,4 +1,7 @@
-"""What the probe of a layer hides, and what it must not."""
+"""What the probe of a layer hides, and what it must not.
+
+covers: admission/agreement.py, admission/probe.py
+"""
 
 from __future__ import annotations
 

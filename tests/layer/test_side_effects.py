@@ -1,4 +1,7 @@
-"""Layers whose forward does more than give an output for an input, and mixing of tokens that numbers do not show yet."""
+"""Layers whose forward does more than give an output for an input, and mixing of tokens that numbers do not show yet.
+
+covers: admission/probe.py, admission/rehearsal.py, layer/side_effects.py
+"""
 
 from __future__ import annotations
 

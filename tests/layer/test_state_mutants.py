@@ -1,4 +1,8 @@
-"""What is wrong with states in chunks, done on purpose: each turns a test red, and most of it the probe sees by itself."""
+"""What is wrong with states in chunks, done on purpose: each turns a test red, and most of it the probe sees by itself.
+
+covers: layer/arguments.py, layer/call.py, layer/carried.py, layer/function.py, recurrent/documents.py,
+  recurrent/scans.py, recurrent/states.py
+"""
 
 from __future__ import annotations
 

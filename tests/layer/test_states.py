@@ -1,4 +1,7 @@
-"""Recurrences and convolutions in chunks: states that pass from one to the next. [Note: states]"""
+"""Recurrences and convolutions in chunks: states that pass from one to the next. [Note: states]
+
+covers: layer/call.py, layer/saved.py, recurrent/scans.py
+"""
 
 from __future__ import annotations
 

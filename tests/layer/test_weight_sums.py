@@ -1,4 +1,7 @@
-"""Weight gradients that products add up themselves: exact wherever a weight sits and whatever else is frozen."""
+"""Weight gradients that products add up themselves: exact wherever a weight sits and whatever else is frozen.
+
+covers: layer/gradients.py, layer/shadows.py
+"""
 
 from __future__ import annotations
 

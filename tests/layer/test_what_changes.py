@@ -1,4 +1,7 @@
-"""What a program changes in a layer: between a forward and its backward it raises, between two steps it is tried anew."""
+"""What a program changes in a layer: between a forward and its backward it raises, between two steps it is tried anew.
+
+covers: fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py, fingerprint/reads.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layers that cannot be cut run whole, under torch's checkpoint."""
+"""Layers that cannot be cut run whole, under torch's checkpoint.
+
+covers: admission/checkpointed.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a module's forward is below its decorators."""
+"""What a module's forward is below its decorators.
+
+covers: source.py
+"""
 
 from __future__ import annotations
 

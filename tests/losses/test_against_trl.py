@@ -1,4 +1,7 @@
-"""Our objectives against TRL's own, on the log-probabilities of the same model."""
+"""Our objectives against TRL's own, on the log-probabilities of the same model.
+
+covers: losses/dpo.py, losses/grpo.py, losses/sft.py
+"""
 
 from __future__ import annotations
 

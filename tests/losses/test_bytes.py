@@ -1,4 +1,7 @@
-"""Memory of the objectives with their head, counted on meta: h = 4096, a vocabulary of 151,936, bf16."""
+"""Memory of the objectives with their head, counted on meta: h = 4096, a vocabulary of 151,936, bf16.
+
+covers: head/__init__.py, head/one_pass.py, head/recipe.py, lazy/dispatch.py, lazy/standin.py
+"""
 
 from __future__ import annotations
 

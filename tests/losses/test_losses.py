@@ -1,4 +1,7 @@
-"""Every objective through the blockwise head against full logits in float64: values and all gradients."""
+"""Every objective through the blockwise head against full logits in float64: values and all gradients.
+
+covers: head/blocks.py, losses/__init__.py, losses/dpo.py, losses/grpo.py, losses/ppo.py, losses/sft.py
+"""
 
 from __future__ import annotations
 
@@ -184,7 +187,7 @@ def unscaled_gradients(name, patched, seed):
     return {key: p.grad for key, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo"])
+@pytest.mark.parametrize("name", ["dpo", "ppo", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "grpo"))])
 def test_float16_with_a_grad_scaler(name):
     assert_as_precise(scaled_errors(name, seed) for seed in itertools.count())
 

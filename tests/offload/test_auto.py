@@ -1,4 +1,7 @@
-"""offload="auto": what it chooses from what it measures, and that it says so."""
+"""offload="auto": what it chooses from what it measures, and that it says so.
+
+covers: layer/cost.py, offload/auto.py, offload/engines.py
+"""
 
 from __future__ import annotations
 

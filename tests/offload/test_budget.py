@@ -1,4 +1,7 @@
-"""A budget for the device: the last layers' tensors stay while there is room, prefixes stream when there is none."""
+"""A budget for the device: the last layers' tensors stay while there is room, prefixes stream when there is none.
+
+covers: offload/engines.py, offload/stores.py
+"""
 
 from __future__ import annotations
 

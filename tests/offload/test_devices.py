@@ -1,4 +1,8 @@
-"""Models whose layers are on several devices, and how much of a device a process may have."""
+"""Models whose layers are on several devices, and how much of a device a process may have.
+
+covers: device.py, layer/call.py, offload/engines.py, offload/manager.py, offload/transfers.py, planner/auto.py,
+  planner/profile.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Offloading when things go wrong: defined behaviour, nothing lost, the next step exact."""
+"""Offloading when things go wrong: defined behaviour, nothing lost, the next step exact.
+
+covers: offload/arena.py, offload/engines.py, offload/manager.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Offloaded tensors: the same gradients to the bit, host bytes to the formula, models and copies kept apart."""
+"""Offloaded tensors: the same gradients to the bit, host bytes to the formula, models and copies kept apart.
+
+covers: offload/__init__.py, offload/arena.py, offload/engines.py, offload/transfers.py
+"""
 
 from __future__ import annotations
 
@@ -76,11 +79,12 @@ def test_host_bytes_are_the_formulas_to_the_byte():
     assert manager_of(model).host_bytes <= 1.2 * expected
 
 
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.full)])
 @pytest.mark.parametrize("gpu_memory", [None, 1])
-def test_fifty_steps_do_not_grow(gpu_memory):
+def test_many_steps_do_not_grow(gpu_memory, steps):
     model = offloaded(gpu_memory=gpu_memory)
     sizes = []
-    for seed in range(50):
+    for seed in range(steps):
         forward(model, seed).backward()
         sizes.append((manager_of(model).host_bytes, len(manager_of(model).transfers), len(manager_of(model)._holdings)))
     assert len(set(sizes[1:])) == 1

@@ -1,4 +1,7 @@
-"""Offloading inside torch.distributed.pipelining: two stages, gloo, CPU."""
+"""Offloading inside torch.distributed.pipelining: two stages, gloo, CPU.
+
+covers: offload/manager.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,11 @@
-"""The manager's copies under the race checker: no races, and one for each wait that is left out."""
+"""The manager's copies under the race checker: no races, and one for each wait that is left out.
+
+covers: attention/kv.py, offload/engines.py, offload/transfers.py
+"""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -56,6 +61,14 @@ def record(self, queue, real=TraceEngine.record):
     return {**real(self, queue), "from": queue}
 
 
+@functools.cache
+def races_without(waits, gpu_memory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TraceEngine, "record", record)
+        patch.setattr(TraceEngine, "wait", without(waits))
+        return traced("F0 F1 B0 B1", collect=True, gpu_memory=gpu_memory)[1].races
+
+
 WAITS = {  # the wait that is left out, and a race that must be found then
     "offload before compute": ([(engines.OUT, engines.COMPUTE)], "out reads device"),
     "reload into memory that compute still uses": ([(engines.BACK, engines.COMPUTE)], "back writes device"),
@@ -72,17 +85,10 @@ WAITS = {  # the wait that is left out, and a race that must be found then
 
 
 @pytest.mark.parametrize(("name", "gpu_memory"), sampled(lambda name, gpu_memory: gpu_memory is None, WAITS, [None, 1]))
-def test_a_missing_wait_is_a_race(name, gpu_memory, monkeypatch):
+def test_a_missing_wait_is_a_race(name, gpu_memory):
     waits, race = WAITS[name]
-
-    def races():
-        return traced("F0 F1 B0 B1", collect=True, gpu_memory=gpu_memory)[1].races
-
-    monkeypatch.setattr(TraceEngine, "record", record)
-    monkeypatch.setattr(TraceEngine, "wait", without([]))
-    assert not races()
-    monkeypatch.setattr(TraceEngine, "wait", without(waits))
-    assert any(race in found for found in races())
+    assert not races_without((), gpu_memory)
+    assert any(race in found for found in races_without(tuple(waits), gpu_memory))
 
 
 def test_a_tile_must_not_be_changed_while_it_is_copied_out(monkeypatch):

@@ -2,6 +2,8 @@
 
 In half precision plain products take attention's output before it is rounded, and a saved one is rounded: there saves are
 as precise as none, not equal to the bit.
+
+covers: layer/store.py, offload/stores.py
 """
 
 from __future__ import annotations

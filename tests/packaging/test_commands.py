@@ -1,4 +1,7 @@
-"""The commands, files and names that README.md and docs/ show. Covers: scripts/check_commands.py, docs/api.md."""
+"""The commands, files and names that README.md and docs/ show. Covers: scripts/check_commands.py, docs/api.md.
+
+covers: __init__.py, cli.py
+"""
 
 from __future__ import annotations
 

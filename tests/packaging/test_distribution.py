@@ -1,4 +1,7 @@
-"""The wheel and the source archive: that they are whole, what they say of themselves, and that the wheel alone runs."""
+"""The wheel and the source archive: that they are whole, what they say of themselves, and that the wheel alone runs.
+
+covers: __init__.py, cli.py
+"""
 
 from __future__ import annotations
 

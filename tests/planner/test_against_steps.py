@@ -1,4 +1,7 @@
-"""Predicted bytes against tracked storages of real steps on a CPU: activations alone, within one percent."""
+"""Predicted bytes against tracked storages of real steps on a CPU: activations alone, within one percent.
+
+covers: planner/compose.py, planner/count.py, planner/step.py, planner/survey.py
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ FAST = [
 ]
 
 
-def compare(family, lora, how, length=4096):
-    """Relative difference of the activations' peaks, and the measured one over the weights, which it dwarfs at 4,096."""
+def compare(family, lora, how, length):
+    """Relative difference of the activations' peaks, and the measured one over the weights, which grows with the length."""
     model = build(family, lora)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     phases, _ = predict(model, RECIPES[how], length, length // 4)
@@ -40,11 +43,12 @@ def _activations(spans):
 
 
 @pytest.mark.parametrize(
-    ("family", "lora", "how"), [case if case in FAST else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
+    ("family", "lora", "how", "length"),
+    [*((*case, 1024) for case in FAST), *(pytest.param(*case, 4096, marks=pytest.mark.full) for case in CASES)],
 )
-def test_activations_are_predicted_within_one_percent(family, lora, how):
-    difference, ratio = compare(family, lora, how)
-    assert ratio >= 10
+def test_activations_are_predicted_within_one_percent(family, lora, how, length):
+    difference, ratio = compare(family, lora, how, length)
+    assert ratio >= length / 400
     assert abs(difference) <= 0.01
 
 
@@ -69,17 +73,18 @@ def test_a_trial_that_fails_is_not_logged(caplog):
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
-def test_keys_on_the_host_are_predicted(monkeypatch):
+@pytest.mark.parametrize("length", [1024, pytest.param(4096, marks=pytest.mark.full)])
+def test_keys_on_the_host_are_predicted(length, monkeypatch):
     monkeypatch.setitem(RECIPES, "keys on the host", STREAMED[-1])
-    difference, _ = compare("llama", False, "keys on the host")
+    difference, _ = compare("llama", False, "keys on the host", length)
     assert abs(difference) <= 0.01
 
 
 def test_every_phase_is_predicted():
     """Not the peak alone: all phases of a streamed step, in order, to the byte or nearly."""
     model = build("llama", False)
-    phases, _ = predict(model, RECIPES["streambp"], 2048, 512)
-    spans = measure(model, RECIPES["streambp"], 2048, 512)
+    phases, _ = predict(model, RECIPES["streambp"], 1024, 256)
+    spans = measure(model, RECIPES["streambp"], 1024, 256)
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
     assert [phase.name for phase in phases] == names
     worst = max(abs(phase.peak / span.peak - 1) for phase, span in zip(phases, spans, strict=True))

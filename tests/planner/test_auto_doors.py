@@ -1,6 +1,6 @@
 """`chunk_size="auto"` is one rule through every door: the device's memory decides wherever it is known.
 
-Covers: streambp/planner/auto.py and who calls it.
+covers: integrations/deepspeed.py, integrations/trl/head.py, integrations/trl/ppo.py, launch/process.py, planner/auto.py
 """
 
 from __future__ import annotations

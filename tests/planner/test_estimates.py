@@ -1,4 +1,8 @@
-"""Estimates against measured allocator peaks, against another estimator's figures, and against themselves."""
+"""Estimates against measured allocator peaks, against another estimator's figures, and against themselves.
+
+covers: planner/compose.py, planner/count.py, planner/estimate.py, planner/measure.py, planner/profile.py,
+  planner/skeleton.py, planner/survey.py, planner/tree.py
+"""
 
 from __future__ import annotations
 
@@ -220,15 +224,14 @@ def test_adapters_train_and_the_rest_is_frozen():
     assert 0 < max(phase.gradients for phase in lora.methods[0].first) <= group.trainable_bytes
 
 
-def test_a_quantised_base_is_small():
+@pytest.mark.parametrize(("bits", "size"), [(4, 0.5 + 4 / 64), pytest.param(8, 1.0, marks=pytest.mark.full)])
+def test_a_quantised_base_is_small(bits, size):
     pytest.importorskip("peft", reason="peft is not installed")
-    wide = quick(SMALL, lora=8)
-    for bits, size in ((8, 1.0), (4, 0.5 + 4 / 64)):
-        narrow = quick(SMALL, lora=8, bits=bits)
-        linears = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
-        saved = wide.groups[0].bytes - narrow.groups[0].bytes
-        assert saved == pytest.approx(linears * (2 - size), rel=1e-6)
-        assert {group.trainable for group in narrow.groups} == {group.trainable for group in wide.groups}
+    wide, narrow = quick(SMALL, lora=8), quick(SMALL, lora=8, bits=bits)
+    linears = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
+    saved = wide.groups[0].bytes - narrow.groups[0].bytes
+    assert saved == pytest.approx(linears * (2 - size), rel=1e-6)
+    assert {group.trainable for group in narrow.groups} == {group.trainable for group in wide.groups}
 
 
 def test_tied_weights_count_once():

@@ -3,6 +3,8 @@ layers with states, by their kernels' memory; plain checkpointing's beside them 
 
 A streamed layer holds its incoming gradient, its input's, and one start state a chunk. One that attends as well holds keys,
 values and their gradients in float32, and the rotary angles that it is called with.
+
+covers: admission/stacks.py, layer/saved.py, planner/mixers.py, planner/step.py, recurrent/states.py
 """
 
 from __future__ import annotations

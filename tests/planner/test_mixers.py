@@ -1,4 +1,8 @@
-"""Kernels' stand-ins: what they keep and give back, by hand; how they are known; that nothing of them stays."""
+"""Kernels' stand-ins: what they keep and give back, by hand; how they are known; that nothing of them stays.
+
+covers: planner/delta_rules.py, planner/mixers.py, planner/plan.py, planner/profile.py, planner/report.py,
+  planner/skeleton.py, planner/state_spaces.py, planner/survey.py
+"""
 
 from __future__ import annotations
 

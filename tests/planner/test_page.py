@@ -1,4 +1,7 @@
-"""The page: Python's numbers in a real browser, and nothing outside of the file."""
+"""The page: Python's numbers in a real browser, and nothing outside of the file.
+
+covers: cli.py, planner/page.py, planner/plan.py, planner/profile.py, planner/skeleton.py, planner/survey.py
+"""
 
 from __future__ import annotations
 

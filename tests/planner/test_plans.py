@@ -1,4 +1,8 @@
-"""Plans fit, their limits are limits, and what they recommend works: chunk sizes, levers, errors, the command line."""
+"""Plans fit, their limits are limits, and what they recommend works: chunk sizes, levers, errors, the command line.
+
+covers: layer/oom.py, planner/__init__.py, planner/auto.py, planner/plan.py, planner/profile.py, planner/report.py,
+  planner/survey.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/families.md: `python -m tests.family_table`. Takes about four minutes on one core."""
+"""Writes docs/families.md: `python -m scripts.family_table`. Takes about four minutes on one core."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.families import LENGTH, MODES
 from tests.oracle import lift_float32_casts
 from tests.test_families import CHUNK_SIZES, EXACT, REFUSED, UNDEFINED, errors
 
-TARGET = Path(__file__).parent.parent / "docs" / "families.md"
+TARGET = Path(__file__).parents[1] / "docs" / "families.md"
 HEADER = f"""# Model families
 
 Every family behind `AutoModelForCausalLM` that a tiny config can build, patched and compared with the unpatched model
 in float64: all parameters' gradients and the loss, {len(MODES)} kinds of batches ({", ".join(MODES)}), chunks of
 {" and ".join(map(str, CHUNK_SIZES))} of {LENGTH} tokens. The error is the worst over all of these and over all
 parameters, relative to each parameter's gradient (one that is zero but for rounding counts as 1e-4 of the whole
-or less: `worst_error` in tests/oracle.py). Made by `python -m tests.family_table` with transformers
+or less: `worst_error` in tests/oracle.py). Made by `python -m scripts.family_table` with transformers
 {transformers.__version__} and torch {torch.__version__.split("+")[0]}; `pytest -m "" tests/test_families.py` asserts it
 (gradients <= 1e-10, loss <= 1e-12).
 

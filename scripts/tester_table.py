@@ -1,4 +1,4 @@
-"""Writes docs/transformers-testers.md: `python tests/tester_table.py TREE [FAMILY ...]`.
+"""Writes docs/transformers-testers.md: `python scripts/tester_table.py TREE [FAMILY ...]`.
 
 TREE is a source tree of transformers, whose `tests/models/*/test_modeling_*.py` build a tiny model of every class. Every
 class runs in a process of its own, forked from one that has imported everything. About twenty minutes on one core. With
@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-TARGET = HERE.parent / "docs" / "transformers-testers.md"
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "transformers-testers.md"
 CHUNK_SIZE = 3
 LIMIT = 240.0  # seconds for a class
 EXACT = 1e-10
@@ -181,7 +181,7 @@ def row(test: type, model_class: type, family: str) -> Row:
 
     import streambp
 
-    oracle, checks = load("oracle"), load("tester_checks")
+    oracle, checks = load("tests/oracle"), load("scripts/tester_checks")
     result = Row(family, model_class.__name__, "")
     torch.set_default_dtype(torch.float64)
     with pytest.MonkeyPatch.context() as patch:
@@ -232,8 +232,8 @@ def compared(result: Row, description: Any, expected: Any, found: Any, oracle: A
 
 
 def load(name: str) -> Any:
-    """A module beside this one; by path, because `tests` is theirs here."""
-    spec = importlib.util.spec_from_file_location(f"streambp_{name}", HERE / f"{name}.py")
+    """A module of this project; by path, because `tests` is theirs here."""
+    spec = importlib.util.spec_from_file_location(f"streambp_{Path(name).stem}", ROOT / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -269,7 +269,7 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     accepted = inspect.signature(model.forward).parameters
     batch = {name: value for name, value in labelled.items() if name in accepted or name in plain}
-    load("tester_checks").give_every_row_a_token(batch)
+    load("scripts/tester_checks").give_every_row_a_token(batch)
     if "labels" in batch and not batch["labels"].is_floating_point():
         batch["labels"] = torch.randint(0, classes_of(model, batch["labels"].dim()), batch["labels"].shape)
         leave_out_what_padding_predicts(batch)
@@ -335,8 +335,8 @@ predicts): patched with chunks of {chunk_size} positions (a shorter text's last 
 unpatched model in float64, inner float32 casts lifted, train mode, dropout off: the loss and all parameters' gradients, the
 same set of them. *error*: the worst over both, relative to each gradient (tests/oracle.py). Exact: at most {exact:.0e}.
 
-Made by `python tests/tester_table.py TREE` with the tests of transformers {tests}, run with transformers {transformers} and
-torch {torch}.
+Made by `python scripts/tester_table.py TREE` with the tests of transformers {tests}, run with transformers {transformers}
+and torch {torch}.
 
 {counts}
 
