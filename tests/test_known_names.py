@@ -1,6 +1,6 @@
 """Names of other libraries: the installed versions have those that `known_names.py` lists, and no other module lists any.
 
-Covers: known_names.py.
+covers: known_names.py
 """
 
 from __future__ import annotations
