@@ -1,6 +1,6 @@
 """One call of one decoder layer over one batch, and how a chunk of it is computed.
 
-What passes from chunk to chunk is in `carried`, what backward will want is in `kept`.
+What passes from chunk to chunk is in `carried`, what backward will want is in `kept`. [Note: tensors of a layer call]
 """
 
 from __future__ import annotations
