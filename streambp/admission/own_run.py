@@ -90,7 +90,8 @@ class OwnRun:
         raise OtherModelError(
             f"{self._named} computes something else unpatched than streamed: outputs or gradients for a few random tokens "
             "differ by more than rounding. Its attention function, its mask function or a forward below it was replaced "
-            f"by one that streaming does not call. {WHAT_TO_DO}"
+            "by one that streaming does not call, or a module inside it gives something else at each call (it counts, or "
+            f"keeps a running scale). {WHAT_TO_DO}"
         )
 
     def why_whole(self) -> str | None:

@@ -171,9 +171,9 @@ def why_picked_blocks_stay_whole(layer: nn.Module, positions: Any, mask: OwnMask
         return None
     if mask.empty is not None and not by_sdpa:
         raise UnsupportedMaskError(
-            "The attention mask pads on the left, where eager attention gives the mean over all tokens, later ones too. "
-            f"Nobody reads it but the indexer of {type(layer).__name__}, which looks at padding as at any token, so that "
-            "chunks would pick other keys. Pad on the right, or load the model with attn_implementation='sdpa'."
+            "The attention mask pads on the left. Eager attention gives a padding token the mean over all tokens, later "
+            f"ones too, and the indexer of {type(layer).__name__} reads it, so chunks would pick other keys. Pad on the "
+            "right, or load the model with attn_implementation='sdpa'."
         )
     if isinstance(positions, Tensor) and not bool((positions == torch.arange(length, device=positions.device)).all()):
         return "its indexer picks blocks of keys by position_ids, which are not the places of the keys here"

@@ -53,8 +53,8 @@ class Link(torch.autograd.Function):
         if upstream is not None:
             if ctx.passed_by:
                 raise BackwardError(
-                    "A gradient arrived at logits from something other than torch's own operations (an autograd.Function, "
-                    f"a kernel), which took them as they were made; but {ctx.passed_by} them. Use "
+                    "A gradient for the logits came from an autograd.Function or a kernel, which read them as the model "
+                    f"made them. But {ctx.passed_by} the logits, so the gradient is not theirs. Use "
                     "StreamConfig(lazy_logits=False)."
                 )
             of_rows = upstream if ctx.classes is None else upstream.movedim(ctx.classes, -1)
