@@ -54,7 +54,7 @@ class Link(torch.autograd.Function):
             if ctx.passed_by:
                 raise BackwardError(
                     "A gradient for the logits came from an autograd.Function or a kernel, which read them as the model "
-                    f"made them. But {ctx.passed_by} the logits, so the gradient is not theirs. Use "
+                    f"made them. But {ctx.passed_by} them, so the gradient is not theirs. Use "
                     "StreamConfig(lazy_logits=False)."
                 )
             of_rows = upstream if ctx.classes is None else upstream.movedim(ctx.classes, -1)
