@@ -22,9 +22,14 @@ class ChunkCache:
         self._stop = start  # positions up to the last one that was read
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """How many tokens came before the chunk."""
         return self.start
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """K [B, H_kv, e, D] and V up to the chunk's end, for key_states [B, H_kv, C, D] and value_states of the chunk.
+
+        A cache without `read` gives the chunk's own back.
+        """
         if self._read is None:
             return key_states, value_states
         k, v = self._read(key_states, value_states)
@@ -36,6 +41,7 @@ class ChunkCache:
         return self.start + query_length, 0
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
+        """The position of the chunk's first query."""
         return self.start
 
     def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -59,6 +65,7 @@ class LayerKeys:
         return self
 
     def get_seq_length(self) -> int:
+        """The number of keys, as transformers' cache layers tell it."""
         return self.keys.shape[-2]
 
     def update_index(self, key_states: Tensor) -> Tensor:

@@ -63,5 +63,5 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def has_data(x: Tensor) -> bool:
-    """Whether x has values: tensors on meta and fake ones, of which steps are counted, have none."""
+    """Whether x, of any shape [...], has values: tensors on meta and fake ones, of which steps are counted, have none."""
     return not x.is_meta and not isinstance(x, FakeTensor)

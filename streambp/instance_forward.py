@@ -93,6 +93,7 @@ class InstanceForward:
         self.index = 0
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what this wrapper stands in for: a forward that was set on the module before, or its class's."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -107,6 +108,7 @@ class InstanceForward:
         return Unbound(self.index, self.__signature__)
 
     def install(self) -> None:
+        """Stand in for the module's forward from now on; the module's list of wrappers gets this one."""
         wrappers = self.module.__dict__.setdefault(WRAPPERS, [])
         self.index = len(wrappers)
         wrappers.append(self)
@@ -126,6 +128,7 @@ class InstanceForward:
         return any(forward is self for forward in forwards(self.module))
 
     def remove(self) -> None:
+        """Put back what stood there before. If another forward stands there now, retire instead."""
         if not self.installed:
             self.retired = True
             return

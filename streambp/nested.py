@@ -59,7 +59,7 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
-    """All nodes of the autograd graph that these tensors were computed by, each once."""
+    """All nodes of the autograd graph that these tensors, of any shape [...], were computed by, each once."""
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = dict.fromkeys(waiting)
     while waiting:

@@ -28,6 +28,12 @@ Layout = Spans | DenseMask
 
 @dataclasses.dataclass(frozen=True)
 class Params:
+    """How one attention call attends to a chunk.
+
+    scale: factor of q @ k^T, before softcap * tanh(scores / softcap); softcap None: no tanh.
+    dropout: the probability to drop a weight; seed: of the first block, block i draws its mask with seed + i.
+    """
+
     backend: Backend
     scale: float
     softcap: float | None
@@ -35,6 +41,10 @@ class Params:
     seed: int
 
     def task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
+        """What the kernel of block `number` needs beside q, k and v, on `device`.
+
+        A MASK block needs its tile [B or 1, H or 1, q, k]; a VARLEN block cu_q and cu_k, [documents + 1] each in int32.
+        """
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
@@ -82,7 +92,7 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
     """
     sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
     lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
-    shrunk = attended.o * torch.exp(attended.lse - lse).transpose(1, 2)[..., None]
+    shrunk = attended.o * torch.exp(attended.lse - lse).transpose(1, 2)[..., None]  # [B, C, H, D_v]
     return Attended(shrunk.to(attended.o.dtype), lse)
 
 
@@ -92,12 +102,17 @@ class PrefixRead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, site: CallSite, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """K [B, H_kv, e, D] and V up to the chunk's end, as views of the buffers.
+
+        The chunk's own k [B, H_kv, C, D] and v are there for the graph alone: `site` holds their values already.
+        """
         ctx.site, ctx.chunk = site, chunk
         ctx.set_materialize_grads(False)
         return site.read(chunk)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Adds dK [B, H_kv, e, D] and dV to the accumulators; gives the chunk's own part [B, H_kv, C, D], in k's dtype."""
         own, parts = slice(ctx.chunk.start, ctx.chunk.stop), list[Tensor | None]()
         for total, grad, like in zip(ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True):
             if grad is not None:
@@ -122,6 +137,14 @@ class PrefixAttention(torch.autograd.Function):
         params: Params,
         saved: Attended | None,
     ) -> Tensor:
+        """o [B, C, H, D_v] in q's dtype.
+
+        Args:
+            q: [B, H, C, D].
+            k, v: [B, H_kv, C, D] and [B, H_kv, C, D_v], for the graph alone: `site` holds their values already.
+            sink: [H], the logits of one more key; None: there is none.
+            saved: what the same chunk's attention gave in forward; None: attend again.
+        """
         attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
         o = attended.o.contiguous()
         ctx.save_for_backward(q, o if attended.wide is None else attended.wide, attended.lse, sink)
@@ -131,6 +154,10 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """From do [B, C, H, D_v]: dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the sink's gradient [H].
+
+        dK and dV of the chunks before go into the accumulators of `site`. [Note: prefix accumulation order]
+        """
         q, o, lse, sink = ctx.saved_tensors
         q, do = q.transpose(1, 2).contiguous(), grad.contiguous()  # [B, C, H, D]. [Note: one layout]
         site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params

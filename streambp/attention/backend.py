@@ -51,12 +51,18 @@ class Backend:
 
     @property
     def name(self) -> str:
+        """That of the preferred kernel."""
         return self.kernels[0].name
 
     def kernel(self, block: Block) -> Kernel:
+        """The first kernel that takes the block."""
         return next(kernel for kernel in self.kernels if kernel.takes(block))
 
     def tiling(self, use: Use) -> Tiling:
+        """The limits of blocks for this use, as the preferred kernel wants them.
+
+        tail: the next kernel's, if the preferred one refuses short blocks. masked: those of the kernel for MASK blocks.
+        """
         first, *others = (_limited(kernel.tiling, use) for kernel in self.kernels)
         masked = next(kernel for kernel in self.kernels if Kind.MASK in kernel.kinds)
         return dataclasses.replace(

@@ -4,8 +4,8 @@ A block is a rectangle of the attention matrix (`spans.Block`). Forward gives it
 Backward is handed the output and logsumexp of the whole row, over all its blocks; every kernel recomputes the weights as
 exp(score - lse), so the parts it returns add up to the exact gradient (DESIGN.md section 2, "Block attention").
 
-Shapes: q, o, do [B, H, Tq, D]; k, v [B, H_kv, Tk, D]; lse [B, H, Tq] in float32, float64 for float64 inputs. A query
-that reads nothing has o = 0 and lse = -inf.
+Shapes: q [B, H, Tq, D]; k [B, H_kv, Tk, D]; v [B, H_kv, Tk, D_v]; o, do [B, H, Tq, D_v]; lse [B, H, Tq] in float32, float64
+for float64 inputs. A query that reads nothing has o = 0 and lse = -inf.
 
 [Note: one layout] torch keeps cuDNN's graphs by the sizes and strides of q, k and v. The strides of o, dO and the logsumexp
 are part of a graph but not of its key, so for one key they must always be the same, or a later call reads them wrongly.
@@ -44,6 +44,11 @@ class Task:
 
 
 class Kernel(Protocol):
+    """A kernel for one block of attention, without a state of its own. Shapes are those of the module's docstring.
+
+    kinds: of blocks that it can compute; tiling: how large it wants them.
+    """
+
     name: str
     kinds: frozenset[Kind]
     tiling: Tiling
@@ -52,11 +57,21 @@ class Kernel(Protocol):
         """Whether it can compute a block of this kind and size."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        """o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq], of the softmax over this block's keys alone."""
+        ...
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of this block.
+
+        Args:
+            do: [B, H, Tq, D_v], the gradient of the merged o.
+            o, lse: [B, H, Tq, D_v] and [B, H, Tq], merged over all blocks of these queries.
+            task: as in forward, with the same seed.
+        """
+        ...
 
 
 def cut(x: Tensor, b0: int, b1: int, t0: int, t1: int) -> Tensor:
@@ -76,21 +91,27 @@ class MathKernel:
     tiling = Tiling(q_block=512, k_block=2048, k_forward=2048)
 
     def takes(self, block: Block) -> bool:
+        """Any size of its kinds."""
         return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        """o [B, H, Tq, D_v] and lse [B, H, Tq], both in promote_types(dtype, float32)."""
         scores, v = self._masked(self._scores(q, k, task), q, k, task), _wide(v)  # [B, H_kv, G, Tq, Tk]
         lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
-        weights = _weights(scores, lse)
+        weights = _weights(scores, lse)  # [B, H_kv, G, Tq, Tk]
         keep = _dropout_mask(weights, task)
         if keep is not None:
             weights = weights * keep
-        o = weights.flatten(2, 3) @ v
+        o = weights.flatten(2, 3) @ v  # [B, H_kv, G * Tq, D_v]
         return o.unflatten(2, weights.shape[2:4]).flatten(1, 2), lse.flatten(1, 2)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in promote_types(dtype, float32).
+
+        The dropout mask is drawn again from the task's seed.
+        """
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         scores = self._scores(q, k, task)
         slope = self._softcap_slope(scores, task)
@@ -98,15 +119,15 @@ class MathKernel:
         do, o, q, k, v = (_wide(t) for t in (do, o, q, k, v))
         delta = (do * o).sum(-1).unflatten(1, groups)  # [B, H_kv, G, Tq]
         do = do.unflatten(1, groups).flatten(2, 3)  # [B, H_kv, G * Tq, D_v]
-        dweights = (do @ v.mT).view_as(weights)
+        dweights = (do @ v.mT).view_as(weights)  # [B, H_kv, G, Tq, Tk]
         keep = _dropout_mask(weights, task)
         dropped = weights
         if keep is not None:
             dropped, dweights = weights * keep, dweights * keep
-        dv = dropped.flatten(2, 3).mT @ do
+        dv = dropped.flatten(2, 3).mT @ do  # [B, H_kv, Tk, D_v]
         dscores = (weights * (dweights - delta[..., None]) * (slope * task.scale)).flatten(2, 3)
-        dq = (dscores @ k).unflatten(2, weights.shape[2:4]).flatten(1, 2)
-        dk = dscores.mT @ q.unflatten(1, groups).flatten(2, 3)
+        dq = (dscores @ k).unflatten(2, weights.shape[2:4]).flatten(1, 2)  # [B, H, Tq, D]
+        dk = dscores.mT @ q.unflatten(1, groups).flatten(2, 3)  # [B, H_kv, Tk, D]
         return dq, dk, dv
 
     def _scores(self, q: Tensor, k: Tensor, task: Task) -> Tensor:
@@ -139,9 +160,11 @@ class CpuFlashKernel:
     tiling = Tiling(k_block=K_BLOCK)
 
     def takes(self, block: Block) -> bool:
+        """FULL blocks of any size, CAUSAL blocks on the diagonal."""
         return block.kind in self.kinds and _is_square(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        """o [B, H, Tq, D] in q's dtype."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=task.scale)
         return o, lse
@@ -149,6 +172,7 @@ class CpuFlashKernel:
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
         causal = task.block.kind is Kind.CAUSAL
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=task.scale)
 
@@ -161,9 +185,11 @@ class FlashKernel:
     tiling = Tiling(k_block=K_BLOCK, bottom_right=True, native_window=True, native_varlen=True)
 
     def takes(self, block: Block) -> bool:
+        """Any size of its kinds."""
         return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        """o [B, H, Tq, D] in q's dtype; VARLEN blocks go to the kernel as one packed row [T, H, D]."""
         kind = task.block.kind
         if kind in (Kind.FULL, Kind.CAUSAL):
             causal = kind is Kind.CAUSAL
@@ -178,6 +204,7 @@ class FlashKernel:
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
         kind = task.block.kind
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         lse = lse.contiguous()
@@ -202,10 +229,12 @@ class CudnnKernel:
     tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, few=CUDNN_FEW)
 
     def takes(self, block: Block) -> bool:
+        """FULL blocks and CAUSAL blocks on the diagonal, in the few lengths of its tiling. [Note: few shapes]"""
         fits = self.tiling.takes(block.q1 - block.q0) and self.tiling.takes(block.k1 - block.k0)
         return block.kind in self.kinds and fits and _is_square(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        """o [B, H, Tq, D] in q's dtype."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=task.scale)
         return o, lse.squeeze(-1)
@@ -213,6 +242,7 @@ class CudnnKernel:
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype. [Note: one layout]"""
         causal = task.block.kind is Kind.CAUSAL
         philox = torch.empty(0, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(

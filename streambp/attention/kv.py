@@ -52,7 +52,7 @@ class Site(Protocol):
         ...
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """Add to the accumulators of a block that is being visited."""
+        """Add dk [b, H_kv, k, D] and dv of a block that is being visited to the accumulators."""
         ...
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -67,14 +67,16 @@ class CallSite:
     k: Tensor  # [B, T, H_kv, D], contiguous
     v: Tensor  # [B, T, H_kv, D_v], contiguous
     dk: Tensor | None = None  # [B, T, H_kv, D] in promote_types(dtype, float32)
-    dv: Tensor | None = None
+    dv: Tensor | None = None  # [B, T, H_kv, D_v]
     streams = False
 
     @property
     def value_size(self) -> int:
+        """D_v, as the buffer has it."""
         return self.v.shape[3]
 
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
+        """dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32); zeros when first asked for."""
         if self.dk is None or self.dv is None:
             dtype = torch.promote_types(self.k.dtype, torch.float32)
             self.dk, self.dv = torch.zeros_like(self.k, dtype=dtype), torch.zeros_like(self.v, dtype=dtype)
@@ -90,10 +92,12 @@ class CallSite:
         return k, v
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+        """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
         for buffer, part in zip(self.part(chunk), (k, v), strict=True):
             buffer.copy_(part.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
+        """The blocks with views of the buffers."""
         if gradients:
             self.dk, self.dv = self.grow_accumulators()
         for block in blocks:
@@ -101,6 +105,7 @@ class CallSite:
             yield block, cut(self.k, *here), cut(self.v, *here)
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
+        """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the buffers."""
         rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
         assert self.dk is not None
         assert self.dv is not None
@@ -108,6 +113,7 @@ class CallSite:
         self.dv[rows, keys].add_(dv.transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Views [B, H_kv, C, D] of the accumulators, which stay."""
         dk, dv = self.grow_accumulators()
         return dk[:, chunk.start : chunk.stop].transpose(1, 2), dv[:, chunk.start : chunk.stop].transpose(1, 2)
 
@@ -120,10 +126,12 @@ class TileStore(Protocol):
         ...
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Keep a tensor; one that was there before by that name is replaced."""
+        """Keep a tensor of any shape, a tile's is [B, C, H_kv, D]; one that was there before by that name is replaced."""
         ...
 
-    def has(self, name: str, chunk: int) -> bool: ...
+    def has(self, name: str, chunk: int) -> bool:
+        """Whether a tensor is kept by that name for that chunk, on the host or on the device."""
+        ...
 
     def load(self, name: str, chunk: int) -> None:
         """Start to bring it to the device."""
@@ -183,6 +191,10 @@ class TiledSite:
         self._here: dict[int, Tile] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
+        """Copy a chunk's K [B, H_kv, C, D] and V into a tile; tiles of the chunks before leave unless they are resident.
+
+        A store gets the tile if `keeps_all`, or if a later chunk will read it and it is not resident.
+        """
         self._leave(list(self._here))
         tile = Tile(*(part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v)))
         if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:  # nobody else reads the last
@@ -193,6 +205,10 @@ class TiledSite:
         self._here[chunk.index] = tile
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
+        """The blocks. Their tiles come to the device before and leave after.
+
+        A tile stays if it is resident, the chunk's own or one of the next block's.
+        """
         wanted = [self._tiles(block) for block in blocks]
         if not blocks:  # padding that reads nothing
             return
@@ -208,6 +224,7 @@ class TiledSite:
             self._leave(index for index in wanted[number] if index not in following and index != own)
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
+        """dk [b, H_kv, k, D] and dv are added tile by tile."""
         rows = slice(block.b0, block.b1)
         for index, inside, of_block in self._overlaps(block):
             tile = self._here[index]
@@ -217,6 +234,7 @@ class TiledSite:
             tile.dv[rows, inside].add_(dv[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """dK [B, H_kv, C, D] and dV of the chunk's tile, which leaves the device for good."""
         self._enter(chunk.index, gradients=True)
         tile = self._here.pop(chunk.index)
         assert tile.dk is not None

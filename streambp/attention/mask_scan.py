@@ -25,7 +25,10 @@ ReadTile = Callable[[int, int, int, int], Tensor]  # q0, q1, k0, k1 -> [B or 1, 
 
 
 def reads(tile: Tensor) -> Tensor:
-    """Which pairs of a mask tile count; an added mask leaves a pair out with the lowest number of its dtype, or -inf."""
+    """Which pairs of a mask tile [B or 1, H or 1, q, k] count, in bool.
+
+    A bool tile says it itself; an added one leaves a pair out with the lowest number of its dtype, or -inf.
+    """
     return tile if tile.dtype == torch.bool else tile > torch.finfo(tile.dtype).min / 2
 
 

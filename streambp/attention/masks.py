@@ -79,6 +79,7 @@ class DenseMask:
         return not self.barriers
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
+        """MASK blocks of queries [start, stop), over keys up to a block's last query if causal, up to `stop` otherwise."""
         tiling = tiling.masked or tiling
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
@@ -89,6 +90,7 @@ class DenseMask:
                 yield Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
+        """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1), in bool or to be added, on `device`."""
         if isinstance(self.source, Tensor):
             return self.source[:, :, q0:q1, k0:k1].to(device)
         known = self.source.description

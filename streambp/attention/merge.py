@@ -87,6 +87,10 @@ class MergedOutput:
         merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
 
     def result(self) -> Attended:
+        """o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]; the sums are used up.
+
+        A query that is in no block has o = 0 and lse = -inf.
+        """
         if self._o is None or self._lse is None:
             self._o, self._lse = self._empty(self._dtype)
         return Attended(self._o.to(self._dtype).contiguous(), self._lse.contiguous())
@@ -110,11 +114,17 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor)
 
 
 def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    merged = torch.logaddexp(lse, part_lse)
+    """`merge` by torch's operators, which `merge_in_triton` is tested against.
+
+    Args:
+        o, part_o, out: [b, t, H, D]; out is written and may be o.
+        lse, part_lse: [b, H, t]; lse is replaced.
+    """
+    merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
     safe = merged.masked_fill(merged == -torch.inf, 0.0)  # [Note: empty rows]
     weight = torch.exp(lse - safe).transpose(1, 2)[..., None]  # [b, t, H, 1]
     part_weight = torch.exp(part_lse - safe).transpose(1, 2)[..., None]
-    kept = torch.where(weight == 0.0, 0.0, o * weight)
+    kept = torch.where(weight == 0.0, 0.0, o * weight)  # [b, t, H, D]
     out.copy_(kept.add_(part_o * part_weight))
     lse.copy_(merged)
 

@@ -51,6 +51,7 @@ class OwnMask:
     empty: Tensor | None = None
 
     def read(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        """[B or 1, H or 1, q, k] in bool: whether queries [q0, q1) read keys [k0, k1)."""
         tile = self.mask[:, :, q0:q1, k0:k1]
         return tile != self.mask[:, :, :1, -1:] if tile.dtype == torch.bool else reads(tile)
 
@@ -85,10 +86,12 @@ class PlainMask(OwnMask):
     """
 
     def cut(self, chunk: Chunk) -> Tensor:
+        """[1, 1, C, e] in bool, True is read."""
         size = chunk.stop - chunk.start
         return torch.ones(1, 1, size, chunk.stop, dtype=torch.bool, device=self.mask.device).tril(chunk.start)
 
     def causal(self, length: int) -> OwnMask:
+        """Itself: it has no length."""
         return self
 
 
@@ -99,9 +102,11 @@ class PaddingMask(OwnMask):
     """
 
     def cut(self, chunk: Chunk) -> Tensor:
+        """[B, C], the chunk's part."""
         return self.mask[:, chunk.start : chunk.stop]
 
     def causal(self, length: int) -> OwnMask:
+        """[B, length] without padding."""
         return PaddingMask(torch.ones_like(self.mask[:, :length]))
 
 

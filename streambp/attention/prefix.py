@@ -28,6 +28,8 @@ from streambp.errors import StreamBPError
 
 
 class Stage(enum.Enum):
+    """Which pass computes a chunk; the module's docstring says what each does with K and V."""
+
     FORWARD = "forward"
     REFILL = "refill"
     RECOMPUTE = "recompute"
@@ -75,7 +77,10 @@ class Prefix:
         self._scratch: TileStore | None = None
 
     def restore(self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True) -> None:
-        """Keep a chunk's K and V for the chunks that follow. backward: their gradients will be needed."""
+        """Keep K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk, in attention call `index`, for the chunks that follow.
+
+        backward: their gradients will be needed, so the accumulators count as memory, too.
+        """
         if index == len(self.sizes_seen):
             self.sizes_seen.append(SiteSize.of(k, v))
         if index == len(self.sites):
@@ -144,6 +149,7 @@ class Prefix:
         return TiledSite(index, plan, saved or self._scratch, self._scratch, resident, saved is not None, size.value_size)
 
     def drop_buffers(self) -> None:
+        """Let go of K, V and their accumulators; a refill or `find_saved` brings K and V back."""
         self.sites, self.filled_until, self._scratch = [], 0, None
 
 
@@ -184,6 +190,12 @@ class ChunkMask(AttentionPoint):
         self.call = 0
 
     def attend(self, given: AttentionCall) -> Tensor:
+        """o [B, C, H, D_v] in q's dtype, with a graph in RECOMPUTE alone.
+
+        Raises:
+            RefillDone: K and V of the layer's last attention call are in the buffer, in REFILL.
+            AttentionChoiceError: the configuration names a backend that cannot attend here.
+        """
         prefix, chunk, index = self.prefix, self.chunk, self.call
         q, k, v, scale, dropout, softcap, sink = given
         self.call += 1

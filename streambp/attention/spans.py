@@ -36,6 +36,8 @@ GRID = 8192
 
 
 class Kind(enum.Enum):
+    """Which pairs of a block count: the table in the module's docstring."""
+
     FULL = "full"
     CAUSAL = "causal"
     BAND = "band"
@@ -54,6 +56,7 @@ class Run:
     k1: int | None = None
 
     def clip(self, start: int, stop: int) -> Run:
+        """The queries of the run that are in [start, stop), by the same rule."""
         return dataclasses.replace(self, q0=max(self.q0, start), q1=min(self.q1, stop))
 
 
@@ -154,6 +157,10 @@ class Spans:
 
     @classmethod
     def causal(cls, batch_size: int, length: int, window: int | None = None) -> Spans:
+        """Rows of one document without padding.
+
+        A query reads all keys up to itself, or with a window the last `window` of them, itself included.
+        """
         return cls(length, ((Run(0, length, 0),),) * batch_size, window)
 
     @classmethod

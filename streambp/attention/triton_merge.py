@@ -65,7 +65,12 @@ def fits_triton(*tensors: Tensor) -> bool:
 
 
 def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """`merge.merge`; the last dimension of o, part_o and out is contiguous."""
+    """`merge.merge` in one kernel, which computes in float32.
+
+    Args:
+        o, part_o, out: [b, t, H, D] of `DTYPES`, the last dimension contiguous; out is written and may be o.
+        lse, part_lse: [b, H, t] in float32, any strides; lse is replaced.
+    """
     rows, length, heads, size = o.shape
     if not o.numel():
         return

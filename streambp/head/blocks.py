@@ -62,7 +62,7 @@ class Projection:
     temperature: float = 1.0
 
     def logits(self, product: Tensor) -> Tensor:
-        """Raw products [n, v] -> logits [n, v] in the accumulation dtype."""
+        """Raw products [n, v] -> logits [n, v] in promote_types(dtype, float32)."""
         logits = product.to(torch.promote_types(product.dtype, torch.float32))
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -71,7 +71,7 @@ class Projection:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """d loss / d product from d loss / d logits; `grad` is overwritten."""
+        """d loss / d product [n, v] from the logits [n, v] and d loss / d logits, `grad` [n, v], which is overwritten."""
         if self.softcap is not None:
             grad.mul_(1.0 - (logits * (self.temperature / self.softcap)).square())
         return grad.mul_(self.logit_scale / self.temperature)
@@ -113,6 +113,7 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:
+    """The slices that cut `count` tokens, or vocabulary entries, into blocks of `tokens`; the last may be shorter."""
     return (slice(start, min(start + tokens, count)) for start in range(0, count, tokens))
 
 
@@ -149,7 +150,10 @@ class Fold:
 
 
 def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) -> Fold:
-    """The statistics of one block of raw products [n, v]: one Triton kernel on CUDA, torch elsewhere, the same numbers."""
+    """The statistics of one block of raw products [n, v] for labels [n]: one Triton kernel on CUDA, torch elsewhere.
+
+    Both give the same numbers. block: the vocabulary entries of the columns.
+    """
     if serves(product.device, product.dtype):
         values = fold_rows(product, labels, block.start, projection.logit_scale, projection.softcap, projection.temperature)
         return Fold(*values)
@@ -157,9 +161,9 @@ def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) 
 
 
 def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
-    """What the kernel is tested against."""
+    """`fold` of logits [n, v] by torch's operators, which the kernel is tested against."""
     top, best = logits.max(-1)
-    weights = (logits - _finite(top)[:, None]).exp_()
+    weights = (logits - _finite(top)[:, None]).exp_()  # [n, v]
     here, column = locate(labels, block)
     target = torch.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     squares = torch.linalg.vecdot(weights, weights)
@@ -191,10 +195,12 @@ class Statistics:
 
     @property
     def so_far(self) -> Fold:
+        """The statistics over the blocks that were added; there must be one."""
         assert self.folded is not None
         return self.folded
 
     def lse(self) -> Tensor:
+        """[n], the log of the sum of exp(logit) over the entries that were added."""
         return self.so_far.max + torch.log(self.so_far.sum)
 
     def results(self) -> tuple[Tensor | None, ...]:
@@ -219,14 +225,14 @@ def nothing(wanted: Wanted, empty: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which labels lie in a vocabulary block, and their column there (0 for the others)."""
+    """Which labels [n] lie in a vocabulary block, [n] in bool, and their column there, [n] (0 for the others)."""
     here = (labels >= block.start) & (labels < block.stop)
     return here, torch.where(here, labels - block.start, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Upstream:
-    """Gradients of n tokens' values; None for a value that is not wanted or not used."""
+    """Gradients [n] of n tokens' values; None for a value that is not wanted or not used."""
 
     log_probs: Tensor | None
     entropy: Tensor | None = None
@@ -234,6 +240,7 @@ class Upstream:
     lse: Tensor | None = None
 
     def at(self, rows: Tensor | slice) -> Upstream:
+        """The gradients of some tokens: a slice of the n, or their numbers [m]."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return Upstream(*(None if value is None else value[rows] for value in values))
 
@@ -250,7 +257,10 @@ class Softmax:
 
 
 def product_gradient(product: Tensor, projection: Projection, softmax: Softmax, block: slice, upstream: Upstream) -> Tensor:
-    """d loss / d product [n, v] of one vocabulary block, in the product's dtype and, where the kernels run, its memory."""
+    """d loss / d product [n, v] of one vocabulary block, from its raw products [n, v], in their dtype.
+
+    Where the kernels run it is written over the products. [Note: logits in place]
+    """
     if not serves(product.device, product.dtype):
         return gradient_in_torch(product, projection, softmax, block, upstream)
     write_gradient(
@@ -264,7 +274,7 @@ def product_gradient(product: Tensor, projection: Projection, softmax: Softmax, 
 def gradient_in_torch(
     product: Tensor, projection: Projection, softmax: Softmax, block: slice, upstream: Upstream
 ) -> Tensor:
-    """What the kernel is tested against."""
+    """`product_gradient` [n, v] by torch's operators, which the kernel is tested against; the products stay."""
     logits = projection.logits(product)
     return projection.backward(logits_gradient(logits, softmax, block, upstream), logits).to(product.dtype)
 
@@ -277,7 +287,7 @@ def logits_gradient(logits: Tensor, softmax: Softmax, block: slice, upstream: Up
     """
     lse, entropy = softmax.lse[:, None], softmax.entropy
     grad = (logits - lse).exp_()  # p, in the one buffer of [n, v] that this needs
-    scale = torch.zeros_like(lse)
+    scale = torch.zeros_like(lse)  # [n, 1]
     if upstream.log_probs is not None:
         scale = scale - upstream.log_probs[:, None]
     if upstream.mean_log_probs is not None:

@@ -59,6 +59,7 @@ class TokenLogProbs:
     log_sum_sq_probs: Tensor | None = None
 
     def view(self, shape: torch.Size) -> TokenLogProbs:
+        """Every value in that shape."""
         return self._each(lambda values: values.view(shape))
 
     def without_last(self) -> TokenLogProbs:
@@ -116,10 +117,12 @@ class HeadInputs:
         return block_size(vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole)
 
     def norm_values(self) -> list[Tensor]:
+        """The final norm's trainable parameters as they are now; [] without a norm."""
         return [] if self.norm_parameters is None else self.norm_parameters.current()
 
     @contextlib.contextmanager
     def norm_shadowed(self) -> Iterator[list[Tensor]]:
+        """Within, shadows stand for `norm_values`; yields them in that order. [Note: shadows]"""
         if self.norm_parameters is None:
             yield []
         else:
@@ -173,6 +176,11 @@ def token_log_probs(
 def make_inputs(
     hidden_states: Tensor, labels: Tensor, projection: Projection, norm: nn.Module | None, ignore_index: int
 ) -> HeadInputs:
+    """The head's inputs for hidden_states [..., h] and labels [...], which become [N]; autocast is as it is now.
+
+    Raises:
+        UnsupportedModelError: a trainable parameter of the norm is a DTensor, or on meta where hidden_states are not.
+    """
     autocast = Autocast.capture(hidden_states.device)
     parameters = None if norm is None else Parameters(norm, hidden_states.device)
     return HeadInputs(labels.reshape(-1), projection, norm, parameters, ignore_index, autocast)
@@ -188,7 +196,15 @@ def _check(hidden_states: Tensor, weight: Tensor, labels: Tensor, ignore_index: 
 
 
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
-    """Raise for a label outside the vocabulary; it would select nothing and look like a log-probability."""
+    """Refuse a label outside the vocabulary: it would select nothing and look like a log-probability. Waits for the device.
+
+    Args:
+        labels: [...] integers; those without data are not checked.
+        ignore_index: a label that is allowed beside; None: there is none.
+
+    Raises:
+        StreamBPError: a label is negative, or not below `vocabulary`.
+    """
     if not has_data(labels) or labels.numel() == 0:
         return
     wrong = (labels < 0) | (labels >= vocabulary)
@@ -210,16 +226,20 @@ class BlockwiseLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: HeadInputs, wanted: Wanted, hidden: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
     ) -> tuple[Tensor | None, ...]:
+        """The fields of TokenLogProbs, [N] each or None; 0 at positions without a label.
+
+        hidden, weight, bias and the lse [n] of the n positions with a label are saved for backward.
+        """
         rows = inputs.rows()
         labels = inputs.labels if rows is None else inputs.labels[rows]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)
+        lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # [n]
         parts: list[tuple[Tensor | None, ...]] = []
         products = Products(weight, bias)
         size = inputs.block_size(hidden, weight.shape[0])
         for block in token_blocks(labels.shape[0], size.tokens):
             statistics = Statistics(labels[block], wanted)
-            normed = inputs.normed(_select(hidden, rows, block))
+            normed = inputs.normed(_select(hidden, rows, block))  # [n, h]
             for columns in token_blocks(weight.shape[0], size.entries):
                 statistics.add(products.of(normed, columns), inputs.projection, columns)
             lse[block] = statistics.lse()
@@ -237,6 +257,14 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters, in their own dtypes.
+
+        Args:
+            grads: of the values, [N] each or None; the last three values are not differentiable, and theirs are not read.
+
+        Raises:
+            BackwardError: second derivatives are wanted (create_graph).
+        """
         if torch.is_grad_enabled():
             raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
         inputs, rows = ctx.inputs, ctx.rows
@@ -252,7 +280,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
                 entropy = None if ctx.entropies is None else ctx.entropies[block]
                 softmax = Softmax(labels[block], lse[block], entropy, weight.shape[0])
                 for columns in token_blocks(weight.shape[0], size.entries):
-                    product = products.of(normed.detach(), columns)
+                    product = products.of(normed.detach(), columns)  # [n, v]
                     grad = product_gradient(product, inputs.projection, softmax, columns, upstream.at(block))
                     work.add_block(grad, normed, products, columns)
                     del product, grad
@@ -288,7 +316,12 @@ class HeadGradients:
         return leaf, normed
 
     def add_block(self, grad: Tensor, normed: Tensor, products: Products, columns: slice) -> None:
-        """Take in d loss / d product [n, v] of one vocabulary block, in the dtype of `normed`."""
+        """Take in one vocabulary block.
+
+        Args:
+            grad: d loss / d product [n, v], in the dtype of `normed`.
+            normed: [n, h], what the products were computed of.
+        """
         if self.d_bias is not None:
             self.d_bias[columns] += grad.sum(0, dtype=self.d_bias.dtype)
         if self.d_weight is not None:
@@ -297,7 +330,12 @@ class HeadGradients:
             self.d_normed = add_product(self.d_normed, grad, products.weight(grad.dtype)[columns])  # [n, h]
 
     def finish_tokens(self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice) -> None:
-        """Differentiate the norm of a finished token block and write dhidden."""
+        """Differentiate the norm of a finished token block, and write its rows of dhidden [N, h].
+
+        Args:
+            leaf, normed: [n, h] each, from `recompute`.
+            shadows: of the norm's parameters, from `norm_shadowed`.
+        """
         if self.d_normed is None:
             return
         grad, self.d_normed = self.d_normed.to(normed.dtype), None
@@ -310,7 +348,10 @@ class HeadGradients:
         self.d_norm.add(parts)
 
     def results(self, upstream: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, weight, bias and the norm's parameters, in their own dtypes, times `upstream`."""
+        """Gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters, in their own dtypes.
+
+        upstream: a scalar tensor that multiplies them, in place where a sum has that dtype already; None: nothing does.
+        """
         values = self.inputs.norm_values()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
         d_norm: list[Tensor | None] = [

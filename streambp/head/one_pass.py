@@ -42,6 +42,7 @@ class Pending:
         return self._work is not None and self._work() is not None
 
     def set(self, work: HeadGradients) -> None:
+        """Note that these gradients wait for their backward; the note does not keep them alive."""
         self._work = weakref.ref(work)
 
     def expected(self, scale: Tensor) -> Tensor:
@@ -49,7 +50,10 @@ class Pending:
         return scale if self._factor is None else scale * self._factor.to(scale)
 
     def learn(self, factor: Tensor) -> None:
-        """`factor`, []: the upstream gradient that came, over the `scale` of its forward."""
+        """Expect this factor [] next time: the upstream gradient that came, over the `scale` of its forward.
+
+        0, and what is smaller than 2^-64 or larger than 2^64, counts as 1. [Note: expected scale]
+        """
         if type(factor) is Tensor and not factor.is_meta:  # fake tensors would outlive their mode
             size = factor.abs()
             self._factor = torch.where((size > SMALLEST) & (size < 1 / SMALLEST), factor, 1.0)
@@ -59,6 +63,10 @@ class Pending:
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
+    """Whether the gradient for hidden [N, h] may be taken in forward; the module's docstring says why not.
+
+    Not without gradients, in float16, under hooks for saved tensors, or while an earlier forward is pending.
+    """
     in_float16 = torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return torch.is_grad_enabled() and not in_float16 and not hooked and not pending
@@ -81,6 +89,10 @@ class OnePassNLL(torch.autograd.Function):
         bias: Tensor | None,
         *norm: Tensor,
     ) -> Tensor:
+        """The sum of -log p, a scalar in promote_types(hidden dtype, float32).
+
+        Gradients for hidden [N, h], weight [V, h], bias [V] and the norm's parameters wait in the context.
+        """
         rows = inputs.rows()
         labels = inputs.labels if rows is None else inputs.labels[rows]
         expected = pending.expected(scale)
@@ -94,9 +106,9 @@ class OnePassNLL(torch.autograd.Function):
             for block in token_blocks(labels.shape[0], inputs.block_size(hidden, weight.shape[0], whole=True).tokens):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
-                    product = products.of(normed, everything)
+                    product = products.of(normed, everything)  # [n, V]
                     folded = fold(product, inputs.projection, labels[block], everything)
-                    lse = folded.max + torch.log(folded.sum)
+                    lse = folded.max + torch.log(folded.sum)  # [n]
                     total += (lse - folded.target).sum()
                     softmax = Softmax(labels[block], lse, None, weight.shape[0])
                     grad = product_gradient(product, inputs.projection, softmax, everything, upstream.at(block))
@@ -109,6 +121,11 @@ class OnePassNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of forward, times `upstream`, a scalar, over what was expected of it. [Note: expected scale]
+
+        Raises:
+            BackwardError: it is the second backward, or second derivatives are wanted (create_graph).
+        """
         work, ctx.work = ctx.work, None
         if work is None or torch.is_grad_enabled():
             raise BackwardError(

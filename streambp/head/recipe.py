@@ -58,6 +58,7 @@ class Recipe:
     logits: bool = False  # it is the output projection's result, or made of it
 
     def scaled(self, factor: float) -> Recipe:
+        """The recipe of the deferred tensor times `factor`."""
         if self.weight is None:
             return dataclasses.replace(self, scale_hidden=self.scale_hidden * factor)
         if self.tanh:
@@ -182,7 +183,10 @@ Compute = Callable[[Tensor, Any, Any], tuple[Tensor | None, ...]]
 
 
 def within(head: nn.Module, source: Tensor, compute: Compute) -> tuple[Tensor | None, ...]:
-    """`compute` with the weight and bias of `head`, as its forward: between the hooks that gather and release them."""
+    """`compute` of source [N, h] with the weight [V, h] and bias [V] of `head`, as its forward.
+
+    So it runs between the hooks that gather the weights and release them.
+    """
     before = head.__dict__.get("forward")
     head.forward = lambda source: compute(source, head.weight, head.bias)  # type: ignore[method-assign, assignment]
     try:

@@ -35,6 +35,7 @@ class Differentiable:
     dim: int | None
 
     def leaf(self, chunk: Chunk, needs_grad: bool) -> Tensor:
+        """The chunk's part of the tensor as a leaf, a view; all of it if it has no tokens."""
         part = self.tensor if self.dim is None else self.tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
         return part.detach().requires_grad_(needs_grad)
 
@@ -51,6 +52,7 @@ class Versions:
         self._seen: list[tuple[str, Tensor, int]] = []
 
     def note(self, name: str, tensor: Tensor) -> None:
+        """Remember a tensor of any shape by its version; an inference tensor has none and is left out."""
         if not tensor.is_inference():
             self._seen.append((name, tensor, tensor._version))
 
@@ -133,7 +135,7 @@ class Arguments:
         return hidden_states.flatten(-2) if len(self.token_shape) > 1 else hidden_states
 
     def as_given(self, hidden_states: Tensor) -> Tensor:
-        """The inverse of `one_dimensional`: what the layer takes and returns."""
+        """[..., T, h] -> [..., T, *token_shape], what the layer takes and returns: the inverse of `one_dimensional`."""
         return hidden_states.unflatten(-1, self.token_shape) if len(self.token_shape) > 1 else hidden_states
 
     @property
@@ -165,7 +167,14 @@ class Arguments:
         return [d.leaf(chunk, needs) for d, needs in zip(self.differentiable, wanted, strict=True)]
 
     def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
-        """What the layer's forward is called with for this chunk."""
+        """What the layer's forward is called with for this chunk, by name; of tokens [..., T, ...] it gets [..., C, ...].
+
+        Args:
+            leaves: the chunk's differentiable arguments, from `leaves`; None: the same values, without a gradient.
+
+        Raises:
+            StreamBPError: an argument has other positions than the sequence.
+        """
         if leaves is None:
             leaves = self.leaves(chunk, [False] * len(self.differentiable)) if self.differentiable else []
 

@@ -124,7 +124,10 @@ class LayerCall:
         return hidden_states, found
 
     def wrap(self, hidden_states: Tensor, extras: dict[Place, Tensor]) -> Any:
-        """The inverse of `unwrap`."""
+        """hidden_states [..., B, T, h] and the tensors [B, T, ...] behind them, as the layer returns them.
+
+        The inverse of `unwrap`.
+        """
         rest = [extras.get(Place(RETURNED, index)) for index in range(self.width)]
         hidden_states = self.arguments.as_given(hidden_states)
         return (hidden_states, *rest) if self.returns_tuple else hidden_states
@@ -164,7 +167,11 @@ class LayerCall:
         leaves: list[Tensor] | None = None,
         states: States | None = None,
     ) -> ChunkOutput | None:
-        """The layer's own forward on hidden_chunk, its attention as `point` says; None if that stopped it."""
+        """The layer's own forward on hidden_chunk [..., B, C, h], its attention as `point` says; None if that stopped it.
+
+        Args:
+            leaves, states: as in `compute`.
+        """
         documents = self.arguments.documents if self.packed else None
         named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states, documents)
         shared = self.arguments.mappings

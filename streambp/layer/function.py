@@ -111,6 +111,12 @@ class StreamedLayer(torch.autograd.Function):
     def forward(
         ctx: Any, passes: Passes, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *rest: Tensor
     ) -> Any:
+        """hidden_states [..., B, T, h] of the layer, then the extra outputs; what backward will want is in `call.kept`.
+
+        Args:
+            hidden_states: [..., B, T, h].
+            rest: the differentiable arguments and the parameters; values are read from `call` and from the layer's slots.
+        """
         ctx.passes, ctx.call, ctx.parameters = passes, call, parameters
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
@@ -125,6 +131,15 @@ class StreamedLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden_states [..., B, T, h], the differentiable arguments and the parameters, in their own dtypes.
+
+        Args:
+            grad: of hidden_states [..., B, T, h]; may be overwritten by the first result. [Note: gradient reuse]
+            extra_grads: of the extra outputs, each in its output's shape; None for what nobody used.
+
+        Raises:
+            BackwardError: it is the second backward, second derivatives are wanted, or something has changed since forward.
+        """
         counts = None if grad is None else reference_counts(grad)
         call, parameters = _begin_backward(ctx)
         grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))

@@ -47,7 +47,7 @@ class InputGradients:
         self._sums = GradientSum(len(self._arguments), call.gradients_of_a_parameter)
 
     def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
-        """Of this chunk: hidden_states first if wanted, then the wanted arguments.
+        """Take in a chunk's gradients: of hidden_states [..., B, C, h] first, if wanted, then of the wanted arguments.
 
         again: they come on top of those that were added before.
         """

@@ -41,6 +41,7 @@ class Place:
 
     @property
     def dim(self) -> int:
+        """The dimension of tokens: -2 in what a mapping holds, 1 in what is recorded or returned."""
         return 1 if self.key is None else -2
 
 
@@ -89,7 +90,12 @@ class Whole:
         self.tensors: dict[Place | None, Tensor] = {}
 
     def put(self, place: Place | None, part: Tensor, chunk: Chunk) -> None:
-        """`place` None stands for hidden_states."""
+        """Put a chunk's part at its place in the whole; a part that has all T positions itself is the whole.
+
+        Args:
+            place: None stands for hidden_states.
+            part: [..., B, C, h] of hidden_states, else [B, C, ...] or [..., C, D] as `Place.dim` says.
+        """
         dim = -2 if place is None else place.dim
         if part.shape[dim] == self.length:
             self.tensors[place] = part
@@ -106,7 +112,13 @@ class Whole:
 
 
 def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
-    """Hand the whole sequence's extra outputs to transformers' collector and to the caller's mappings."""
+    """Hand extra outputs of the whole sequence to transformers' collector and to the caller's mappings.
+
+    What was returned is left out: `LayerCall.wrap` hands it on.
+
+    Args:
+        extras: of recordings [B, T, ...], which the collector gets as [B * T, ...] if `flat`; of mappings [..., T, D].
+    """
     collector = output_capturing._active_collector.get()
     entries: dict[tuple[str, str], list[Tensor]] = {}
     for place, tensor in extras.items():

@@ -66,7 +66,7 @@ class UnreadInHalves:
 def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     """The layer's Linears that compute x @ W^T + b and nothing else.
 
-    None if anything watches the inside of the layer: a forward hook must see true values in recomputations too.
+    {} if anything watches the inside of the layer: a forward hook must see true values in recomputations too.
     """
     inner = [module for module in layer.modules() if module is not layer]
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in inner):
@@ -95,11 +95,13 @@ class DataFlow(TorchDispatchMode):
         self._alive: list[Any] = []  # a freed storage's address would be used again
 
     def of(self, tensor: Tensor) -> Labels:
+        """The labels of a tensor's storage."""
         if tensor.layout != torch.strided:  # it has no storage (sparse adapters' weights), and carries no label
             return frozenset()
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: Labels) -> None:
+        """Give a tensor's storage these labels too, and keep it alive; a sparse tensor takes none."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -143,7 +145,7 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
 
     Args:
         linears: as `plain_linears` gives them.
-        run: computes the layer, or a part of it, with a graph; returns the results.
+        run: computes the layer, or a part of it, with a graph; returns the results, tensors of any shape.
     """
     flow = DataFlow()
     read: set[str] = set()
@@ -173,7 +175,10 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
 
 
 def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[Tensor]]) -> UnreadProducts:
-    """What a refill and a recomputation can leave out; `run` computes the layer and returns K and V of its attention."""
+    """What a refill and a recomputation can leave out.
+
+    run: computes the layer on t tokens and returns K and V of its attention calls, [B, t, H_kv, D] each.
+    """
     found = trace(linears, run)
     return UnreadProducts(found.called - found.reached, found.called - found.read)
 
@@ -195,7 +200,7 @@ class Sums(Protocol):
         ...
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in autocast's dtype, the same for all chunks, as autocast's own cache would have it."""
+        """The weight [out, in] in autocast's dtype, the same for all chunks, as autocast's own cache would have it."""
         ...
 
 
@@ -256,7 +261,7 @@ def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.
 def captured(
     linears: dict[str, nn.Linear], names: list[str], sink: Callable[[str, Tensor], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, the output of each of these Linears is also given to `sink`, with its name."""
+    """Within, the output [..., out] of each of these Linears is also given to `sink`, with its name."""
 
     def capture(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
@@ -275,9 +280,10 @@ def known(
     source: Callable[[str], Tensor | None],
     sums: Sums | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, these Linears return what `source` has for their name, and know their backward; None: they compute.
+    """Within, these Linears return the [..., out] that `source` has for their name, and know their backward.
 
     Args:
+        source: None: the Linear computes.
         sums: as in `summed`.
     """
 
@@ -352,6 +358,7 @@ class KnownLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor | Unread | None, add: Any
     ) -> Tensor:
+        """[..., out]: `value` as a view, NaN for `UNREAD`, the product for None."""
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.add = add
@@ -363,13 +370,17 @@ class KnownLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x [..., in], weight [out, in] and bias [out], from grad [..., out].
+
+        The weight's is None if there is an `add`, which gets its factors.
+        """
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        d_x = None if weight is None else (flat @ weight).view(*grad.shape[:-1], weight.shape[-1])
-        d_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        d_x = None if weight is None else (flat @ weight).view(*grad.shape[:-1], weight.shape[-1])  # [..., in]
+        d_bias = flat.sum(0) if ctx.needs_input_grad[2] else None  # [out]
         d_weight = None
         if x is not None and ctx.add is not None:
             ctx.add(flat.mT, x.flatten(0, -2))
         elif x is not None:
-            d_weight = flat.mT @ x.flatten(0, -2)
+            d_weight = flat.mT @ x.flatten(0, -2)  # [out, in]
         return d_x, d_weight, d_bias, None, None

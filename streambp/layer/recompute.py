@@ -30,6 +30,7 @@ class Autocast:
 
     @classmethod
     def capture(cls, device: torch.device) -> Autocast:
+        """The state as it is now."""
         kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
         states = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         return cls(states, torch.is_autocast_cache_enabled())
@@ -71,6 +72,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
+        """The states as they are now; `accelerator` is None for the CPU and meta."""
         if device.type in WITHOUT_GENERATORS:
             return cls(torch.get_rng_state(), device, None)
         return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
@@ -82,6 +84,7 @@ class RandomState:
         return same and (self.accelerator is None or torch.equal(self.accelerator, now.accelerator))  # type: ignore[arg-type]
 
     def restore(self) -> None:
+        """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)

@@ -25,14 +25,17 @@ UNKNOWN = 0
 
 
 def reference_counts(gradient: Tensor) -> Counts:
-    """Of the tensor, its Python object and its storage. Call it directly in a Function's `backward(ctx, gradient)`."""
+    """Of the tensor, its Python object and its storage. Call it directly in a Function's `backward(ctx, gradient)`.
+
+    gradient: [..., B, T, h] in a layer's backward.
+    """
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
     tensor = getattr(gradient, USE_COUNT, lambda: UNKNOWN)()  # a torch without it cannot tell: nothing is reused
     return tensor, sys.getrefcount(gradient), storage
 
 
 def mark(gradient: Tensor) -> Tensor:
-    """Say that this buffer was allocated by us to be returned as a gradient."""
+    """Say that this buffer [..., B, T, h] was allocated by us to be returned as a gradient."""
     gradient._streambp_buffer = True  # type: ignore[attr-defined]
     return gradient
 

@@ -140,7 +140,7 @@ class GradientSum:
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # by id, dtype and whether with a graph
 
     def stand_for(self, shadows: list[Tensor]) -> None:
-        """What `adder` knows them by."""
+        """Note the shadows, shaped like the parameters and in their order, by which `adder` knows the sums."""
         self._places = {id(shadow): index for index, shadow in enumerate(shadows)}
 
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
@@ -156,13 +156,17 @@ class GradientSum:
         return add
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, made once for a whole pass, whose chunks all run in the forward's autocast."""
+        """The weight [out, in] in `dtype`, made once for a whole pass, whose chunks all run in the forward's autocast."""
         key = (id(weight), dtype, torch.is_grad_enabled())
         if key not in self._casts:
             self._casts[key] = weight.to(dtype)
         return self._casts[key]
 
     def add(self, gradients: list[Tensor | None]) -> None:
+        """Add one part of each gradient, shaped like its parameter and in their order; None: this part has none.
+
+        A single part is kept, not copied; of more the first is copied.
+        """
         totals, parts = [], []
         for index, gradient in enumerate(gradients):
             if gradient is None:
@@ -179,7 +183,10 @@ class GradientSum:
             torch._foreach_add_(totals, parts)
 
     def result(self, like: list[Tensor]) -> list[Tensor | None]:
-        """The sums in the parameters' dtypes; None for a parameter that no chunk touched. Nothing is added any more."""
+        """The sums in the shapes and dtypes of the parameters, `like`; None for a parameter that no chunk touched.
+
+        Nothing is added any more.
+        """
         self._casts.clear()
         sums = zip(self._sums, like, strict=True)
         return [None if total is None else total.to(parameter.dtype) for total, parameter in sums]

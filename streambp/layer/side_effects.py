@@ -37,12 +37,12 @@ class Origin:
         self.trying = True
 
     def of(self, x: Tensor) -> Tensor:
-        """x with the graph's start behind it."""
+        """A copy of x [..., B, C, h] with the graph's start behind it."""
         started: Tensor = _Started.apply(x, self, True)
         return started
 
     def behind(self, x: Tensor) -> Tensor:
-        """The same without a copy of x, which must not be written to."""
+        """The same without a copy of x [..., B, C, h], which must not be written to."""
         started: Tensor = _Started.apply(x, self, False)
         return started
 
@@ -72,6 +72,7 @@ def is_kept(origin: weakref.ref[Origin]) -> bool:
 
 
 def buffers_of(layer: nn.Module) -> Buffers:
+    """The buffers inside a layer by their module and name; none on meta, none of a tensor subclass."""
     return {
         (module, name): buffer
         for module in layer.modules()
@@ -81,6 +82,7 @@ def buffers_of(layer: nn.Module) -> Buffers:
 
 
 def copies(buffers: Buffers) -> Buffers:
+    """Copies of these buffers, without a graph."""
     return {slot: buffer.detach().clone() for slot, buffer in buffers.items()}
 
 

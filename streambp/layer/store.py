@@ -17,7 +17,9 @@ class SavedTensors(TileStore, Protocol):
     """One layer's saved tensors; chunks are taken last to first. copies: what was put may be changed afterwards."""
 
     @property
-    def copies(self) -> bool: ...
+    def copies(self) -> bool:
+        """Whether what was put may be changed afterwards."""
+        ...
 
     def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
         """Forward is over. Backward will read in this order, `ahead` tensors of a chunk at a time, and needs `workspace`
@@ -30,7 +32,9 @@ class Offloader(Protocol):
     None: no limit."""
 
     @property
-    def prefix_memory(self) -> int | None: ...
+    def prefix_memory(self) -> int | None:
+        """Bytes of the device that the prefixes of one layer call may use; None: no limit."""
+        ...
 
     def scratch(self, device: torch.device) -> TileStore:
         """A store for what lives no longer than one pass over a layer's chunks."""
@@ -58,25 +62,30 @@ class InMemory:
         self._tensors: dict[Access, Tensor] = {}
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+        """Keep the tensor itself."""
         self._tensors[name, chunk] = tensor
 
     def has(self, name: str, chunk: int) -> bool:
+        """True from `put` to `take`."""
         return (name, chunk) in self._tensors
 
     def reserve(self, size: int) -> None:
-        pass
+        """Nothing: a tensor that is kept needs no room of its own."""
 
     def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
-        pass
+        """Nothing: no tensor has to come back."""
 
     def load(self, name: str, chunk: int) -> None:
-        pass
+        """Nothing: the tensor is where it was."""
 
     def borrow(self, name: str, chunk: int) -> Tensor:
+        """The tensor itself, so that a change of it is kept at once."""
         return self._tensors[name, chunk]
 
     def peek(self, name: str, chunk: int) -> Tensor:
+        """The tensor itself."""
         return self._tensors[name, chunk]
 
     def take(self, name: str, chunk: int) -> Tensor:
+        """The tensor itself, which is not kept any longer."""
         return self._tensors.pop((name, chunk))

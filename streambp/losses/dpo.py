@@ -37,18 +37,22 @@ class Pairs:
 
     @property
     def chosen_ratio(self) -> Tensor:
+        """[P], log p(chosen) - log p_ref(chosen)."""
         return self.chosen - self.ref_chosen
 
     @property
     def rejected_ratio(self) -> Tensor:
+        """[P], log p(rejected) - log p_ref(rejected)."""
         return self.rejected - self.ref_rejected
 
     @property
     def margin(self) -> Tensor:
+        """[P], beta (s_w - s_l) of `dpo_loss`."""
         return self.beta * (self.chosen_score - self.rejected_score)
 
     @property
     def margin_a_token(self) -> Tensor:
+        """[P], s_w / |y_w| - s_l / |y_l| of `dpo_loss`; without beta."""
         return self.chosen_score / self.tokens_chosen - self.rejected_score / self.tokens_rejected
 
 
@@ -173,9 +177,9 @@ def dpo_loss(
         raise StreamBPError(
             f"log_probs has {log_probs.shape[0]} rows; they must be chosen rows and then as many rejected ones."
         )
-    chosen, rejected = masked_sum(log_probs, mask, 1).chunk(2)
+    chosen, rejected = masked_sum(log_probs, mask, 1).chunk(2)  # [P] each
     ref_chosen, ref_rejected = masked_sum(ref_log_probs, mask, 1).chunk(2)
-    tokens_chosen, tokens_rejected = mask.bool().sum(1).clamp(min=1).chunk(2)
+    tokens_chosen, tokens_rejected = mask.bool().sum(1).clamp(min=1).chunk(2)  # [P] each
     score = F_DIVERGENCES[f_divergence]
     pairs = Pairs(
         chosen, rejected, ref_chosen, ref_rejected,

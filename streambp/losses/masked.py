@@ -19,17 +19,21 @@ def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise StreamBPError unless `value`, the argument `name`, is one of the choices."""
     if value not in choices:
         raise StreamBPError(f"{name} is {value!r}; it must be one of {sorted(choices)}.")
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Over tokens where mask is true; what stands elsewhere, NaN too, does not count."""
+    """The sum of values [B, T] where mask [B, T] is true, over all of them or over one dim.
+
+    What stands elsewhere, NaN too, does not count.
+    """
     kept = values.masked_fill(~mask.bool(), 0.0)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The mean over those tokens; 0 where there are none."""
+    """The mean of values [B, T] where mask [B, T] is true, over all of them or over one dim; 0 where there are none."""
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)

@@ -158,7 +158,7 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     """A causal convolution [B, D, C] that pads its input itself; it gets the tokens before the chunk instead."""
     before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
-    y = F.conv1d(F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups)
+    y = F.conv1d(F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups)  # [B, D, k - 1 + C]
     return y[..., -x.shape[-1] :]
 
 
@@ -172,6 +172,7 @@ class TorchWithState:
         return getattr(torch, name)
 
     def zeros(self, *size: Any, **kwargs: Any) -> Tensor:
+        """The start state where zeros of its shape are asked for, and there is one; else torch's zeros."""
         if self._state is not None and tuple(size) == tuple(self._state.shape):
             return self._state
         return torch.zeros(*size, **kwargs)
@@ -311,11 +312,16 @@ class EndState(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
+        """value [B, D, N], as the scan gave it; `readers`, [B, D, N] each in the scan's dtype, are for the graph alone."""
         ctx.dtype, ctx.parts = readers[0].dtype, len(readers)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient [B, D, N] for each reader, in the readers' dtype; `value` gets none.
+
+        The first reader gets it rounded, the next what rounding left of it: a wider gradient comes through in parts.
+        """
         found, rest = [], grad
         for _ in range(ctx.parts):
             part = rest.to(ctx.dtype)

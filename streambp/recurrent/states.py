@@ -65,18 +65,22 @@ class StateCache(ChunkCache):
         self.after: States = {}
 
     def is_recording_past(self, layer_idx: int) -> bool:
+        """True for every layer, as `record_past`."""
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the chunk starts from a state: of that layer, and of that number in it, where they are given."""
         return any(
             (layer_idx is None or key.layer == layer_idx) and (state_idx is None or key.number == state_idx)
             for key in self.before
         )
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """[B, D, k], the convolution's last inputs before the chunk; None where it starts without."""
         return self.before.get(Key("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrence's start state [B, ...], as the mixer shapes it; None where it starts without."""
         return self.before.get(Key("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
@@ -91,6 +95,7 @@ class StateCache(ChunkCache):
         return joined
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep recurrent_states [B, ...] as an end state, in memory of its own; returned as it was given."""
         self.after[Key("recurrent", layer_idx, state_idx)] = _alone(recurrent_states)
         return recurrent_states
 
@@ -100,6 +105,7 @@ class StateCache(ChunkCache):
         return
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keep linear_cache [B, ...] as an end state, in memory of its own."""
         self.after[Key("linear", layer_idx, 0)] = _alone(linear_cache)
 
     @property
@@ -109,7 +115,10 @@ class StateCache(ChunkCache):
 
 
 def take_returned(result: tuple[Tensor, Any], cache: StateCache | None) -> tuple[Tensor, None]:
-    """What a layer with an argument `state` returns, without its states; those are what the cache's chunk ends with."""
+    """hidden_states [..., C, h] out of what a layer with an argument `state` returns.
+
+    Its states, [B, ...] each, go into the chunk's cache as end states.
+    """
     hidden_states, states = result
     if cache is not None:
         cache.after.update({Key("returned", 0, number): _alone(state) for number, state in enumerate(states)})
@@ -129,10 +138,12 @@ class LayerStates:
 
     @property
     def conv_states(self) -> dict[int, Tensor]:
+        """The chunk's start states of the layer's convolutions by their number, [B, D, k] each."""
         return self._of("conv")
 
     @property
     def recurrent_states(self) -> dict[int, Tensor]:
+        """The chunk's start states of the layer's recurrences by their number, [B, ...] each."""
         return self._of("recurrent")
 
     def _of(self, kind: str) -> dict[int, Tensor]:

@@ -55,6 +55,7 @@ class ShardedKept(Kept):
 
     @property
     def keeps_kv(self) -> bool:
+        """Whether K and V of whole sequences are saved. [Note: equal exchanges]"""
         return keeps_kv(self.site.config)
 
     def save_to(self, offloader: Offloader) -> None:
@@ -62,6 +63,11 @@ class ShardedKept(Kept):
         self.store = offloader.open(self.site.index, self.device, self.plan.length)
 
     def accesses(self) -> tuple[list[Access], int]:
+        """As in `Kept`, for the two halves and the attention between them.
+
+        In order: inputs of the shard's chunks; K and V, if kept, and attention's results of the whole sequences' chunks;
+        what the half after attention reads; what the half before it reads. Both halves go from the last chunk to the first.
+        """
         chunks, whole = range(len(self.plan)), range(len(self.attention_plan))
         before = [name for name in self.product_names if linear_of(name) in self.products_before]
         after = [name for name in self.product_names if linear_of(name) in self.products_after]
@@ -113,6 +119,7 @@ class ShardedCall(LayerCall):
 
     @property
     def gradients_of_a_parameter(self) -> int:
+        """Two for each chunk of the shard."""
         return 2 * len(self.plan)  # one from each half
 
     def look_into_halves(self) -> None:

@@ -19,6 +19,11 @@ class BeforeAttention(AttentionPoint):
         self.projected: AttentionCall | None = None
 
     def attend(self, given: AttentionCall) -> Tensor:
+        """Keep what attention is called with, and stop the layer by `RefillDone`.
+
+        Raises:
+            UnsupportedModelError: the call has dropout or a sink.
+        """
         if given.dropout > 0.0 or given.sink is not None:
             what = "an attention sink" if given.sink is not None else f"attention dropout of {given.dropout}"
             raise UnsupportedModelError(
@@ -29,6 +34,11 @@ class BeforeAttention(AttentionPoint):
         raise RefillDone
 
     def finish(self) -> None:
+        """Check that the layer was stopped.
+
+        Raises:
+            UnsupportedModelError: it did not attend.
+        """
         if self.projected is None:
             raise UnsupportedModelError(
                 "A layer did not attend through transformers' attention interface, so it cannot see what other ranks hold. "
@@ -44,10 +54,16 @@ class AfterAttention(AttentionPoint):
         self.calls = 0
 
     def attend(self, given: AttentionCall) -> Tensor:
+        """o [B, C, H, D_v], contiguous, whatever is given."""
         self.calls += 1
         return self.o.transpose(1, 2).contiguous()
 
     def finish(self) -> None:
+        """Check that the layer attended once.
+
+        Raises:
+            UnsupportedModelError: it attended more or fewer times.
+        """
         if self.calls != 1:
             raise UnsupportedModelError(
                 f"A layer attended {self.calls} times; where sequences are split over ranks it must do so once. Train this "

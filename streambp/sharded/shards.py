@@ -32,6 +32,7 @@ class Shards:
 
     @property
     def whole_length(self) -> int:
+        """T, tokens of a whole sequence."""
         return self.size * self.length
 
     def to_heads(self, x: Tensor) -> Tensor:
