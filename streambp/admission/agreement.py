@@ -14,7 +14,7 @@ HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
-    """The dtype with the largest rounding among x's, the parameters' and autocast's."""
+    """The dtype of the largest eps among those of x [..., B, T, h], the layer's float parameters and autocast."""
     dtypes = {x.dtype, *call.site.of(_dtypes)}
     dtypes |= {dtype for _, enabled, dtype in call.autocast.states if enabled}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
@@ -25,12 +25,22 @@ def _dtypes(layer: nn.Module) -> set[torch.dtype]:
 
 
 def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
-    """Whether they differ by no more than rounding does; what the layer adds to the residual stream is what it computes."""
+    """Whether two runs of a layer differ by no more than rounding does.
+
+    Args:
+        whole, pieces: [..., B, T, h], what the two runs gave: outputs, or gradients of the input.
+        residual: [..., B, T, h], what both contain unchanged: of an output the input, of a gradient the upstream gradient.
+            The norm of `whole - residual`, which is what the layer itself computes, sets the tolerance.
+        dtype: the `coarsest` one.
+    """
     added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
     return bool((whole - pieces).float().norm() <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm())
 
 
 def agree_in_sum(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """The same of gradients of parameters, taken together: a single one may be nothing but rounding."""
+    """Whether two lists of gradients [...] of the same parameters agree, taken together as one long vector.
+
+    A single gradient may be nothing but rounding. The norm of `second` sets the tolerance.
+    """
     differences = sum(float((a - b).float().norm()) ** 2 for a, b in zip(first, second, strict=True))
     return differences <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * sum(float(b.float().norm()) ** 2 for b in second)

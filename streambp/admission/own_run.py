@@ -80,7 +80,11 @@ class OwnRun:
         return distinct_attentions([self.call.layer])
 
     def agrees(self, whole: list[Tensor]) -> bool:
-        """Whether the layer streamed, in one chunk or in several, gave the same."""
+        """Whether the layer streamed, in one chunk or in several, gave the same.
+
+        Args:
+            whole: as `result`: the output [..., B, T, h], the gradient of x [..., B, T, h], and those of the `small_ones`.
+        """
         dtype = coarsest(self.call, self.compared[0])
         pairs = zip(self.result, whole, self.compared, strict=False)
         return all(agree(*pair, dtype) for pair in pairs) and agree_in_sum(self.result[2:], whole[2:], dtype)
@@ -194,7 +198,7 @@ def why_unlike_unpatched(
 
 
 def small_ones(parameters: list[Tensor]) -> list[Tensor]:
-    """Those whose gradients are compared: of MOST elements together at most."""
+    """Those parameters [...] whose gradients are compared, the smallest first: of MOST elements together at most."""
     found, total = [], 0
     for parameter in sorted(parameters, key=Tensor.numel):
         total += parameter.numel()
@@ -205,7 +209,7 @@ def small_ones(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Zeros for leaves that the output does not depend on."""
+    """Gradients by `leaves` for `upstream` [..., B, T, h], like `output`; zeros for leaves that it does not depend on."""
     found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 

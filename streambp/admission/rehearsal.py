@@ -31,7 +31,7 @@ def random_like(hidden_states: Tensor) -> Tensor:
     some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
     usual = some.float().abs().median()
     usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
-    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual
+    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual  # [..., B, TOKENS, h]
     return x.to(hidden_states.dtype)
 
 
@@ -137,6 +137,7 @@ def _is_plain(parameter: Tensor | None) -> bool:
 
 
 def may_have_graphs(call: LayerCall) -> bool:
+    """Whether autograd can run through the layer: no inference mode is on, and no parameter was made in one."""
     return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.look.body.parameters)
 
 
@@ -148,8 +149,11 @@ def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
 
 
 def stirred(parameter: Tensor) -> Tensor:
-    """The parameter's value with other numbers where it is zero, or, in vectors and numbers, everywhere: gates start at
-    values for which they do nothing. Of a large matrix nothing is copied, unless all of it is zero."""
+    """A parameter's value [...], detached, with random numbers for zeros; vectors and numbers are changed everywhere.
+
+    Gates start at values for which they do nothing. A matrix of over LARGE elements is copied only if all of it is zero.
+    Integers, floats of 8 bits and tensor subclasses keep their values: these may be quantised weights.
+    """
     value = parameter.detach()
     if type(parameter) not in PLAIN or not value.is_floating_point() or value.itemsize < 2:
         return value

@@ -130,7 +130,7 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
     with RandomState.capture(call.device).replayed(), nothing_cached(), as_trained(call):
         with torch.no_grad():
             parts = [random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
-            x = torch.cat(parts, -2)[..., :length, :]
+            x = torch.cat(parts, -2)[..., :length, :]  # [..., B, length, h]
         positions = _turned(call, length) if turned else {}
         with call.arguments.replaced({**nothing_masked(named, length), **in_one(named), **positions}):
             yield x
@@ -154,7 +154,10 @@ def _turned(call: LayerCall, length: int) -> dict[str, Any]:
 
 
 def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor | None]:
-    """Of those outputs that have a graph, for a random upstream, by those leaves that want a gradient."""
+    """Gradients by the leaves [...], for random upstream gradients of the outputs [...]; None where none depends on a leaf.
+
+    Outputs and leaves that do not require a gradient are left out; the list is empty if none of either are left.
+    """
     outputs, leaves = ([x for x in found if x.requires_grad] for found in (outputs, leaves))
     if not outputs or not leaves:
         return []
@@ -164,7 +167,11 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
 
 
 def same_gradients(call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    """Whether they agree to the bit, but for what kernels leave of it that add up in any order."""
+    """Whether two lists of gradients [...] are equal to the bit, or nearly where kernels add up in any order.
+
+    Nearly: the norm of the difference is at most max(eps of the `coarsest` dtype, 64 eps of promote_types(dtype, float32))
+    times the gradient's. None equals None alone.
+    """
     return len(found) == len(expected) and all(_agree(call, *pair) for pair in zip(found, expected, strict=True))
 
 

@@ -81,11 +81,12 @@ class _Reduced(torch.autograd.Function):
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
+    """Whether a hook on a module is DeepSpeed's, by the package that defines the hook or its class."""
     owner = getattr(hook, "func", hook)
     return (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter that the loss does not touch: None; zeros for DeepSpeed, whose hooks None would crash."""
+    """The gradient of a parameter [...] that the loss does not touch: None; zeros if DeepSpeed's hooks wait for it."""
     managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
     return torch.zeros_like(parameter) if managed else None

@@ -27,6 +27,7 @@ class Ulysses:
     disable_in_eval: bool
 
     def splits(self, training: bool) -> bool:
+        """Whether a forward finds its sequence split over the ranks; training: the model's mode."""
         return training or not self.disable_in_eval
 
 

@@ -18,12 +18,12 @@ from streambp.known_names import FULL_SHAPE, PARTITIONED, Z3_LEAF
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether ZeRO-3 manages a parameter."""
+    """Whether ZeRO-3 manages a parameter [...], be it gathered now or not."""
     return hasattr(parameter, PARTITIONED)
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """A parameter's shape, also while ZeRO-3 has it elsewhere."""
+    """A parameter's shape as when it is gathered; ZeRO-3 leaves a tensor of 0 elements in place of [V, h], say."""
     shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
     return shape
 
@@ -35,6 +35,7 @@ def make_leaf(layer: nn.Module) -> RemovableHandle:
 
 
 def unmake_leaf(layer: nn.Module, handle: RemovableHandle) -> None:
+    """Undo `make_leaf`, which returned `handle`."""
     handle.remove()
     layer.__dict__.pop(Z3_LEAF, None)
 

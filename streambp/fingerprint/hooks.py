@@ -79,6 +79,7 @@ def base_of(leaf: str) -> str:
 
 
 def described(key: HookKey) -> str:
+    """A hook as error messages name it, such as: the forward hook double (model.py:12) of self_attn."""
     path, sort, name, number = key
     return f"the {sort} {name}" + (f" ({number + 1})" if number else "") + f" of {path}"
 

@@ -63,6 +63,7 @@ class Leaf:
 
 
 def name_of(known: Any) -> str:
+    """Module and qualified name of a function or a class; of any other object, those of its class."""
     return f"{getattr(known, '__module__', None)}.{getattr(known, '__qualname__', type(known).__qualname__)}"
 
 
@@ -93,6 +94,7 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
 
 
 def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor [...] was written to in place; None for an inference tensor, which keeps no count."""
     return None if tensor.is_inference() else tensor._version
 
 

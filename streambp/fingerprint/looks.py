@@ -284,6 +284,7 @@ def changed(layer: nn.Module, what: str) -> BackwardError:
 
 
 def versions_of(look: Look) -> list[int]:
+    """How often each of the look's tensors was written to in place, in the order of `look.body.tensors`."""
     return [tensor._version for _, tensor in look.body.tensors]
 
 
@@ -339,6 +340,7 @@ def _value(exact: Any, other: Any = None) -> str:
 
 
 def generator_states(generators: list[torch.Generator]) -> list[Tensor]:
+    """What `set_generators` takes: each generator's state, a tensor of uint8 on the CPU."""
     return [generator.get_state() for generator in generators]
 
 
@@ -353,5 +355,6 @@ def generators_kept(generators: list[torch.Generator]) -> Iterator[None]:
 
 
 def set_generators(generators: list[torch.Generator], states: list[Tensor]) -> None:
+    """Put generators back to what `generator_states` gave for them; what was drawn since is drawn again."""
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)

@@ -160,6 +160,7 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
             self.launched.streams(reference)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Tells what streams, after the first step alone."""
         if not self.told:
             self.told = True
             self.launched.after_first_step()

@@ -49,7 +49,7 @@ class Term(Protocol):
     """What one use of the logits adds to their gradient."""
 
     def touched(self, count: int) -> Tensor:
-        """[count] of bool: at which positions it adds something."""
+        """[M] of bool: at which positions it adds something; count: M."""
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
         """Positions are rows of the pass: row_of [M], or themselves. Blocks of rows are between `edges`."""
@@ -63,16 +63,20 @@ class StatisticsTerm:
 
     d loss / d logits = onehot(label) pick + p lse + mean / V, from gradients pick, lse and mean [M] of the label's logit,
     the logsumexp and the logits' mean. further: of other entries than the label, (positions, entries, gradients).
+
+    Args:
+        count: M. like: gives the gradients their dtype, promote_types(dtype, float32), and device.
     """
 
     def __init__(self, projection: Projection, count: int, like: Tensor) -> None:
         self.projection = projection
-        self.labels = torch.full((count,), -1, dtype=torch.long, device=like.device)
-        self.pick, self.lse, self.mean = (like.new_zeros(count) for _ in range(3))
+        self.labels = torch.full((count,), -1, dtype=torch.long, device=like.device)  # [M]
+        self.pick, self.lse, self.mean = (like.new_zeros(count) for _ in range(3))  # [M] each
         self.has_mean = False
         self.further: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, given: StatisticsGradient) -> None:
+        """Add the gradients of one result; its labels go to `further` if a position comes twice or has a label already."""
         at = given.positions
         if given.pick is not None:
             assert given.labels is not None
@@ -88,25 +92,29 @@ class StatisticsTerm:
         self.has_mean |= given.mean is not None
 
     def touched(self, count: int) -> Tensor:
+        """[M] of bool: where one of the gradients is not zero."""
         found = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for at, _, gradient in self.further:
             found[at[gradient != 0]] = True
         return found
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
+        """Only `further` is changed to rows; the other gradients [M] are looked up by position."""
         if row_of is not None:
             self.further = [(row_of[at], entries, gradient) for at, entries, gradient in self.further]
 
     @property
     def fits_kernels(self) -> bool:
+        """Whether `in_place` gives all of the gradient: no position has a second label."""
         return not self.further
 
     def in_place(self, product: Tensor, rows: Rows) -> Tensor:
-        """d loss / d product of a block, in its dtype and perhaps its memory."""
+        """d loss / d product of a block of products [n, V], in its dtype and perhaps its memory; `further` is left out."""
         softmax, upstream = self._of(product, rows)
         return product_gradient(product, self.projection, softmax, slice(0, product.shape[-1]), upstream)
 
     def add_to(self, total: Tensor, product: Tensor, rows: Rows) -> None:
+        """Adds the closed form to `total` [n, V] and, entry by entry, `further`."""
         softmax, upstream = self._of(product, rows)
         logits = self.projection.logits(product)
         grad = logits_gradient(logits, softmax, slice(0, product.shape[-1]), upstream)
@@ -126,7 +134,10 @@ class StatisticsTerm:
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsGradient:
-    """Gradients of the statistics of N tokens, [N] each; unique: no two of `positions` are the same."""
+    """Gradients of the statistics of N tokens, [N] each; unique: no two of `positions` [N] are the same.
+
+    pick: of the logits of `labels` [N]. lse: of the logsumexp. mean: of the logits' mean. None: there is no such gradient.
+    """
 
     projection: Projection
     positions: Tensor
@@ -137,6 +148,7 @@ class StatisticsGradient:
     mean: Tensor | None = None
 
     def times(self, factor: Tensor) -> StatisticsGradient:
+        """The same gradients [N] times a factor [1]."""
         pick, lse, mean = (None if g is None else g * factor for g in (self.pick, self.lse, self.mean))
         return dataclasses.replace(self, pick=pick, lse=lse, mean=mean)
 
@@ -164,15 +176,18 @@ class NodeTerm:
         self.blocks = 0
 
     def times(self, factor: Tensor) -> NodeTerm:
+        """The same with its gradients [N, ...] times a factor [1], which is rounded to their dtypes."""
         scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
         return NodeTerm(self.node, self.reading, scaled, self.logits_of)
 
     def touched(self, count: int) -> Tensor:
-        found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)
+        """[M] of bool: the positions of `reading`, whatever the gradients there."""
+        found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
         found[self.reading.positions] = True
         return found
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
+        """Finds for each block of rows those of the N tokens that are in it, as `entries`; row_of: [M] or None."""
         self.row_of = row_of
         rows = self.reading.positions if row_of is None else row_of[self.reading.positions]
         order = torch.argsort(rows)
@@ -184,6 +199,7 @@ class NodeTerm:
         self.blocks = 0
 
     def add_to(self, total: Tensor, product: Tensor, rows: Rows) -> None:
+        """Runs the node again on a block of products [n, V], under autograd; a call takes the next block of `place`."""
         entries = self.entries[self.blocks]
         self.blocks += 1
         if not entries.shape[0]:
@@ -206,7 +222,11 @@ class NodeTerm:
 
 
 def values_beside(node: Node, entries: Tensor | slice) -> dict[Node, Any]:
-    """What a program gave beside the logits, for some of a node's N tokens."""
+    """The tensors [N, k] that stand beside the logits of a flat node, each cut to some of its N tokens.
+
+    Raises:
+        StreamBPError: one of them was changed in place since it was used.
+    """
     beside = [leaf for leaf in leaves(node) if isinstance(leaf, Beside)]
     for leaf in beside:
         leaf.check()
@@ -223,7 +243,7 @@ def sweep(
     tokens = rows_at_once(weight.shape[0])
     if alone is not None:
         tokens = inputs.block_size(hidden, weight.shape[0], whole=True).tokens
-    rows = _touched(terms, hidden)
+    rows = _touched(terms, hidden)  # [count], or None: all M
     count = hidden.shape[0] if rows is None else rows.shape[0]
     blocks = list(token_blocks(count, tokens))
     row_of = None
@@ -231,17 +251,17 @@ def sweep(
         row_of = torch.full_like(hidden[:, 0], -1, dtype=torch.long).index_copy_(
             0, rows, torch.arange(count, device=rows.device)
         )
-    positions = torch.arange(count, device=hidden.device) if rows is None else rows
+    positions = torch.arange(count, device=hidden.device) if rows is None else rows  # [count]
     for term in terms:
         term.place(row_of, [0, *(block.stop for block in blocks)])
     with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
         for block in blocks:
             leaf, normed = work.recompute(rows, block)
-            product = products.of(normed.detach(), everything)
+            product = products.of(normed.detach(), everything)  # [n, V]
             if alone is not None:
                 grad = alone.in_place(product, Rows(positions[block], block))
             else:
-                total = torch.zeros_like(product, dtype=torch.promote_types(product.dtype, torch.float32))
+                total = torch.zeros_like(product, dtype=torch.promote_types(product.dtype, torch.float32))  # [n, V]
                 for term in terms:
                     term.add_to(total, product, Rows(positions[block], block))
                 grad = total.to(product.dtype)
@@ -256,7 +276,7 @@ def _touched(terms: Sequence[Any], hidden: Tensor) -> Tensor | None:
     """The positions that any term adds to, in order; None: all."""
     if not has_data(hidden):
         return None
-    found = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+    found = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)  # [M]
     for term in terms:
         found |= term.touched(hidden.shape[0])
     return None if bool(found.all()) else found.nonzero().squeeze(-1)

@@ -1,8 +1,8 @@
 """Logits that a model returns without computing them.
 
 A streamed model that is called without labels, by a program that computes its loss from logits, returns `LazyLogits`. What
-the program makes of them row by row is remembered (`rows.py`); what it takes of each row, a log-probability, a logsumexp,
-an entropy, an argmax, is computed block by block (`hub.py`). Any other operation builds the real tensor and goes on with
+the program makes of them row by row is remembered (`row_rules`); what it takes of each row, a log-probability, a logsumexp,
+an entropy, an argmax, is computed block by block (`head`). Any other operation builds the real tensor and goes on with
 it, exact, at the memory cost that the unpatched model has; the operation's name is kept, for `describe`.
 """
 

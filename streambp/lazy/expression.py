@@ -28,7 +28,7 @@ class Node:
 class Reading(Node):
     """The logits of a forward at some of its positions.
 
-    head: what computes them (`hub.Hub`). handle: its place in the graph.
+    head: what computes them (`streambp.lazy.head.Hub`). handle: [1], its place in the graph.
     positions: [*tokens] integers; unique: no two are the same.
     anchor: stands in the graph where an engine wants something run before these logits' gradient.
     """
@@ -50,9 +50,11 @@ class Beside(Node):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Beside:
+        """A node for a tensor [*tokens, k] as it is now."""
         return cls(tensor, _version(tensor))
 
     def check(self) -> None:
+        """Raise StreamBPError if the tensor was changed in place since the node was made."""
         if _version(self.tensor) != self.version:
             raise StreamBPError(
                 f"A tensor {list(self.tensor.shape)} that the loss is computed with was changed in place since it was used "
@@ -80,6 +82,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def children(node: Node) -> list[Node]:
+    """The nodes among a call's arguments, inside of lists and dicts too; none for a leaf."""
     given = tree_leaves((node.args, node.kwargs)) if isinstance(node, Call) else []
     return [leaf for leaf in given if isinstance(leaf, Node)]
 
@@ -102,6 +105,7 @@ def leaves(node: Node) -> list[Node]:
 
 
 def readings(node: Node) -> list[Reading]:
+    """Those of the leaves that are logits, once each."""
     return [leaf for leaf in leaves(node) if isinstance(leaf, Reading)]
 
 
@@ -134,11 +138,14 @@ def _rebuilt(node: Node, change: Callable[[Node], Node], done: dict[Node, Node])
 
 
 def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:
-    """The same function of other tokens.
+    """The same function of other tokens: [*tokens, W] -> [*other tokens, W].
 
     Args:
         change: [*tokens, k] -> [*other tokens, k], for any k.
         unique: it gives no token twice.
+
+    Raises:
+        StreamBPError: a tensor beside the logits was changed in place since it was used.
     """
 
     def changed(leaf: Node) -> Node:

@@ -1,9 +1,9 @@
-"""What all that a program computes of one forward's logits shares: where they come from, and where their gradients go.
+"""The hub of one forward's logits: where all that a program computes of them reads, and where their gradients go.
 
 [Note: one pass in backward] A result of the logits is an output of `Result`, an autograd Function whose input is the hub's
 handle, an empty tensor that stands for the logits in the graph; hidden states and weights are inputs of `Handle` alone. In
 backward each `Result` leaves its gradients with the hub and passes nothing on. autograd runs `Handle` after all of them.
-It computes the gradients of hidden states and weights from all that was left in one pass (`sweep.py`). What is left belongs
+It computes the gradients of hidden states and weights from all that was left in one pass (`sweep`). What is left belongs
 to one backward call, lest gradients that never reach the handle (`autograd.grad` of something else) stay for the next.
 """
 
@@ -33,6 +33,7 @@ class Handle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hub: Hub, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor) -> Tensor:
+        """Keeps source [M, h] and the weights for backward; the handle is a zero [1] in source's dtype."""
         ctx.hub = hub
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(source, weight, bias, *norm)
@@ -40,6 +41,11 @@ class Handle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states, weights and norm, from all that was left for this backward call; None if nothing was.
+
+        Raises:
+            StreamBPError: the head's weights or inputs changed since forward.
+        """
         source, weight, bias, *_ = ctx.saved_tensors
         left = ctx.hub.take()
         if not left:
@@ -53,12 +59,14 @@ class Hooked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hub: Hub, hook: Callable[[Tensor], Tensor | None], handle: Tensor) -> Tensor:
+        """Another handle [1], a zero in the given one's dtype."""
         ctx.hub, ctx.hook = hub, hook
         ctx.set_materialize_grads(False)
         return handle.new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, ...]:
+        """Lets the hook scale what was left with the hub so far; nothing flows on to the first handle."""
         ctx.hub.scale_left(ctx.hook)
         return None, None, None
 
@@ -68,6 +76,7 @@ class Result(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:
+        """What `calculation.run` gives; anchors: the handles [1] by which autograd finds the hubs' `Handle` nodes."""
         values: tuple[Tensor, ...] = calculation.run()
         ctx.calculation = calculation
         ctx.set_materialize_grads(False)
@@ -76,6 +85,11 @@ class Result(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        """Leaves `grads`, one for each result or None, with the hubs; nothing flows on to the handles.
+
+        Raises:
+            BackwardError: backward was called with create_graph.
+        """
         refuse_second_derivatives()
         if any(grad is not None for grad in grads):
             ctx.calculation.leave(grads)
@@ -125,7 +139,7 @@ class Hub:
             (handle,) = connect(source, recipe.weight, recipe.bias)
         else:
             (handle,) = within(recipe.head, source, connect)
-        positions = torch.arange(source.shape[0], device=source.device).view(tokens)
+        positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
         return Reading(self, handle, positions, recipe.projection())
 
     def check(self) -> None:
@@ -214,7 +228,7 @@ class Hub:
         self._left[task].append(gradient)
 
     def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Multiply what was left for this backward call by what `hook` makes of 1."""
+        """Multiply what was left for this backward call by what `hook` makes of a one [1], in float32 or wider."""
         task = torch._C._current_graph_task_id()
         if task in self._left:
             factor = hook(self.hidden.new_ones(1, dtype=self.wide))
@@ -222,10 +236,11 @@ class Hub:
                 self._left[task] = [gradient.times(factor) for gradient in self._left[task]]
 
     def take(self) -> list[Any]:
+        """What was left for the backward call that is running; the hub forgets it."""
         return self._left.pop(torch._C._current_graph_task_id(), [])
 
     def terms(self, left: Sequence[Any], source: Tensor) -> list[Any]:
-        """What was left, statistics of the same projection together."""
+        """What was left, as `sweep` takes it, statistics of the same projection together; source: [M, h]."""
         found: list[Any] = [gradient for gradient in left if isinstance(gradient, NodeTerm)]
         together: dict[Projection, StatisticsTerm] = {}
         for gradient in left:
@@ -243,12 +258,14 @@ class Statistic:
         self.reading, self.labels, self.wanted = reading, labels, (labels is not None, lse, mean)
 
     def run(self) -> tuple[Tensor, ...]:
+        """Those that are wanted, [N] each in promote_types(dtype, float32), without a graph."""
         head = self.reading.head
         known = None if self.wanted[0] else head.known_statistics(self.reading)
         values = head.statistics(self.reading, self.labels) if known is None else (None, *known)
         return tuple(value for value, wanted in zip(values, self.wanted, strict=True) if wanted)
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
+        """Leave the gradients [N] of what `run` gave, in its order, with the reading's hub."""
         given = iter(grads)
         pick, lse, mean = (next(given) if wanted else None for wanted in self.wanted)
         reading = self.reading
@@ -267,6 +284,7 @@ class Function:
         self.node = node
 
     def run(self) -> tuple[Tensor, ...]:
+        """What the node gives, [N, ...] each, computed for `rows_at_once` tokens at a time, without a graph."""
         found = readings(self.node)
         count = found[0].positions.shape[0]
         tokens = rows_at_once(found[0].head.vocabulary)
@@ -283,11 +301,12 @@ class Function:
         return with_all_weights([reading.head for reading in found], compute)
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
+        """Leave the gradients [N, ...] of what `run` gave, in its order, with the hubs of all readings."""
         leave_for_node(self.node, grads)
 
 
 def leave_for_node(node: Node, grads: Sequence[Tensor | None]) -> None:
-    """Leave the gradients of what a flat node gives with the hubs of its readings."""
+    """Leave gradients [N, ...], one for each result of a flat node or None, with the hubs of its readings that want one."""
     for reading in readings(node):
         if reading.handle.requires_grad:
             reading.head.leave(NodeTerm(node, reading, grads, logits_of))

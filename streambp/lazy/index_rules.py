@@ -67,7 +67,7 @@ def _whole_last(where: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
 def _pick_each(x: LazyRows, parts: list[Tensor]) -> Any:
     """x[rows, labels]: one entry for each."""
     *rows, labels = torch.broadcast_tensors(*parts)
-    labels = torch.where(labels < 0, labels + x.width, labels)
+    labels = torch.where(labels < 0, labels + x.width, labels)  # shaped as each of rows
     tokens = x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False)
     found = gather(tokens, labels[..., None])
     return found if found is NotImplemented else found[..., 0]

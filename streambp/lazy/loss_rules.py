@@ -40,6 +40,14 @@ def _kl_div(
 
 
 def nll_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """F.nll_loss of log-probabilities that are lazy rows: [N, V], or [B, V, T] with target [B, T].
+
+    Returns:
+        The real loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or the old reductions.
+
+    Raises:
+        StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
+    """
     return _nll(*args, **kwargs)
 
 
@@ -60,6 +68,14 @@ def _nll(
 
 
 def cross_entropy(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """F.cross_entropy of lazy rows, [N, V], or [B, V, T] with target [B, T]; label smoothing included.
+
+    Returns:
+        The real loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or the old reductions.
+
+    Raises:
+        StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
+    """
     return _cross_entropy(*args, **kwargs)
 
 
@@ -97,7 +113,7 @@ def _from_picked(
     log_probs: LazyRows, target: Tensor, ignore_index: int, reduction: str, smoothing: float, dtype: torch.dtype
 ) -> Tensor:
     """The loss of log-probabilities, as torch defines it. Ignored tokens are not computed at all."""
-    labels = target.reshape(-1).detach().clone()
+    labels = target.reshape(-1).detach().clone()  # [N]
     check_labels(labels, log_probs.width, ignore_index)
     kept = labels != ignore_index
     places = torch.arange(labels.shape[0], device=labels.device) if labels.is_meta else kept.nonzero().squeeze(-1)

@@ -142,6 +142,7 @@ def _rest(rest: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_all(name: str, func: Callable[..., Any], x: LazyRows, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A reduction of all entries to one number: of each row blockwise, then torch's own of the real [*tokens]."""
     if rest or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
@@ -171,6 +172,7 @@ def _shaped(values: Any, sample: Any, x: LazyRows) -> Any:
 
 
 def note(x: LazyRows, name: str) -> None:
+    """Remember that `name` was computed blockwise, after the operations that led to its rows; `describe` names them."""
     x.record.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
 
 
@@ -201,6 +203,11 @@ def _closed_form(name: str, x: LazyRows, kwargs: dict[str, Any]) -> tuple[Tensor
 
 
 def gather(x: LazyRows, index: Any) -> Any:
+    """The entries [*tokens, K] that `index` [*tokens, K] names in each row, in x's dtype; NotImplemented for other shapes.
+
+    Raises:
+        StreamBPError: an entry is outside of the row.
+    """
     if not isinstance(index, Tensor) or index.dim() != x.dim() or index.shape[:-1] != x.tokens:
         return NotImplemented
     index = index.detach()
@@ -237,4 +244,5 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
+    """Whether logits times or over it are logits of another temperature: finite, not zero, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value != 0

@@ -43,5 +43,5 @@ def _entries(tensor: Tensor) -> Tensor:
     """[SAMPLE] or fewer, from all over it."""
     with torch.no_grad():
         count = min(SAMPLE, tensor.numel())
-        places = torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)
+        places = torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)  # [count]
         return tensor.detach()[torch.unravel_index(places, tensor.shape)]

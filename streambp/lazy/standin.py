@@ -43,12 +43,18 @@ class Link(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Deferred], *inputs: Tensor) -> Deferred:
+        """make() gives the stand-in; inputs [...] are what it would be computed from."""
         result = make()
         ctx.what = f"{'logits' if result.recipe.logits else 'hidden states'} {list(result.shape)}"
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        """Never gives a gradient. [Note: stand-ins in a graph]
+
+        Raises:
+            BackwardError: always.
+        """
         raise BackwardError(
             f"A gradient arrived at {ctx.what} that streambp keeps from being computed: something other than torch's own "
             "operations took them (an autograd.Function such as a fused loss, or a kernel), and from there it would not "
@@ -66,12 +72,14 @@ class Memory:
         self.watched: list[tuple[Tensor, int]] = []
 
     def watch(self, tensor: Tensor) -> None:
+        """Remember the version of a tensor [...] that shares this memory; the tensor's values are not kept alive."""
         if type(tensor) is Tensor and not tensor.is_inference():
             counter = tensor.detach()  # shares the version counter, and with the next line nothing else
             counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.watched.append((counter, counter._version))
 
     def check(self, operation: str) -> None:
+        """Raise StreamBPError if a tensor that is watched was written to since."""
         for counter, version in self.watched:
             if counter._version != version:
                 raise StreamBPError(
@@ -111,7 +119,7 @@ class Deferred(Tensor):
 
     @classmethod
     def make(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
-        """One that requires a gradient if what it stands for would."""
+        """One for source [..., h] that requires a gradient if what it stands for would; dtype: source's if None."""
         inputs = (source, *recipe.inputs())
         result: Deferred = Link.apply(lambda: cls(source, recipe, dtype), *inputs)
         result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
@@ -125,6 +133,7 @@ class Deferred(Tensor):
             return self.recipe.build(self.source).to(self.dtype)
 
     def derive(self, source: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
+        """Another in the same dtype: of another source [..., h], as a slice or view of this one, or by another recipe."""
         result = Deferred.make(self.source if source is None else source, recipe or self.recipe, self.dtype)
         if source is not None:
             result.derived, result.memory = True, self.memory
@@ -144,6 +153,7 @@ class Deferred(Tensor):
                 )
 
     def follows_rules(self) -> bool:
+        """Whether rules may take it: no real tensor has its place, and grad mode is off if it is `cut`."""
         return self.written is None and not (self.cut and torch.is_grad_enabled())
 
     def write_for(self, operation: str) -> None:

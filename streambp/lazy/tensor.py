@@ -42,6 +42,7 @@ class Link(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Any], *handles: Tensor) -> Any:
+        """make() gives the stand-in; handles [1] are what its gradient goes through."""
         made = make()
         ctx.set_materialize_grads(False)
         ctx.node, ctx.classes = made.node, made.classes
@@ -50,6 +51,11 @@ class Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
+        """Leaves the gradient of all values, [*tokens, W] as the stand-in, with the hubs; nothing flows on to the handles.
+
+        Raises:
+            BackwardError: the stand-in was written to, or a hook was put on it, since it was made.
+        """
         if upstream is not None:
             if ctx.passed_by:
                 raise BackwardError(
@@ -67,6 +73,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stand_in: LazyRows) -> Tensor:
+        """A zero [1] in the stand-in's dtype."""
         ctx.set_materialize_grads(False)
         return torch.zeros(1, dtype=stand_in.dtype, device=stand_in.device)
 
@@ -80,15 +87,17 @@ class Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
+        """The real tensor [*tokens, W] that `values` computes for the stand-in."""
         return values()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
+        """The gradient of the values [*tokens, W] is the stand-in's."""
         return None, upstream
 
 
 def flat(node: Node) -> Node:
-    """Of N tokens in one dimension."""
+    """The same function of N tokens in one dimension: [*tokens, W] -> [N, W]."""
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
@@ -142,14 +151,17 @@ class LazyRows(Tensor):
 
     @property
     def tokens(self) -> torch.Size:
+        """[*tokens], the shape without W."""
         return readings(self.node)[0].positions.shape
 
     @property
     def record(self) -> Any:
+        """Of the model's call that gave the logits, for `describe` (`streambp.head.recipe.HeadRecord`)."""
         return readings(self.node)[0].head.record
 
     @property
     def graded(self) -> bool:
+        """Whether it stands in autograd's graph and wants a gradient."""
         return self.requires_grad
 
     def sharing(self, other: LazyRows) -> LazyRows:
@@ -163,11 +175,17 @@ class LazyRows(Tensor):
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
 
     def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> LazyRows:
-        """The same function of other tokens: [*tokens, k] -> [*other tokens, k], for any k."""
+        """The same function of other tokens: [*tokens, W] -> [*other tokens, W].
+
+        Args:
+            change: [*tokens, k] -> [*other tokens, k], for any k.
+            unique: it gives no token twice. view: the result shares this one's memory.
+        """
         made = self.changed(over_tokens(self.node, change, unique))
         return made.sharing(self) if view else made
 
     def current(self) -> LazyRows:
+        """What it stands for now: itself, or the function of rows that writing made of it."""
         return self if self.now is None else self.now.current()
 
     def latest(self, operation: str) -> LazyRows:
@@ -198,7 +216,14 @@ class LazyRows(Tensor):
             self.node, self.heeded = anchored(self.node, Anchor.apply(self)), True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Have an engine's hook called for the gradients of what is made of it from now on; whether it is one."""
+        """Have an engine's scaling hook called for the gradients of what is made of it from now on.
+
+        Args:
+            hook: takes a gradient, of this one's shape [*tokens, W] or a single number [1], and returns it scaled, or None.
+
+        Returns:
+            The hook's handle; NotImplemented if the hook is not an engine's, or W is not the last dimension.
+        """
         if SCALING_HOOK not in getattr(hook, "__qualname__", "") or self.classes is not None:
             return NotImplemented
         self.node = rebuilt(self.node, lambda leaf: _hooked(leaf, hook))

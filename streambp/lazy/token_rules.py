@@ -14,6 +14,7 @@ from streambp.lazy.tensor import LazyRows
 
 
 def view(x: LazyRows, *shape: Any) -> Any:
+    """The tokens in another shape, [*tokens, W] -> [*sizes, W]; NotImplemented if the W entries would not stay together."""
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if isinstance(sizes, torch.dtype | Tensor) or not len(sizes) or sizes[-1] not in (-1, x.width):
         return NotImplemented
@@ -23,6 +24,7 @@ def view(x: LazyRows, *shape: Any) -> Any:
 
 
 def flatten(x: LazyRows, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Dimensions of tokens made one; NotImplemented if W is among them."""
     if end_dim % x.dim() == x.dim() - 1 or start_dim % x.dim() == x.dim() - 1:
         return NotImplemented
     return x.moved(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
@@ -49,39 +51,46 @@ def _parts(x: LazyRows, dim: Any, cut: Callable[[Tensor, int], tuple[Tensor, ...
 
 
 def unbind(x: LazyRows, dim: int = 0) -> Any:
+    """One for each index of a dimension of tokens; NotImplemented for W."""
     return _parts(x, dim, lambda t, at: t.unbind(at))
 
 
 def iterate(x: LazyRows) -> Any:
+    """Over the first dimension of tokens; NotImplemented for a single row [W]."""
     return iter(x.unbind(0)) if x.dim() > 1 else NotImplemented
 
 
 def split(x: LazyRows, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    """Parts of a dimension of tokens, by sizes or one size; NotImplemented for W."""
     sizes = named.get("split_size", split_size_or_sections)
     return _parts(x, dim, lambda t, at: t.split(sizes, at))
 
 
 def chunk(x: LazyRows, chunks: int, dim: int = 0) -> Any:
+    """So many parts of a dimension of tokens, as torch cuts them; NotImplemented for W."""
     return _parts(x, dim, lambda t, at: t.chunk(chunks, at))
 
 
 def select(x: LazyRows, dim: int, index: Any) -> Any:
+    """One index of a dimension of tokens, which goes; NotImplemented for W."""
     at = _along(x, dim)
     return NotImplemented if at is None else x.moved(lambda t: t.select(at, index))
 
 
 def narrow(x: LazyRows, dim: int, start: Any, length: int) -> Any:
+    """A range of a dimension of tokens; NotImplemented for W."""
     at = _along(x, dim)
     return NotImplemented if at is None else x.moved(lambda t: t.narrow(at, start, length))
 
 
 def index_select(x: LazyRows, dim: int, index: Tensor) -> Any:
+    """The tokens at `index` [n] of a dimension, a copy, some perhaps twice; NotImplemented for W."""
     at = _along(x, dim)
     return NotImplemented if at is None else x.moved(lambda t: t.index_select(at, index), unique=False, view=False)
 
 
 def take_along_dim(x: LazyRows, indices: Any, dim: Any = None) -> Any:
-    """Positions [..., n, 1] of each row."""
+    """Positions [..., n, 1] of each row, a copy, some perhaps twice; NotImplemented for entries of W."""
     at = None if dim is None else _along(x, dim)
     if at is None or not isinstance(indices, Tensor) or indices.dim() != x.dim() or indices.shape[-1] != 1:
         return NotImplemented
@@ -89,6 +98,7 @@ def take_along_dim(x: LazyRows, indices: Any, dim: Any = None) -> Any:
 
 
 def squeeze(x: LazyRows, dim: Any = None) -> Any:
+    """Without a dimension of tokens, or all of them, of size 1; NotImplemented where W would go."""
     if dim is None:
         if x.width == 1:
             return NotImplemented
@@ -100,11 +110,13 @@ def squeeze(x: LazyRows, dim: Any = None) -> Any:
 
 
 def unsqueeze(x: LazyRows, dim: int) -> Any:
+    """With a dimension of size 1 among the tokens'; NotImplemented behind W."""
     at = dim + x.dim() + 1 if dim < 0 else dim
     return NotImplemented if at == x.dim() else x.moved(lambda t: t.unsqueeze(at))
 
 
 def transpose(x: LazyRows, dim0: int, dim1: int) -> Any:
+    """Two dimensions exchanged, as `permute` allows it."""
     order = list(range(x.dim()))
     a, b = dim0 % x.dim(), dim1 % x.dim()
     order[a], order[b] = order[b], order[a]
@@ -127,6 +139,7 @@ def permute(x: LazyRows, *dims: Any) -> Any:
 
 
 def itself(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
+    """The stand-in: the operation changes nothing of what it stands for."""
     return x
 
 
@@ -137,18 +150,22 @@ def contiguous(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
 
 
 def clone(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
+    """A copy: writes to it do not show in x."""
     return x.changed()
 
 
 def detach(x: LazyRows) -> Any:
+    """The same without a gradient; writes to one show in the other."""
     return x.changed(graded=False).sharing(x)
 
 
 def to_float(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
+    """In float32, or in float64 if x is; NotImplemented for integers and bools."""
     return to(x, torch.promote_types(x.dtype, torch.float32))
 
 
 def double(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
+    """x itself if it is in float64; NotImplemented otherwise, as for `to`."""
     return to(x, torch.float64)
 
 

@@ -88,9 +88,11 @@ class HeadUse:
 
     @property
     def told(self) -> str | None:
+        """What `describe` says of the head: the last call's loss and what became of its lazy logits; None before a call."""
         return self.last if self.lazy is None else _how_lazily(self.lazy, self.last)
 
     def note(self, how: str | None, training: bool, labelled: bool = True, lazy: HeadRecord | None = None) -> None:
+        """Count a call and remember how it computed its loss; evaluations only until a call in training."""
         self.trained += training
         self.unlabelled += training and not labelled
         if training or not self.trained:
@@ -111,6 +113,7 @@ class CausalLMForward(InstanceForward):
         self.use = HeadUse()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that `patch` found; within, the state has the call's position_ids for a backbone that gets none."""
         before, self.state.position_ids = self.state.position_ids, kwargs.get("position_ids")
         try:
             return self._original(*args, **kwargs)
@@ -357,16 +360,20 @@ class HeadLater(nn.Module):
         self.record = record
 
     def install(self) -> None:
+        """Take the output projection's place in the model."""
         self._model[0]._modules[self._name] = self
 
     def remove(self) -> None:
+        """Give the output projection its place back."""
         self._model[0]._modules[self._name] = self._head[0]
 
     @property
     def weight(self) -> Any:
+        """The output projection's own weight [V, h], for models that ask for its dtype or device."""
         return self._head[0].weight
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., h] -> deferred logits [..., V]; the projection itself is not called."""
         head = self._head[0]
         recipe = Recipe(self.record, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
         return Deferred.make(hidden_states, recipe)

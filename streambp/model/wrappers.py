@@ -123,10 +123,12 @@ class LayerForward(InstanceForward):
         self.leaf: RemovableHandle | None = None
 
     def install(self) -> None:
+        """Also makes the layer a ZeRO-3 leaf. [Note: ZeRO-3 leaves]"""
         super().install()
         self.leaf = make_leaf(self.module)
 
     def remove(self) -> None:
+        """Also undoes that the layer is a ZeRO-3 leaf."""
         super().remove()
         if self.leaf is not None:
             unmake_leaf(self.module, self.leaf)
@@ -185,6 +187,7 @@ class BackboneForward(InstanceForward):
         self.attentions = distinct_attentions(layer for layer in layers if not cache_argument(layer))
 
     def install(self) -> None:
+        """Also refuses nn.DataParallel, which asks the module for replicas."""
         super().install()
         setattr(self.module, REPLICATE, refuse_replicas)
 
@@ -266,6 +269,7 @@ class BackboneForward(InstanceForward):
                 self.checkpointed.append(layer)
 
     def remove(self) -> None:
+        """Also admits nn.DataParallel again, and switches checkpointing on in layers where a call switched it off."""
         super().remove()
         self.module.__dict__.pop(REPLICATE, None)
         for layer in self.checkpointed:

@@ -39,6 +39,7 @@ class Stack:
 
     @property
     def size(self) -> int:
+        """Bytes of the stack, handed out or not."""
         return sum(segment.numel() for segment in self.segments)
 
     @property
@@ -61,6 +62,7 @@ class Stack:
         return None
 
     def reset(self) -> None:
+        """Take all ranges back; the memory stays with the stack."""
         self.used = self._segment = self._top = 0
 
 
@@ -79,6 +81,7 @@ class Arena:
         self.allocated = 0
 
     def take(self, kind: str = "") -> Stack:
+        """The free stack of that kind that was given back last, or a new one, which has no memory yet."""
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)
@@ -86,6 +89,7 @@ class Arena:
         return Stack(kind)
 
     def give_back(self, stack: Stack) -> None:
+        """Take a stack back: all its ranges are free, and its memory waits for the next of its kind."""
         stack.reset()
         self._free.append(stack)
 
@@ -103,7 +107,7 @@ class Arena:
 
 
 def as_tensor(host: Tensor, like: Tensor) -> Tensor:
-    """Bytes [size] seen as a tensor of `like`'s shape and dtype."""
+    """Host memory [size], uint8, seen as a tensor of the shape [...] and dtype of `like`, which is `size` bytes large."""
     return host.view(like.dtype).view(like.shape) if like.numel() else torch.empty(like.shape, dtype=like.dtype)
 
 

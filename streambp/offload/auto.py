@@ -112,9 +112,11 @@ class LayerWatch:
     chunks: list[Cost] = dataclasses.field(default_factory=list)
 
     def start(self) -> None:
+        """Forward begins: mark the time in the compute queue."""
         self.marks.append(self.engine.clock())
 
     def chunk_done(self, cost: Cost) -> None:
+        """A chunk's forward is over: mark the time, and remember what the chunk cost."""
         self.marks.append(self.engine.clock())
         self.chunks.append(cost)
 

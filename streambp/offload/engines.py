@@ -9,7 +9,7 @@
     5  out waits for back         before it overwrites host memory: it must have been read
     6  compute waits for out      before a source is let go: its memory may be written next
 
-The manager speaks only this interface, so that `trace.TraceEngine` can check the waits without a GPU.
+The manager speaks only this interface, so that the tests' `TraceEngine` can check the waits without a GPU.
 
 [Note: several devices] A model whose layers are on several devices has an engine for each: three queues of its own, and
 host memory that all of them share. An event of one may be waited for by a queue of another, and has to be: host memory that
@@ -56,7 +56,7 @@ class Engine(Protocol):
         ...
 
     def like(self, host: Tensor) -> Tensor:
-        """A device tensor shaped like `host`, allocated for the compute queue."""
+        """A device tensor of the shape [...] and dtype of `host`, allocated for the compute queue."""
         ...
 
     def record(self, queue: str) -> Any:
@@ -71,10 +71,12 @@ class Engine(Protocol):
         """Wait, on the calling thread, until all copies are done."""
         ...
 
-    def copy(self, queue: str, target: Tensor, source: Tensor) -> None: ...
+    def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
+        """Put a copy from `source` to `target` [...], of one shape and dtype, into the queue OUT or BACK."""
+        ...
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
-        """The compute queue has just written `tensor`, or reads or writes it next; for checkers."""
+        """The compute queue has just written `tensor` [...], or reads or writes it next; for checkers."""
         ...
 
     def stalls(self) -> dict[str, float]:
@@ -99,22 +101,29 @@ class Engine(Protocol):
 
 
 class SynchronousEngine:
-    """Copies at once, on the calling thread: for CPU models, where offloading frees nothing but can be tested."""
+    """Copies at once, on the calling thread: for CPU models, where offloading frees nothing but can be tested.
+
+    `wait` and `settle` do nothing, since no copy is under way when they are called; `compute_access` checks nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._seconds = {OUT: 0.0, BACK: 0.0}
 
     def beside(self, device: torch.device) -> Engine:
+        """Another of its kind; host memory needs nothing of its own."""
         return SynchronousEngine(device)
 
     def host_buffer(self, size: int) -> Tensor:
+        """Plain memory, not pinned."""
         return torch.empty(size, dtype=torch.uint8)
 
     def like(self, host: Tensor) -> Tensor:
+        """Empty, on this engine's device."""
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
+        """None: whatever came before is done."""
         return None
 
     def wait(self, queue: str, event: Any) -> None:
@@ -124,6 +133,7 @@ class SynchronousEngine:
         pass
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
+        """Done when this returns; its seconds are added up."""
         start = time.perf_counter()
         target.copy_(source)
         self._seconds[queue] += time.perf_counter() - start
@@ -132,18 +142,23 @@ class SynchronousEngine:
         pass
 
     def stalls(self) -> dict[str, float]:
+        """As `copying`: compute waits while a copy runs."""
         return dict(self._seconds)
 
     def copying(self) -> dict[str, float]:
+        """Seconds by the calling thread's clock."""
         return dict(self._seconds)
 
     def clock(self) -> Any:
+        """Seconds, as `time.perf_counter` counts them."""
         return time.perf_counter()
 
     def seconds(self, start: Any, stop: Any) -> float:
+        """The difference of the two readings."""
         return float(stop - start)
 
     def memory(self) -> DeviceMemory | None:
+        """None: the device's memory is the host's."""
         return None
 
 
@@ -151,7 +166,11 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices, not for t
 
 
 def pin(buffer: Tensor) -> int:
-    """Lock host memory [size] in place, so that devices can copy from and to it by themselves; CUDA's error code or 0."""
+    """Lock host memory [N], uint8, in place, so that devices can copy from and to it by themselves.
+
+    Returns:
+        CUDA's error code; 0: it is locked, until its storage is freed.
+    """
     runtime: Any = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE))
     if error == 0:
@@ -167,7 +186,7 @@ class PinnedMemory:
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         """`size` bytes [size], uint8, for `device` and others; one warning the first time that they cannot be pinned."""
-        buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8)  # [size]
         error = pin(buffer) if self.pinned else 0
         if error:
             self.pinned = False
@@ -197,6 +216,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timing(self, queue: str, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Within, the time that passes in `stream` is counted for `queue`."""
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
         yield
@@ -205,6 +225,7 @@ class Stopwatch:
         self.seconds()
 
     def seconds(self) -> dict[str, float]:
+        """Seconds for OUT and for BACK of what the device has finished; waits for nothing."""
         while self._running and self._running[0][2].query():
             queue, before, after = self._running.popleft()
             self._seconds[queue] += before.elapsed_time(after) / 1e3
@@ -214,7 +235,7 @@ class Stopwatch:
 class CudaEngine:
     """Two side streams and events; the compute queue is whatever stream is current.
 
-    Where host memory cannot be pinned, copies are synchronous, and one warning says so.
+    Where host memory cannot be pinned, copies are synchronous, and one warning says so. `compute_access` checks nothing.
     """
 
     def __init__(self, device: torch.device, host: PinnedMemory | None = None) -> None:
@@ -227,20 +248,25 @@ class CudaEngine:
         return self._streams[queue] if queue in self._streams else torch.cuda.current_stream(self.device)
 
     def beside(self, device: torch.device) -> Engine:
+        """Streams of its own, and the same `PinnedMemory`."""
         return CudaEngine(device, self.host)
 
     def host_buffer(self, size: int) -> Tensor:
+        """Pinned, unless CUDA refused that once."""
         return self.host.buffer(size, self.device)
 
     def like(self, host: Tensor) -> Tensor:
+        """Empty, allocated while the compute queue's stream is current."""
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
+        """A `Mark` in the queue's stream."""
         event = torch.cuda.Event()
         event.record(self._stream(queue))
         return Mark(queue, event)
 
     def wait(self, queue: str, event: Any) -> None:
+        """The stream waits, not the thread; how long compute waits is counted. None: there is nothing to wait for."""
         if event is None:
             return
         stream = self._stream(queue)
@@ -251,10 +277,12 @@ class CudaEngine:
             stream.wait_event(event.event)
 
     def settle(self) -> None:
+        """Waits for the streams of both directions, not for compute."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
+        """Asynchronous if host memory is pinned; timed in the queue's stream."""
         stream = self._stream(queue)
         with torch.cuda.stream(stream), self._copies.timing(queue, stream):
             target.copy_(source, non_blocking=self.host.pinned)
@@ -268,22 +296,27 @@ class CudaEngine:
         return self._stalls.seconds()
 
     def copying(self) -> dict[str, float]:
+        """Waits for the device, as `stalls` does."""
         torch.cuda.synchronize(self.device)
         return self._copies.seconds()
 
     def clock(self) -> Any:
+        """An event in the compute queue's stream, with a time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(COMPUTE))
         return event
 
     def seconds(self, start: Any, stop: Any) -> float:
+        """Waits until the device has passed `stop`."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
     def memory(self) -> DeviceMemory | None:
+        """As torch's allocator counts it; the limit is `memory_limit`."""
         allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         return DeviceMemory(allocated, peak, memory_limit(self.device))
 
 
 def make_engine(device: torch.device) -> Engine:
+    """A `CudaEngine` for a CUDA device, a `SynchronousEngine` for any other."""
     return CudaEngine(device) if device.type == "cuda" else SynchronousEngine(device)

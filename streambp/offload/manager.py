@@ -116,6 +116,7 @@ class OffloadManager:
 
     @property
     def transfers(self) -> Transfers:
+        """The model's copies; they are there from the first `open` or `scratch` on."""
         assert self._transfers is not None
         return self._transfers
 
@@ -155,7 +156,11 @@ class OffloadManager:
     def place(
         self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
     ) -> Entry | None:
-        """Start the copy of a tensor to the host. One that does not fit stays, or is None if it can be recomputed."""
+        """Start the copy of a tensor [...] to the host. One that does not fit stays, or is None if it can be recomputed.
+
+        Raises:
+            HostMemoryError: it does not fit, and `on_host_full` is "raise".
+        """
         host = self._push(holding, tensor.nbytes)
         if host is None:
             self.left += 1
@@ -165,6 +170,7 @@ class OffloadManager:
         return entry
 
     def reserve(self, holding: Holding, size: int) -> None:
+        """As `Policy.reserve`; where the budget does not allow it, nothing happens."""
         missing = size - holding.stack.left
         if missing > 0 and self._arena is not None:
             self._arena.grow(holding.stack, padded(missing))

@@ -24,12 +24,14 @@ class Policy(Protocol):
     """What decides where a tensor goes."""
 
     @property
-    def transfers(self) -> Transfers: ...
+    def transfers(self) -> Transfers:
+        """What starts the copies and waits for them."""
+        ...
 
     def place(
         self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
     ) -> Entry | None:
-        """Where it is now: on its way to the host, or on the device; None for an optional one that is to be recomputed.
+        """Where a tensor [...] is now: on its way to the host, or on the device; None for an optional one to be recomputed.
 
         engine: of the tensor's device. foreign: others may change the tensor in place; what goes to the host is as it is
             now.
@@ -66,9 +68,11 @@ class HostTensors:
         self._entries: dict[Access, Entry] = {}
 
     def reserve(self, size: int) -> None:
+        """Make room for `size` bytes at once, if there are as many; otherwise it is made tensor by tensor."""
         self._policy.reserve(self._holding, size)
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+        """Start the copy of a tensor [...] to the host; one that was there before by that name and chunk is replaced."""
         self._check_not_retired()
         self._policy.transfers.begin(self, chunk)
         entry = self._entries.get((name, chunk))
@@ -85,18 +89,23 @@ class HostTensors:
         return self._policy.place(self._holding, self._engine, tensor, self.optional)
 
     def has(self, name: str, chunk: int) -> bool:
+        """Whether it was put in and not taken."""
         return (name, chunk) in self._entries
 
     def load(self, name: str, chunk: int) -> None:
+        """Start its copy back to the device, if it is not there."""
         self._policy.transfers.load(self._holding, self._entry(name, chunk))
 
     def peek(self, name: str, chunk: int) -> Tensor:
+        """It, on the device, to be read alone; it stays on the host."""
         return self._policy.transfers.fetch(self._holding, self._entry(name, chunk))
 
     def borrow(self, name: str, chunk: int) -> Tensor:
+        """It, on the device, to be changed and put in again."""
         return self._policy.transfers.borrow(self._holding, self._entry(name, chunk))
 
     def take(self, name: str, chunk: int) -> Tensor:
+        """It, on the device, for the last time."""
         tensor = self.peek(name, chunk)
         self._policy.transfers.let_go(self._entries.pop((name, chunk)))
         return tensor
@@ -174,6 +183,11 @@ class LayerTensors(HostTensors):
         self._policy.needs(workspace)
 
     def peek(self, name: str, chunk: int) -> Tensor:
+        """`HostTensors.peek`, which also starts the copies of what is read next.
+
+        Raises:
+            BackwardError: it is the layer's input, which stayed on the device and was changed in place since forward.
+        """
         entry = self._entry(name, chunk)
         tensor = super().peek(name, chunk)
         if entry.version is not None and entry.version != tensor._version:
@@ -188,6 +202,7 @@ class LayerTensors(HostTensors):
         return tensor
 
     def take(self, name: str, chunk: int) -> Tensor:
+        """`HostTensors.take`, after which its bytes are free in the device's budget."""
         entry = self._entry(name, chunk)
         tensor = super().take(name, chunk)
         self.kept -= tensor.nbytes if entry.budgeted else 0

@@ -63,9 +63,11 @@ class Holding:
 
     @property
     def retired(self) -> bool:
+        """Whether the stack was given back."""
         return not self._finalizer.alive
 
     def retire(self) -> None:
+        """Give the stack back to the arena, once; compute waits for what is on its way back from it."""
         self._finalizer()
 
 
@@ -94,6 +96,7 @@ class Transfers:
         return len(self._in_flight)
 
     def on(self, device: torch.device) -> Engine:
+        """The device's engine; a new one beside the others for a device that comes for the first time."""
         if device not in self.engines:
             self.engines[device] = next(iter(self.engines.values())).beside(device)
         return self.engines[device]
@@ -123,7 +126,7 @@ class Transfers:
     def send(
         self, holding: Holding, entry: Entry, tensor: Tensor, host_is_free: Iterable[Any], foreign: bool = False
     ) -> None:
-        """Start the copy of a tensor to `entry.host`, which may be written after the events `host_is_free`.
+        """Start the copy of a tensor [...] to `entry.host`, which may be written after the events `host_is_free`.
 
         foreign: others may change it in place while it is on its way, or while its source waits here.
         """

@@ -45,6 +45,7 @@ class LiveBytes(TorchDispatchMode):
         return False  # nothing is compiled during a count, and keeping dynamo out costs as much as an operation
 
     def reset_peak(self) -> None:
+        """Let the peak start from the bytes that are alive now."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,6 +102,7 @@ class Shapes:
         self._never: set[Any] = set()  # operations that return views
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, or make its outputs by what is remembered of one like it."""
         if func in self._never:
             return func(*args, **kwargs)
         key = self._key(func, args, kwargs)
@@ -190,6 +192,7 @@ class StepCount(LiveBytes):
         self.attention_flops = 0
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation, or make its outputs, and add its FLOPs and its kernel's workspace."""
         if func is aten._local_scalar_dense.default and not has_data(args[0]):
             return _scalar(args[0])
         if func is aten._to_copy.default and args[0].dim() == 0 and _brings_data(args[0], kwargs.get("device")):

@@ -28,12 +28,14 @@ class CausalConv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Copies x [B, D, T] if neither its tokens nor its channels lie side by side."""
         x = x if 1 in x.stride()[1:] else x.contiguous()
         ctx.save_for_backward(x, weight, bias)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
         x, weight, bias = ctx.saved_tensors
         grad = grad if 1 in grad.stride()[1:] else grad.contiguous()
         d_bias = None if bias is None else torch.empty_like(bias, dtype=WIDE)
@@ -88,19 +90,20 @@ def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GatedDeltaRule(torch.autograd.Function):
-    """fla's chunk_gated_delta_rule."""
+    """fla's chunk_gated_delta_rule: output [B, T, H_v, V], end state [B, H_v, K, V]; normalises: q and k to unit length."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
     ) -> tuple[Tensor, Tensor]:
+        """q, k [B, T, H, K], v [B, T, H_v, V], g and beta [B, T, H_v], start [B, H_v, K, V] or None."""
         q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))  # copies of q and k last until the end
         q, k, q_length, k_length = q_in, k_in, None, None
         if normalises:
             (q, q_length), (k, k_length) = _normalised(q_in), _normalised(k_in)
         sizes = Blocks(k, v)
         decay = torch.empty_like(g, dtype=WIDE)
-        solved = sizes.per_token(BLOCK)
+        solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
         work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.states(), sizes.per_token(sizes.values)]
         end = sizes.state()
         out = torch.empty_like(v)
@@ -112,11 +115,12 @@ class GatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """d_out [B, T, H_v, V] -> gradients of forward's tensors; those of g and of the start state in float32."""
         q, _, k, _, v, decay, beta, _, start = ctx.saved_tensors
         sizes = Blocks(k, v)
         d_out = d_out.contiguous()
         again = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.states(), sizes.per_token(sizes.values)]
-        dv_within = torch.empty_like(d_out)
+        dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
         d_states = sizes.states()
         d_start = None if start is None else sizes.state()
         dv_new = torch.empty_like(d_out)
@@ -138,12 +142,13 @@ class GatedDeltaRule(torch.autograd.Function):
 
 
 class KimiDeltaRule(torch.autograd.Function):
-    """fla's chunk_kda."""
+    """fla's chunk_kda: output [B, T, H_v, V], end state [B, H_v, K, V]; normalises: q and k to unit length."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
     ) -> tuple[Tensor, Tensor]:
+        """q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v, K], beta [B, T, H_v], start [B, H_v, K, V] or None."""
         q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
         q, k, q_length, k_length = q_in, k_in, None, None
         if normalises:
@@ -151,7 +156,7 @@ class KimiDeltaRule(torch.autograd.Function):
         sizes = Blocks(k, v)
         decay = torch.empty_like(g, dtype=WIDE)
         scores, solved = sizes.per_token(BLOCK), sizes.per_token(BLOCK)
-        diagonal = sizes.per_token(SOLVED_BLOCK, WIDE)
+        diagonal = sizes.per_token(SOLVED_BLOCK, WIDE)  # [B, T, H_v, SOLVED_BLOCK]
         work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.per_token(sizes.keys)]
         del diagonal
         work += [sizes.states(), sizes.per_token(sizes.values)]
@@ -165,6 +170,7 @@ class KimiDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """d_out [B, T, H_v, V] -> gradients of forward's tensors, in their dtypes; of the start state in float32."""
         q, _, k, _, v, decay, g, beta, _, _, start = ctx.saved_tensors
         sizes = Blocks(k, v)
         d_out = d_out.contiguous()

@@ -38,10 +38,12 @@ class Estimate:
     methods: tuple[MethodEstimate, ...]
 
     def method(self, name: str) -> MethodEstimate:
+        """The estimate of the method by that name; StopIteration if it was not counted."""
         return next(method for method in self.methods if method.name == name)
 
     @property
     def streamed(self) -> MethodEstimate:
+        """The streamed method's estimate."""
         return next(method for method in self.methods if method.name.startswith("streambp"))
 
 

@@ -108,11 +108,14 @@ class AllocatedBytes(contextlib.AbstractContextManager["AllocatedBytes"]):
 
     @property
     def live(self) -> int:
+        """Bytes allocated now, less those at the start; freed ones count as negative."""
         return torch.cuda.memory_allocated(self._device) - self._start
 
     @property
     def peak(self) -> int:
+        """The most bytes that were allocated since `reset_peak`, less those at the start."""
         return torch.cuda.max_memory_allocated(self._device) - self._start
 
     def reset_peak(self) -> None:
+        """Let the allocator's peak start from the bytes that are allocated now, for the whole process."""
         torch.cuda.reset_peak_memory_stats(self._device)

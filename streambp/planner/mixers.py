@@ -55,6 +55,7 @@ class Kernel:
     absent: frozenset[str] = frozenset()
 
     def is_for(self, parameters: set[str]) -> bool:
+        """Whether a function with parameters of these names is the one."""
         return self.parameters <= parameters and not self.absent & parameters
 
 

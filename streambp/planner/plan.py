@@ -31,6 +31,7 @@ class Memory:
 
     @property
     def usable(self) -> float:
+        """Bytes of the device without the reserve."""
         return self.gpu * (1 - self.reserve)
 
 
@@ -172,6 +173,7 @@ def _longest(profile: Profile, method: Method, memory: Memory, setting: Setting,
 
 
 def fits(at: Peak, memory: Memory) -> bool:
+    """Whether a peak is within the device's usable bytes and the host's."""
     return at.total <= memory.usable and (memory.host is None or at.host <= memory.host)
 
 

@@ -112,6 +112,7 @@ class Profile:
     mixers: str = ""
 
     def method(self, name: str) -> Method:
+        """The method by that name; StopIteration if it was not counted."""
         return next(method for method in self.methods if method.name == name)
 
 
@@ -221,6 +222,8 @@ def to_json(profile: Profile) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> Profile:
+    """The `Profile` that `to_json` gave as `data`, also after a way through JSON text."""
+
     def node(value: Mapping[str, Any]) -> Node:
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 

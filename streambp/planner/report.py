@@ -28,6 +28,7 @@ def plan_table(plan: Plan) -> str:
 
 
 def headline(profile: Profile, setting: Setting) -> str:
+    """One line: the model, its parameters and how many are trained, its dtype, and the setting."""
     parameters = sum(group.parameters for group in profile.groups)
     trained = sum(group.trainable for group in profile.groups)
     share = "all of them trained" if trained == parameters else f"{_count(trained)} trained"

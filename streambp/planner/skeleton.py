@@ -187,6 +187,7 @@ class QuantisedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out] in x's dtype."""
         result: Tensor = Dequantised.apply(x, self.out_features)
         return result if self.bias is None else result + self.bias
 
@@ -196,11 +197,13 @@ class Dequantised(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+        """x [..., in] -> [..., width]; only the number of x's columns is kept for backward."""
         ctx.inner = x.shape[-1]
         return x @ x.new_empty(width, x.shape[-1]).mT
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """grad [..., out] -> gradient of x [..., in]; the weight is frozen and gets none."""
         return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
 
 

@@ -39,16 +39,18 @@ class SelectiveScan(torch.autograd.Function):
         ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None."""
         u, dt, b, c = (_rows(x) for x in (u, dt, b, c))
         z = None if z is None else _rows(z)
         gated = None if z is None else torch.empty_like(z)
         out = torch.empty_like(dt)
-        states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)
+        states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)  # [B, D, blocks, 2 N]
         ctx.save_for_backward(u, dt, a, b, c, d, z, bias, states, None if z is None else out)
         return out if gated is None else gated, states[:, :, -1, 1::2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """grad [B, D, T] -> gradients of forward's tensors; those of b and c in float32."""
         u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
         grad = _rows(grad)
         dz = None if z is None else torch.empty_like(z)
@@ -74,6 +76,7 @@ class FusedMamba(torch.autograd.Function):
         ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
         out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, has_norm: bool,
     ) -> Tensor:  # fmt: skip
+        """xz [B, 2 D, T], x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be None."""
         xz = _rows(xz)
         x = xz[:, : xz.shape[1] // 2]
         convolved = torch.empty_like(x)
@@ -81,8 +84,8 @@ class FusedMamba(torch.autograd.Function):
         dt = FusedMamba._step(small, dt_proj, has_norm)  # [D, B T]
         size = a.shape[-1]
         b, c = (small.new_empty(xz.shape[0], 1, size, xz.shape[2]) for _ in range(2))
-        gated, out = torch.empty_like(x), torch.empty_like(x)
-        states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)
+        gated, out = torch.empty_like(x), torch.empty_like(x)  # [B, D, T]
+        states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)  # [B, D, blocks, 2 N]
         del dt, convolved
         ctx.has_norm = has_norm
         weights = (conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias)
@@ -99,6 +102,7 @@ class FusedMamba(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """grad [B, T, h] -> gradients of forward's tensors; that of conv in float32."""
         conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = ctx.saved_tensors
         grad = _rows(grad)
         x = xz[:, : xz.shape[1] // 2]
@@ -106,14 +110,14 @@ class FusedMamba(torch.autograd.Function):
         dt = FusedMamba._step(small, dt_proj, ctx.has_norm)
         d_xz = torch.empty_like(xz)
         flat = grad.flatten(0, 1).mT  # [h, B T]
-        d_y = out_proj.mT @ flat
+        d_y = out_proj.mT @ flat  # [D, B T]
         gated, d_convolved, d_dt, d_a = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dt), torch.empty_like(a)
         d_b, d_c = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
-        d_out = flat @ gated.mT.flatten(0, 1)
+        d_out = flat @ gated.mT.flatten(0, 1)  # [h, D]
         d_small = torch.empty_like(small)
-        d_dt_proj = d_dt @ small[:, : dt_proj.shape[1]]
+        d_dt_proj = d_dt @ small[:, : dt_proj.shape[1]]  # [D, R]
         d_dt.mT @ dt_proj
-        d_x_proj = d_small.mT @ convolved.mT.flatten(0, 1)
+        d_x_proj = d_small.mT @ convolved.mT.flatten(0, 1)  # [R + 2 N, D]
         x_proj.mT @ d_small.mT
         del d_y, d_b, d_c, d_convolved, gated
         d_conv = torch.empty_like(conv, dtype=WIDE)
@@ -136,6 +140,7 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
+        """NB, the number of blocks of Q tokens."""
         return -(-self.tokens // self.block)
 
     @property
@@ -178,10 +183,10 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     decay, steps = sizes.steps(), sizes.steps()
     own = sizes.states(WIDE)
     starts = sizes.states(x.dtype)
-    end = x.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size, dtype=WIDE)
+    end = x.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size, dtype=WIDE)  # [B, H, P, N]
     del own
     scores = sizes.scores()
-    out = x.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)
+    out = x.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)  # [B, T, H, P]
     del steps, starts, scores
     sizes.flops(1)
     return out, end, decay
@@ -234,6 +239,7 @@ class Mamba2Scan(torch.autograd.Function):
         ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
         start: Tensor | None, block: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d and dt_bias [H] or None."""
         x, b, c = _rows(x), _rows(b), _rows(c)
         sizes = _sizes(x, b, block)
         out, end, decay = _scan_forward(sizes, x)
@@ -243,6 +249,7 @@ class Mamba2Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """grad [B, T, H, P] -> gradients of forward's tensors, in x's dtype or their own."""
         _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
         grad = _rows(grad)
         sizes = _sizes(x, b, ctx.block)
@@ -263,14 +270,15 @@ class FusedMamba2(torch.autograd.Function):
         ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
         norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
     ) -> Tensor:  # fmt: skip
+        """conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases may be None."""
         ctx.sizes = width, groups, block
         sizes = FusedMamba2._sizes(zxbcdt, conv, d, *ctx.sizes)
-        convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
+        convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])  # [B, T, H P + 2 G N]
         out, end, decay = _scan_forward(sizes, zxbcdt)
         lengths = normed = None
         if norm is not None:
             normed = torch.empty_like(out)
-            lengths = out.new_empty(groups * sizes.rows * sizes.tokens, dtype=WIDE)
+            lengths = out.new_empty(groups * sizes.rows * sizes.tokens, dtype=WIDE)  # [G B T]
         projected = F.linear((out if normed is None else normed).flatten(2), proj, proj_bias)
         del convolved, end, decay
         ctx.save_for_backward(zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, lengths, proj, proj_bias)
@@ -285,14 +293,15 @@ class FusedMamba2(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """grad [B, T, h] -> gradients of forward's tensors; that of conv in float32."""
         zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
         sizes = FusedMamba2._sizes(zxbcdt, conv, d, *ctx.sizes)
         again, convolved = torch.empty_like(out), zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
         d_zxbcdt, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(convolved)
-        d_normed = grad @ proj
+        d_normed = grad @ proj  # [B, T, H P]
         d_out = None if norm is None else torch.empty_like(out)
         _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, given=True)
-        d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)
+        d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)  # [h, H P]
         d_proj_bias = None if proj_bias is None else grad.sum((0, 1))
         del d_normed, d_out, again, convolved, d_convolved
         gradients = [d_zxbcdt, torch.empty_like(conv, dtype=WIDE), _like(conv_bias), _like(dt_bias), _like(a), _like(d)]

@@ -46,12 +46,18 @@ class Count(Protocol):
     """What counts a step's bytes: alive now, and at most since `reset_peak`; entered around the step."""
 
     @property
-    def live(self) -> int: ...
+    def live(self) -> int:
+        """Bytes that are alive now."""
+        ...
 
     @property
-    def peak(self) -> int: ...
+    def peak(self) -> int:
+        """The most bytes that were alive at once since `reset_peak`."""
+        ...
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        """Let the peak start from the bytes that are alive now."""
+        ...
 
     def __enter__(self) -> Any: ...
 
@@ -92,11 +98,12 @@ def run_step(
     count: Count,
     host: Callable[[], int] = lambda: 0,
 ) -> list[Span]:
-    """Forward and backward of one batch.
+    """Forward and backward of one batch [B, T]; the spans, in order.
 
     Args:
         model: whose gradients are None, or are added to. layers: the decoder layers it runs, in order.
-        loss: runs the forward. count: counts; entered here. host: bytes on the host at the moment.
+        loss: runs the forward; gives a tensor of one number. count: counts; entered here. host: bytes on the host at the
+            moment.
     """
     phases = Phases(count, list(model.parameters()), host)
     handles = [
@@ -185,6 +192,7 @@ class FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [N, h], weight [V, h] -> a number in float32; each tile of logits is let go at once."""
         for rows, columns in FusedHead._tiles(hidden, weight):
             rows @ columns.mT
         statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
@@ -193,11 +201,12 @@ class FusedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of hidden [N, h] and, if it is trained, of weight [V, h], in their dtypes."""
         hidden, weight, _ = ctx.saved_tensors
-        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, columns in FusedHead._tiles(hidden, weight):
-            tile = rows @ columns.mT
+            tile = rows @ columns.mT  # [rows, columns]
             tile @ columns
             if d_weight is not None:
                 tile.mT @ rows
@@ -206,9 +215,9 @@ class FusedHead(torch.autograd.Function):
 
 
 def fused_head_loss(causal_lm: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The loss of `FusedHead` on the backbone's output."""
+    """The loss of `FusedHead` on the backbone's output for tokens ids [B, T], each counted as labelled."""
     hidden = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, h]
     head = causal_lm.get_output_embeddings()
-    rows = torch.arange(hidden.shape[0] * hidden.shape[1], device=hidden.device)
+    rows = torch.arange(hidden.shape[0] * hidden.shape[1], device=hidden.device)  # [B T]
     result: Tensor = FusedHead.apply(hidden.flatten(0, 1)[rows], head.weight)
     return result

@@ -69,6 +69,7 @@ class UncountedHost(SynchronousEngine):
         self._skeleton = skeleton
 
     def host_buffer(self, size: int) -> Tensor:
+        """Allocated while the modes that count are off."""
         with _disable_current_modes(), self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext():
             return torch.empty(size, dtype=torch.uint8)
 
@@ -85,11 +86,13 @@ class CountingManager(OffloadManager):
         self._waiting = self._prefix = 0
 
     def on_host(self) -> int:
+        """Bytes of host memory that the step has needed so far."""
         return self._waiting + self._prefix
 
     def place(
         self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
     ) -> Entry | None:
+        """`OffloadManager.place`, counted: saved tensors add up, of prefixes the largest counts."""
         entry = super().place(holding, engine, tensor, optional, foreign)
         if isinstance(holding, MicroBatch):
             self._waiting += tensor.nbytes

@@ -214,11 +214,11 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     config = vars(_text_config(model) or model) | vars(getattr(model, "config", model))
     special = [value for name, value in config.items() if name.endswith("token_id") and isinstance(value, int)]
-    allowed = torch.ones(embedding.weight.shape[0], dtype=torch.bool)
+    allowed = torch.ones(embedding.weight.shape[0], dtype=torch.bool)  # [V]
     allowed[[token for token in special if 0 <= token < len(allowed)]] = False  # an image placeholder wants an image
     generator = torch.Generator().manual_seed(seed)
     ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[None]  # [1, T]
-    unlabelled = torch.rand(1, seq_len, generator=generator) < 1 / 8
+    unlabelled = torch.rand(1, seq_len, generator=generator) < 1 / 8  # [1, T]
     unlabelled[:, : seq_len // 8] = True
     if left_padding:
         unlabelled[:, : left_padding + 1] = True

@@ -51,6 +51,8 @@ class Distances:
 
 @dataclasses.dataclass(frozen=True)
 class Losses:
+    """The loss of the same tokens, streamed, unpatched, and unpatched in the truth's wider dtype."""
+
     streamed: float
     unpatched: float
     truth: float
@@ -67,6 +69,7 @@ class ParameterError:
 
     @property
     def exact(self) -> bool:
+        """Whether the streamed gradient's relative distance is within the bar."""
         return self.streamed <= self.bar
 
 

@@ -136,9 +136,9 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         """[B, T]: the completion's reward at its last token, minus the KL penalty at every token."""
         weights = self.reward_weights.to(self._rewards.device)
         first = self.accelerator.process_index * mask.shape[0]
-        scores = (self._rewards * weights).nansum(1)[first : first + mask.shape[0]]
+        scores = (self._rewards * weights).nansum(1)[first : first + mask.shape[0]]  # [B]
         rewards = torch.zeros_like(log_probs)
-        last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+        last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)  # [B]
         rewards[torch.arange(mask.shape[0], device=mask.device), last] = scores.to(rewards.dtype)
         if self.args.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
@@ -172,7 +172,7 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """log_probs, entropy and state_values of the completion tokens, [B, T]."""
-        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)  # [B, prompt + completion]
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         kept = inputs["completion_ids"].shape[1]
         labels = input_ids.masked_fill(attention_mask == 0, -100)

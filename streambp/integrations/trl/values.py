@@ -53,6 +53,7 @@ class PolicyAndValueHead(FusedHead):
         return super().__call__(*args, **kwargs)
 
     def output(self, scored: Scored, kwargs: dict[str, Any]) -> Any:
+        """`FusedHead.output`; for a call with values=True also `state_values`, shaped as log_probs, in float32 or wider."""
         result = super().output(scored, kwargs)
         if self.with_values:
             result["state_values"] = self._values(scored, kwargs)
