@@ -19,6 +19,7 @@ from torch import nn
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import (
     COMPILED_FROM,
+    DEPRECATION,
     FORWARDS_ARE_PLAIN,
     TRLS_FORWARD,
     TRLS_HEAD,
@@ -88,6 +89,13 @@ def home_of(function: Any) -> str:
         names = getattr(type(function).__call__, "__globals__", None)
     home = (names or {}).get("__name__") or getattr(function, "__module__", None)
     return str(home)
+
+
+def undecorated(function: Any) -> Any:
+    """The function inside of transformers' decorators that warn of deprecated arguments (5.17: around `sdpa_mask`)."""
+    while home_of(function) == DEPRECATION and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
 
 
 def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -56,6 +56,7 @@ SOFTMAX = ("sdpa_attention_forward", "flash_attention_forward", "flex_attention_
 FLASH_FORWARD = "_flash_attention_forward"  # called by transformers' flash attention, and replaced by others
 HUB_KERNEL = ("flash_attn_forward", "supports_flash_attn")  # by what a registered hub kernel of flash attention is known
 MASKING = "transformers.masking_utils"  # the module of transformers' own mask functions
+DEPRECATION = "transformers.utils.deprecation"  # the module of decorators that transformers' own functions have at times
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")  # both in a model that is an encoder or a decoder
 FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")  # of attention functions: change numbers, and are refused
 SINKS = ("s_aux", "sinks")  # of attention functions: [H], logits of one more key

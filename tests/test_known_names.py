@@ -77,8 +77,9 @@ def packages():
     return {name for name in names if importlib.util.find_spec(name)}
 
 
-def masking():
-    return {"transformers.masking_utils"} if importlib.util.find_spec("transformers.masking_utils") else set()
+def modules():
+    names = ("transformers.masking_utils", "transformers.utils.deprecation")
+    return {name for name in names if importlib.util.find_spec(name)}
 
 
 def indexers():
@@ -88,7 +89,7 @@ def indexers():
 # The constants by the library that has their names, and by what tells: its sources, where nothing else is said.
 CHECKED = {
     ("transformers", arguments): "TOKEN_DIMS CACHES PAGED_CACHE STATE PICKED PER_KEY DOCUMENT_IDS DOCUMENT_ENDS",
-    ("transformers", masking): "MASKING",
+    ("transformers", modules): "MASKING DEPRECATION",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
         ATTENTION_TABLE EAGER EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION SOFTMAX FLASH_FORWARD HUB_KERNEL

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from streambp.attention.interface import NAME, own_implementation
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
-from streambp.foreign import home_of, name_of
+from streambp.foreign import home_of, name_of, undecorated
 from streambp.known_names import (
     ATTENTION_TABLE,
     EAGER,
@@ -72,7 +72,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
     """What is not transformers' own behind an attention module's implementation, as the start of a sentence."""
     names = written_forward(module).__globals__
     table = names.get(ATTENTION_TABLE, ALL_ATTENTION_FUNCTIONS)
-    function = table.get(implementation) if implementation else None
+    function = undecorated(table.get(implementation)) if implementation else None
     who = f"The attention function of {type(module).__name__} (attn_implementation={implementation!r})"
     if function is None:
         function = _eager_function(module, names)
@@ -84,6 +84,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
     if inner is not None and not _is_plain_flash(inner):
         return f"{who} calls {_full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
     mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
+    mask = undecorated(mask)
     if mask is None:
         return f"{who} has no mask function registered by its name, so that the unpatched model ignores padding and windows"
     if home_of(mask) != MASKING:
@@ -94,7 +95,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
 def _eager_function(module: nn.Module, names: dict[str, Any]) -> Callable[..., Any] | None:
     """The eager attention that a module's forward falls back to: a function of its modeling file."""
     asked = (name for name in written_forward(module).__code__.co_names if name.endswith(EAGER_FORWARD))
-    return next((names[name] for name in asked if callable(names.get(name))), None)
+    return undecorated(next((names[name] for name in asked if callable(names.get(name))), None))
 
 
 def _written_in(function: Callable[..., Any], home: str) -> bool:

@@ -183,7 +183,7 @@ def _agree(call: LayerCall, found: Tensor | None, expected: Tensor | None) -> bo
     dtype = coarsest(call, expected)
     wide = torch.promote_types(dtype, torch.float32)
     tolerance = max(torch.finfo(dtype).eps, 64 * torch.finfo(wide).eps)
-    return bool((found - expected).norm() <= tolerance * expected.norm())
+    return bool((found - expected).to(wide).norm() <= tolerance * expected.to(wide).norm())  # a half's norm may overflow
 
 
 def _pieces(call: LayerCall, tokens: int) -> tuple[Chunk, ...]:

@@ -9,7 +9,6 @@ it, exact, at the memory cost that the unpatched model has; the operation's name
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from streambp.lazy.hooks import note_use, refuse_late
 from streambp.lazy.index_rules import index
 from streambp.lazy.loss_rules import cross_entropy, kl_div, nll_loss
 from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
-from streambp.lazy.standin import METADATA, Deferred, remember, writes
+from streambp.lazy.standin import METADATA, Deferred, remember, takes, writes
 from streambp.lazy.tensor import LazyRows, Shared
 from streambp.nested import tensors_in
 
@@ -102,22 +101,13 @@ def _by_rule(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if found is not NotImplemented:
             return found
     rule = TOKEN_RULES.get(name)
-    if rule is None or not isinstance(args[0] if args else None, LazyRows) or not _takes(rule, args, kwargs):
+    if rule is None or not isinstance(args[0] if args else None, LazyRows) or not takes(rule, args, kwargs):
         return NotImplemented
     if args[0].classes is not None and name not in ANY_SHAPE:
         return NotImplemented
     if tensors_in((args[1:], kwargs), LazyRows):
         return NotImplemented
     return rule(*args, **kwargs)
-
-
-def _takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether the arguments are named as the rule names them."""
-    try:
-        inspect.signature(rule).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows]) -> Any:

@@ -22,6 +22,7 @@ be missed by the next; so its version is remembered, and a stand-in of the same 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -188,7 +189,7 @@ class Deferred(Tensor):
         if args and isinstance(args[0], Deferred) and writes(name):
             args[0].write_for(name)
         elif rule is not None and all(deferred.follows_rules() for deferred in stand_ins):
-            result = rule(*args, **kwargs)
+            result = rule(*args, **kwargs) if not kwargs or takes(rule, args, kwargs) else NotImplemented
             if result is not NotImplemented:
                 note_use(stand_ins, result)
                 return result
@@ -316,7 +317,7 @@ def _multiply(x: Any, other: Any) -> Any:
 
 
 def _divide(x: Any, other: Any, **kwargs: Any) -> Any:
-    if kwargs or not isinstance(x, Deferred) or isinstance(other, bool) or not isinstance(other, int | float):
+    if kwargs or not isinstance(x, Deferred) or isinstance(other, bool) or not isinstance(other, int | float) or not other:
         return NotImplemented
     return x.derive(recipe=x.recipe.scaled(1.0 / other))
 
@@ -337,7 +338,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _cross_entropy(
-    x: Deferred,
+    x: Any,
     target: Any,
     weight: Any = None,
     size_average: Any = None,
@@ -347,9 +348,20 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
+    if not isinstance(x, Deferred) or isinstance(target, Deferred):  # soft targets
+        return NotImplemented
     if unusual or x.recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
     return blockwise_loss(x.source, x.recipe, target, ignore_index, reduction)
+
+
+def takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether the arguments are named as the rule names them."""
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 RULES: dict[Any, Callable[..., Any]] = {

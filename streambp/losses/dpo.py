@@ -61,6 +61,8 @@ def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def _robust(p: Pairs) -> Tensor:
+    if not 0.0 <= p.smoothing < 0.5:
+        raise StreamBPError(f"label_smoothing is {p.smoothing}; robust needs a value from 0 to below 0.5.")
     kept = (1.0 - p.smoothing) * F.logsigmoid(p.margin) - p.smoothing * F.logsigmoid(-p.margin)
     return -kept / (1.0 - 2.0 * p.smoothing)
 
@@ -116,6 +118,9 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 }
 
 
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+
+
 def _alpha_divergence(ratio: Tensor, alpha: float) -> Tensor:
     power = alpha - 1.0
     if abs(power) < 1e-6:
@@ -129,6 +134,14 @@ F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "js_divergence": lambda ratio, alpha: math.log(2.0) + F.logsigmoid(ratio),
     "alpha_divergence": _alpha_divergence,
 }
+
+
+def _check_smoothing(label_smoothing: float, loss_type: str) -> None:
+    if label_smoothing and loss_type not in SMOOTHED:
+        raise StreamBPError(
+            f"label_smoothing is {label_smoothing}, which loss_type={loss_type!r} does not have. Leave it out, or choose "
+            f"one of {list(SMOOTHED)}."
+        )
 
 
 def dpo_loss(
@@ -165,13 +178,14 @@ def dpo_loss(
         log_probs, ref_log_probs: [2 P, T], the first P rows chosen, the rest rejected. The reference's must come from the
             reference model's own hidden states, without gradient.
         mask: [2 P, T], true on completion tokens.
-        label_smoothing: e of robust, exo_pair, aot; tau: of discopop.
+        label_smoothing: e of robust, exo_pair, aot and aot_unpaired, the only ones that have it. tau: of discopop.
 
     Returns:
         A scalar, the mean over pairs.
     """
     check_choice("loss_type", loss_type, DPO_LOSSES)
     check_choice("f_divergence", f_divergence, F_DIVERGENCES)
+    _check_smoothing(label_smoothing, loss_type)
     check_shapes(log_probs, ref_log_probs=ref_log_probs, mask=mask)
     if log_probs.shape[0] % 2:
         raise StreamBPError(

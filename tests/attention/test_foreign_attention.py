@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
+from transformers.utils.deprecation import deprecate_kwarg
 
 import streambp
 from streambp.admission import own_run, registry
@@ -242,3 +243,15 @@ def test_what_transformers_flash_attention_calls(home, ranks, known, monkeypatch
     found = registry.foreign_function(attention, "flash_attention_2")
     assert (found is None) == known
     assert known or f"calls {home}.split" in found
+
+
+@pytest.mark.parametrize(("mask", "known"), [(sdpa_mask, True), (windowed_mask, False)])
+def test_transformers_decorators_are_looked_into(mask, known):
+    """transformers 5.17 has such a decorator around `sdpa_mask`."""
+    AttentionMaskInterface.register("sdpa", deprecate_kwarg("old", version="99.0.0")(mask))
+    model = build("llama")
+    if known:
+        assert streambp.patch(model) is model
+        return
+    with pytest.raises(streambp.StreamBPError, match="windowed_mask"):
+        streambp.patch(model)

@@ -47,6 +47,10 @@ BUILT = {
     "label smoothing": lambda z, y: F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), label_smoothing=0.1),
     "a part of the vocabulary": lambda z, y: F.cross_entropy(z[..., :40].reshape(-1, 40), y.flatten().clamp(max=39)),
     "tokens in the last dimension": lambda z, y: flat(z.view(z.shape[0], -1), y),
+    "a shape by keyword": lambda z, y: flat(z.reshape(shape=(-1, VOCABULARY)), y),
+    "into a given tensor": lambda z, y: flat(torch.mul(z, 0.5, out=None), y),
+    "soft targets": lambda z, y: F.cross_entropy(torch.eye(z.shape[1], VOCABULARY, dtype=torch.float64), z[0]),
+    "divided by nothing": lambda z, y: flat(z, y) * (z / 0).detach().isinf().double().mean(),
     "written": written,
     "forbidden": forbidden,
 }

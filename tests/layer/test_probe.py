@@ -5,10 +5,13 @@ covers: admission/agreement.py, admission/probe.py
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import streambp
+from streambp.admission.trials import same_gradients
 from streambp.attention.kernels import CpuFlashKernel
 from streambp.device import failed_in_a_kernel
 from streambp.errors import KernelError
@@ -83,3 +86,10 @@ def test_an_error_in_a_kernel_counts_by_where_it_was_raised():
     assert not failed_in_a_kernel(found, HERE)
     assert failed_in_a_kernel(found, torch.device("cuda", 0))
     assert not failed_in_a_kernel(RuntimeError("The size of tensor a (5) must match the size of tensor b (12)"), HERE)
+
+
+def test_half_precision_gradients_whose_norm_overflows_are_compared():
+    call = SimpleNamespace(site=SimpleNamespace(of=lambda _: set()), autocast=SimpleNamespace(states=()))
+    x = torch.full((300, 300), 300.0, dtype=torch.float16) + torch.rand(300, 300).half()
+    assert same_gradients(call, [x], [x])
+    assert not same_gradients(call, [x / 2], [x])

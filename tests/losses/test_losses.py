@@ -15,6 +15,7 @@ from torch import nn
 import streambp
 from streambp.head import blocks, token_log_probs
 from streambp.losses import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, dpo_loss, gae, grpo_loss, ppo_loss, sft_loss, whiten
+from streambp.losses.dpo import SMOOTHED
 from tests.families import build
 from tests.oracle import assert_as_precise, relative_l2
 from tests.seeds import seeded
@@ -87,7 +88,7 @@ def sft(loss_type, smoothing):
 def dpo(loss_type, divergence="reverse_kl"):
     return lambda v, labels: dpo_loss(
         v["log_probs"], other_policy(labels, 5), labels != -100, loss_type=loss_type, f_divergence=divergence,
-        label_smoothing=0.1, beta=0.4,
+        label_smoothing=0.1 if loss_type in SMOOTHED else 0.0, beta=0.4,
     )  # fmt: skip
 
 
@@ -263,6 +264,8 @@ def test_whiten():
         (lambda x: sft_loss(x, x[:1] > 0), r"mask has shape \(1, 3\)"),
         (lambda x: dpo_loss(x[:1], x[:1], x[:1] > 0), "as many rejected"),
         (lambda x: dpo_loss(x, x, x > 0, loss_type="exo_pair"), "between 0 and 1"),
+        (lambda x: dpo_loss(x, x, x > 0, loss_type="robust", label_smoothing=0.5), "below 0.5"),
+        (lambda x: dpo_loss(x, x, x > 0, label_smoothing=0.1), "'sigmoid' does not have"),
         (lambda x: grpo_loss(x, x[:, 0], x > 0, loss_type="dapo"), "num_items"),
         (lambda x: grpo_loss(x, x[:, 0], x > 0, beta=0.1), "ref_log_probs"),
         (lambda x: gae(x, x[:1], x > 0), "values has shape"),
