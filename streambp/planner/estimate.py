@@ -11,7 +11,7 @@ from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
 from streambp.planner.mixers import Mixers
-from streambp.planner.profile import Peak, Profile, Setting, flops, peak
+from streambp.planner.profile import Peak, Profile, Setting, flops, named, peak
 from streambp.planner.skeleton import Device, Skeleton, Source
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, PLAIN, streamed, survey
 
@@ -38,8 +38,12 @@ class Estimate:
     methods: tuple[MethodEstimate, ...]
 
     def method(self, name: str) -> MethodEstimate:
-        """The estimate of the method by that name; StopIteration if it was not counted."""
-        return next(method for method in self.methods if method.name == name)
+        """The estimate of the method by that name.
+
+        Raises:
+            ConfigError: it was not counted.
+        """
+        return named(self.methods, name)
 
     @property
     def streamed(self) -> MethodEstimate:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from streambp.errors import ConfigError
 
@@ -112,8 +112,32 @@ class Profile:
     mixers: str = ""
 
     def method(self, name: str) -> Method:
-        """The method by that name; StopIteration if it was not counted."""
-        return next(method for method in self.methods if method.name == name)
+        """The method by that name.
+
+        Raises:
+            ConfigError: it was not counted.
+        """
+        return named(self.methods, name)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Entry = TypeVar("Entry", bound=_Named)
+
+
+def named(entries: Sequence[Entry], name: str) -> Entry:
+    """The entry by that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for entry in entries:
+        if entry.name == name:
+            return entry
+    raise ConfigError(f"method is {name!r}; it must be one of {[entry.name for entry in entries]}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import streambp
+from streambp.errors import ConfigError
 from streambp.planner import Setting, estimate, peak
 from streambp.planner import profile as module
 from streambp.planner.compose import solve, unroll
@@ -192,6 +193,9 @@ def test_flops_are_those_of_the_formula():
     layers = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
     assert method.linear_flops == pytest.approx(6 * (layers + 1000 * 128), rel=1e-3)
     assert method.attention_flops == pytest.approx(3 * (4 + 10) * 4 * 32 / 2, rel=1e-3)
+    for asked in (found, found.profile):
+        with pytest.raises(ConfigError, match=r"method is 'plainer'.*'plain'"):
+            asked.method("plainer")
 
 
 def test_every_source_gives_the_same_numbers(tmp_path):

@@ -44,7 +44,7 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
         kl_horizon: completions over which it is steered.
         gamma, lam: of generalised advantage estimation.
         value_coef, value_clip_range: weight and clip range of the value loss.
-        whiten_advantages, whiten_rewards: to variance 1 over the rollouts of one process.
+        whiten_advantages, whiten_rewards: to variance 1 over the rollouts of one process; rewards without the KL penalty.
     """
 
     num_generations: int | None = dataclasses.field(default=2, metadata={"help": "Completions per prompt."})
@@ -57,7 +57,9 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
     value_coef: float = dataclasses.field(default=0.1, metadata={"help": "Weight of the value loss."})
     value_clip_range: float | None = dataclasses.field(default=0.2, metadata={"help": "Clip range of the values."})
     whiten_advantages: bool = dataclasses.field(default=True, metadata={"help": "Advantages to mean 0, variance 1."})
-    whiten_rewards: bool = dataclasses.field(default=False, metadata={"help": "Rewards to variance 1."})
+    whiten_rewards: bool = dataclasses.field(
+        default=False, metadata={"help": "Rewards to variance 1, before the KL penalty."}
+    )
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
