@@ -14,6 +14,7 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer
 from transformers.models.gemma3n import modeling_gemma3n
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
+from transformers.models.lfm2 import modeling_lfm2
 
 from streambp.accumulate import RUNS_WITHOUT_DATA
 
@@ -31,6 +32,7 @@ NOT_IN_FLOAT64 = ("phimoe",) if version.parse("5.23") > NOW else ()  # its rotar
 ROUTING_LOOKED_AT = ("aria_text",) if "tokens_per_expert.cpu()" in inspect.getsource(modeling_aria) else ()
 # With or without: what the layers of a hybrid are said to do.
 HYBRID_PATHS = {"streams"} if STATES_IN_CHUNKS else {"streams", "checkpoints"}
+LFM2_PASSES_ON = "seq_idx" not in inspect.getsource(modeling_lfm2)  # what its mixer is called with, to its kernel
 MIXERS_ARE_FUNCTIONS = hasattr(modeling_bamba, "mamba2_chunk_scan")
 needs_mixer_functions = pytest.mark.skipif(
     not MIXERS_ARE_FUNCTIONS,

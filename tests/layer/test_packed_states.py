@@ -26,7 +26,7 @@ from tests.layer import reference_kernels
 from tests.layer.test_states import KINDS, OTHERS, patched
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
-from tests.versions import needs_states
+from tests.versions import LFM2_PASSES_ON, needs_states
 
 pytestmark = needs_states
 
@@ -241,8 +241,8 @@ def check_with_kernels(stock, rows, said):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", TOLD)
 def test_kernels_are_told(name, rows, monkeypatch):
-    """A delta rule takes documents of a single row."""
-    calls = rows == 2 and name == "qwen3_next"
+    """A delta rule takes documents of a single row, and the mixer of older LFM2s passes nothing on."""
+    calls = (rows == 2 and name == "qwen3_next") or (name == "lfm2" and not LFM2_PASSES_ON)
     said = "its mixers are called" if calls else f"told to its kernels as {TOLD[name]}"
     check_with_kernels(built(monkeypatch, name), rows, said)
 
