@@ -31,6 +31,7 @@ FOLDERS = {
     "head": ("distributed", "layer"),
     "lazy": ("distributed", "head"),
     "offload": ("layer",),
+    "prefixes": ("attention",),
     "model": ("attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload"),
     "verify": ("layer", "model"),
     "planner": ("attention", "distributed", "layer", "admission", "offload", "model"),

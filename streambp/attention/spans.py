@@ -48,12 +48,16 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Queries [q0, q1) read keys from k0 on: up to themselves, or up to k1 (exclusive) where k1 is given."""
+    """Queries [q0, q1) read keys from k0 on: up to themselves, or up to k1 (exclusive) where k1 is given.
+
+    shift: tokens between these keys and the queries that are not in the queries' row; a window does not count them.
+    """
 
     q0: int
     q1: int
     k0: int
     k1: int | None = None
+    shift: int = 0
 
     def clip(self, start: int, stop: int) -> Run:
         """The queries of the run that are in [start, stop), by the same rule."""
@@ -172,9 +176,10 @@ class Spans:
         """The blocks of queries [start, stop)."""
         for b0, b1, runs in self._row_groups():
             clipped = [run.clip(start, stop) for run in runs if run.q0 < stop and run.q1 > start]
-            if tiling.native_varlen and _is_packed(clipped):
-                inside = [run for run in clipped if run.k0 == run.q0]  # all but the first, which may have begun before
-                for run in clipped[: len(clipped) - len(inside)]:
+            causal = [run for run in clipped if run.k1 is None]
+            if tiling.native_varlen and _is_packed(causal):
+                inside = [run for run in causal if run.k0 == run.q0]  # all but the first, which may have begun before
+                for run in [*causal[: len(causal) - len(inside)], *(run for run in clipped if run.k1 is not None)]:
                     yield from self._run_blocks(b0, b1, run, tiling)
                 for row in range(b0, b1):
                     yield self._varlen_block(row, inside)
@@ -206,10 +211,11 @@ class Spans:
         for q0 in range(run.q0, run.q1, step):
             q1 = min(q0 + step, run.q1)
             # Keys below `full` are in some queries' windows only; from `stop` on, in some queries' past only.
-            full, stop = max(run.k0, q1 - window), q0 if run.k1 is None else run.k1
-            edge = max(run.k0, q0 - window + 1)
+            reach = window + run.shift
+            full, stop = max(run.k0, q1 - reach), q0 if run.k1 is None else run.k1
+            edge = max(run.k0, q0 - reach + 1)
             if edge < min(full, stop):
-                yield Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), window)
+                yield Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach)
             yield from _full_blocks(b0, b1, q0, q1, full, stop, tiling)
             if run.k1 is None:
                 yield Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1)
@@ -239,5 +245,4 @@ def _full_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, k1: int, tiling: T
 
 def _is_packed(runs: list[Run]) -> bool:
     """Several documents, one behind the other, each reading nothing before itself."""
-    follows = all(a.q1 == b.q0 == b.k0 for a, b in itertools.pairwise(runs))
-    return len(runs) > 1 and follows and all(run.k1 is None for run in runs)
+    return len(runs) > 1 and all(a.q1 == b.q0 == b.k0 for a, b in itertools.pairwise(runs))

@@ -1,0 +1,284 @@
+"""Which tokens the rows of a batch have in common, and one packed row that holds each of them once.
+
+[Note: tree of rows] A token of a row is what the row holds up to it: two rows share a token if their ids are the same from
+the first to it, at the same positions. So the tokens that are computed form a tree. It is written down depth first, one
+segment after the other: a row whose tokens are new from some place on adds these as a segment, and what stands before them
+are pieces of earlier segments. A query reads the pieces before its segment, and its own segment up to itself; all of these
+come before it in the packed row, which is therefore causal like any other.
+
+Left padding is no part of a row, and a row's position is counted without it. Padding is not computed at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from streambp.attention.spans import Run, Spans
+
+LEAST = 64  # tokens that a branch must share to be one: fewer cost more in small blocks of attention than they save
+SAVES = 0.1  # of the rows' tokens: what sharing must save, so that prefixes that are equal by chance cost nothing
+WIDER = 4  # how much more is compared where all that was compared is equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens [start, stop) of the packed row: those of a row from its token `at` on, counted without padding."""
+
+    at: int
+    start: int
+    stop: int
+
+    def upto(self, at: int) -> Piece:
+        """Its tokens before the row's token `at`."""
+        return Piece(self.at, self.start, min(self.stop, self.start + at - self.at))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row's tokens, first to last: it begins in `column` of the batch, behind its padding. () has padding alone."""
+
+    column: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens without padding."""
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """New tokens of the packed row, as `own` says; `row` of the batch has them, behind those of the pieces `before`."""
+
+    row: int
+    own: Piece
+    before: tuple[Piece, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """Rows of a batch [B, T] as pieces of one packed row of `length` tokens. [Note: tree of rows]
+
+    Args:
+        width: T.
+        rows: of the batch, in its order. segments: of the packed row, first to last; together they cover its tokens.
+        furthest: the position of one more token at the end of the packed row, which no row has: a rotary embedding that
+            depends on the highest position of a batch finds it there, where padding alone has it. None: there is none.
+    """
+
+    width: int
+    rows: tuple[Row, ...]
+    segments: tuple[Segment, ...]
+    furthest: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that rows have, each once."""
+        return self.segments[-1].own.stop if self.segments else 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the packed row."""
+        return self.tokens + (self.furthest is not None)
+
+    @property
+    def tokens_of_rows(self) -> int:
+        """Tokens of all rows, without padding."""
+        return sum(row.length for row in self.rows)
+
+    def padding(self) -> Iterator[tuple[int, int, int]]:
+        """Of each row the columns [start, stop) that hold no token: row, start, stop."""
+        for index, row in enumerate(self.rows):
+            for start, stop in ((0, row.column), (row.column + row.length, self.width)):
+                if start < stop:
+                    yield index, start, stop
+
+    def packed(self, batch: Tensor) -> Tensor:
+        """The packed row [1, tokens] of a batch [B, T]."""
+        columns = ((s.row, self.rows[s.row].column + s.own.at, s.own.stop - s.own.start) for s in self.segments)
+        return torch.cat([batch[row, start : start + size] for row, start, size in columns])[None]
+
+    def spans(self, window: int | None = None) -> Spans:
+        """What the packed row's queries read.
+
+        Args:
+            window: of that many tokens of a row, the query among them; None: all before it.
+        """
+        own = [Run(segment.own.start, segment.own.stop, segment.own.start) for segment in self.segments]
+        if self.furthest is not None:
+            own.append(Run(self.tokens, self.length, self.tokens))
+        before = self._whole_pieces() if window is None else self._pieces_within(window)
+        return Spans(self.length, ((*own, *before),), window)
+
+    def _whole_pieces(self) -> Iterator[Run]:
+        """Neighbouring segments behind the same tokens read these in one run, however far each of them goes."""
+        cuts = sorted({edge for s in self.segments for piece in s.before for edge in (piece.start, piece.stop)})
+        readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for segment in self.segments:
+            for piece in segment.before:
+                inside = [cut for cut in cuts if piece.start <= cut <= piece.stop]
+                for part in itertools.pairwise(inside):
+                    queries = readers.setdefault(part, [])
+                    start = queries.pop()[0] if queries and queries[-1][1] == segment.own.start else segment.own.start
+                    queries.append((start, segment.own.stop))
+        for (k0, k1), queries in sorted(readers.items()):
+            yield from (Run(q0, q1, k0, k1) for q0, q1 in queries)
+
+    def _pieces_within(self, window: int) -> Iterator[Run]:
+        """Where positions count, each segment has a distance of its own from what it reads."""
+        for segment in self.segments:
+            for piece in segment.before:
+                shift = (segment.own.start - segment.own.at) - (piece.start - piece.at)
+                last = min(segment.own.stop, piece.stop - 1 + window + shift)  # the first query that reads nothing of it
+                if segment.own.start < last:
+                    yield Run(segment.own.start, last, piece.start, piece.stop, shift)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What is known of a row: its first column, its tokens, and the position of the first."""
+
+    column: int
+    length: int
+    position: int
+
+
+def find_tree(
+    ids: Tensor,
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    labelled: Tensor | None = None,
+    least: int = LEAST,
+    saves: float = SAVES,
+) -> Tree | str:
+    """The tree of a batch's rows; or why they are better computed as they are, or have to be.
+
+    Args:
+        ids: [B, T], integers.
+        mask: [B, T], zero for padding; None: there is none.
+        positions: [1 or B, T]; None: the columns.
+        labelled: [B, T] in bool, whose outputs are scored; None: nobody says.
+        least: tokens that a branch shares at least. saves: of the rows' tokens, what has to be saved.
+
+    Waits for the device, a few times for each row.
+    """
+    found = _look_at(ids, mask, positions, labelled)
+    if isinstance(found, str):
+        return found
+    known, furthest = found
+    segments, rows = _write_down(_aligned(ids, known), known, least)
+    last = max((k.position + k.length - 1 for k in known if k.length), default=furthest)
+    tree = Tree(ids.shape[1], rows, segments, None if last == furthest else furthest)
+    tokens = tree.tokens_of_rows
+    if tokens - tree.tokens < max(saves * tokens, 1):
+        return f"the last call's rows share too little: their {tokens} tokens would be {tree.tokens}"
+    return tree
+
+
+def _look_at(
+    ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
+) -> tuple[list[_Known], int] | str:
+    """What is known of each row, and the highest position that the batch has; or why rows cannot share."""
+    batch_size, width = ids.shape
+    columns = torch.arange(width, device=ids.device)
+    positions = columns[None] if positions is None else positions
+    positions = positions.expand(batch_size, -1)
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) != 0  # [B, T]
+    first = real.int().argmax(1)
+    last = width - 1 - real.flip(1).int().argmax(1)
+    length = real.sum(1)
+    both = real[:, 1:] & real[:, :-1]
+    grows = ((positions[:, 1:] - positions[:, :-1] == 1) | ~both).all(1)
+    scored = (torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)).to(first.dtype)
+    start = positions.gather(1, first[:, None])[:, 0]
+    table = torch.stack([first, last - first + 1, length, grows.to(first.dtype), scored, start, positions.amax(1)])
+    rows = table.T.tolist()
+    for index, (_, extent, tokens, steady, outside, _, _) in enumerate(rows):
+        if tokens and extent != tokens:
+            return f"the attention mask of the last call's row {index} leaves out tokens between others"
+        if not steady:
+            return f"position_ids of the last call's row {index} do not grow by one"
+        if outside:
+            return f"padding of the last call's row {index} predicts a label"
+    return [_Known(row[0], row[2], row[5]) for row in rows], max(row[6] for row in rows)
+
+
+def _aligned(ids: Tensor, known: list[_Known]) -> Tensor:
+    """ids [B, T], each row from its first token on; anything behind its last."""
+    if not any(row.column for row in known):
+        return ids
+    starts = torch.tensor([row.column for row in known], device=ids.device)
+    columns = (torch.arange(ids.shape[1], device=ids.device) + starts[:, None]).clamp(max=ids.shape[1] - 1)
+    return ids.gather(1, columns)
+
+
+@dataclasses.dataclass
+class _Branch:
+    """Rows that have the tokens of `before` in common, and are not written down yet."""
+
+    rows: list[int]
+    before: tuple[Piece, ...]
+
+
+def _write_down(ids: Tensor, known: list[_Known], least: int) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
+    """The segments of all rows, depth first, and what each row is made of.
+
+    Args:
+        ids: [B, T], aligned.
+    """
+    by_position: dict[int, list[int]] = {}
+    for index, row in enumerate(known):
+        by_position.setdefault(row.position, []).append(index)
+    waiting = [_Branch(rows, ()) for rows in reversed(by_position.values())]
+    segments: list[Segment] = []
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    end = 0
+    while waiting:
+        branch = waiting.pop()
+        pivot, *others = branch.rows
+        depth = sum(piece.stop - piece.start for piece in branch.before)
+        pieces[pivot] = branch.before
+        if known[pivot].length > depth:
+            own = Piece(depth, end, end + known[pivot].length - depth)
+            segments.append(Segment(pivot, own, branch.before))
+            pieces[pivot], end = _joined((*branch.before, own)), own.stop
+        common = _common(ids, pivot, others, depth, [row.length for row in known], least)
+        beside = [row for row in others if common[row] - depth < least]
+        if beside:
+            waiting.append(_Branch(beside, branch.before))
+        for at in sorted({at for at in common.values() if at - depth >= least}):  # the longest is popped first
+            path = tuple(piece.upto(at) for piece in pieces[pivot] if piece.at < at)
+            waiting.append(_Branch([row for row in others if common[row] == at], path))
+    return tuple(segments), tuple(Row(row.column, pieces[index]) for index, row in enumerate(known))
+
+
+def _joined(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The same with pieces that follow each other in the packed row made one."""
+    *before, last = pieces
+    if before and before[-1].stop == last.start:
+        return (*before[:-1], Piece(before[-1].at, before[-1].start, last.stop))
+    return pieces
+
+
+def _common(ids: Tensor, pivot: int, others: list[int], depth: int, lengths: list[int], least: int) -> dict[int, int]:
+    """How many tokens each of the others has in common with the pivot; all have `depth`.
+
+    Compares a few at first, and more of those that are the same so far: rows that part soon cost next to nothing.
+    """
+    found = {row: min(lengths[row], lengths[pivot]) for row in others}
+    same, start, size = others, depth, max(least, 1)
+    while same and start < lengths[pivot]:
+        stop = min(start + size, lengths[pivot])
+        differs = ids[same, start:stop] != ids[pivot, start:stop]  # [rows, tokens]
+        table = torch.stack([differs.any(1).to(torch.long), differs.int().argmax(1)]).tolist()
+        for row, parts, at in zip(same, *table, strict=True):
+            if parts:
+                found[row] = min(found[row], start + at)
+        same = [row for row, parts in zip(same, table[0], strict=True) if not parts and found[row] > stop]
+        start, size = stop, WIDER * size
+    return found
