@@ -50,6 +50,8 @@ class StreamConfig:
             grow by one, as attention's mask has it, unless the call has an attention_mask, seq_idx or cu_seq_lens_q.
             "as_given": where seq_idx and cu_seq_lens_q tell their kernels to, as unpatched; with position_ids alone they
             go on from one document to the next.
+        share_prefixes: compute what rows of a batch have in common at their beginning once (completions of one prompt,
+            chosen and rejected), where the model was tried on it and enough is saved; `describe` says what became of it.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -66,6 +68,7 @@ class StreamConfig:
     gpu_memory: int | str | None = None
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
     documents: Literal["from_positions", "as_given"] = "from_positions"
+    share_prefixes: bool = False
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -111,7 +114,7 @@ class StreamConfig:
             )
 
     def _check_head(self) -> None:
-        for field in ("head", "eval_logits", "lazy_logits"):
+        for field in ("head", "eval_logits", "lazy_logits", "share_prefixes"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")
         for field in ("eval_logits", "lazy_logits"):

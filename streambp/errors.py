@@ -21,6 +21,10 @@ class UnsupportedMaskError(StreamBPError):
     """The attention mask lets a query read keys that come after it, or does not fit the sequence."""
 
 
+class UnsharedError(StreamBPError):
+    """Rows that begin alike cannot be computed as a tree of prefixes; they are computed as rows instead."""
+
+
 class BackwardError(StreamBPError):
     """A backward pass was asked for that cannot give the right gradient."""
 

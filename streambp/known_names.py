@@ -40,6 +40,13 @@ CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 PAGED_CACHE = "cache"  # the cache of continuous batching
 STATE = "state"  # xLSTM and RWKV: the layer takes its states there, and returns them behind its hidden states
 PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], the keys that an earlier layer picked
+# Of backbones: all that a token of a tree of prefixes is known by, arguments that say nothing of tokens, and of language
+# models those that say which are scored.
+SHARED_INPUTS = ("input_ids", "attention_mask", "position_ids")
+SAYS_NOTHING_OF_TOKENS = (
+    "use_cache", "output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "num_items_in_batch",
+)  # fmt: skip
+LABELS = ("labels", "shift_labels")
 PER_KEY = ("alibi",)  # BLOOM: arguments whose last dimension is the keys
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
 DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules

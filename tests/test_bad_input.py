@@ -29,7 +29,7 @@ from tests.families import LENGTH, build, make_batch
     [
         ("chunk_size", 0), ("chunk_size", -3), ("chunk_size", "large"), ("chunk_size", True), ("chunk_size", 2.0),
         ("saves", "kv"), ("saves", (3,)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
-        ("lazy_logits", "yes"),
+        ("lazy_logits", "yes"), ("share_prefixes", 1),
     ],
 )  # fmt: skip
 def test_config_values(field, value):

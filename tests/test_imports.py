@@ -31,13 +31,15 @@ FOLDERS = {
     "head": ("distributed", "layer"),
     "lazy": ("distributed", "head"),
     "offload": ("layer",),
-    "prefixes": ("attention",),
-    "model": ("attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload"),
+    "prefixes": ("attention", "layer", "lazy"),
+    "model": (
+        "attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload", "prefixes",
+    ),
     "verify": ("layer", "model"),
     "planner": ("attention", "distributed", "layer", "admission", "offload", "model"),
     "launch": ("model", "planner"),
     "integrations": ("distributed", "losses", "admission", "head", "model", "planner", "launch"),
-}
+}  # fmt: skip
 TOP = ("", "__main__", "cli")  # import whatever they start
 
 

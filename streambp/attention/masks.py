@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function, find_packed_sequenc
 from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, reads
 from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
 from streambp.chunks import Barrier
-from streambp.errors import UnsupportedMaskError
+from streambp.errors import UnsharedError, UnsupportedMaskError
 from streambp.known_names import DOCUMENT_ENDS
 
 
@@ -31,6 +31,7 @@ class LazyMask:
 
     told: the argument that told `resolve` of packed documents, and how many there are; None: there are none.
     ends: where the documents of each row end, for models that do not tell their masks; None: what the mask says counts.
+    tree: of rows in one packed row, what its queries read within a window or without. [Note: tree of rows]
     """
 
     def __init__(self, description: dict[str, Any]) -> None:
@@ -39,6 +40,7 @@ class LazyMask:
         self.whole: Spans | None = None
         self.told: tuple[str, int] | None = None
         self.ends: tuple[tuple[int, ...], ...] | None = None
+        self.tree: Callable[[int | None], Spans] | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
         """The same mask, for models that cut their masks to the queries at hand; all of them are at hand here."""
@@ -128,8 +130,23 @@ def resolve(
     if mask is None:
         mask = LazyMask({"mask_function": causal_mask_function, "q_length": length, "kv_length": length})
     if mask.layout is None:
-        mask.layout = _from_description(mask, batch_size, length, position_ids, cu_seq_lens, device)
+        if mask.tree is not None:
+            mask.layout = _of_tree(mask, mask.tree, length, device)
+        else:
+            mask.layout = _from_description(mask, batch_size, length, position_ids, cu_seq_lens, device)
     return mask.layout
+
+
+def _of_tree(mask: LazyMask, tree: Callable[[int | None], Spans], length: int, device: torch.device) -> Spans:
+    """A packed row's spans, where the mask of a single row is causal, within a window or without. [Note: tree of rows]
+
+    Raises:
+        UnsharedError: it is something else.
+    """
+    plain = _from_description(mask, 1, length, None, None, device)
+    if not isinstance(plain, Spans) or plain != Spans.causal(1, length, plain.window):
+        raise UnsharedError("the attention mask is more than causal within a window")
+    return tree(plain.window)
 
 
 def resolve_whole(

@@ -113,12 +113,15 @@ class CausalLMForward(InstanceForward):
         self.use = HeadUse()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that `patch` found; within, the state has the call's position_ids for a backbone that gets none."""
-        before, self.state.position_ids = self.state.position_ids, kwargs.get("position_ids")
+        """The forward that `patch` found; within, the state has the call's position_ids and labels for a backbone that gets
+        none."""
+        before = self.state.position_ids, self.state.labels
+        self.state.position_ids = kwargs.get("position_ids")
+        self.state.labels = kwargs.get("labels"), kwargs.get("shift_labels")
         try:
             return self._original(*args, **kwargs)
         finally:
-            self.state.position_ids = before
+            self.state.position_ids, self.state.labels = before
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         trls = trls_head(getattr(self.previous, "__func__", None))

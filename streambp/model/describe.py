@@ -19,7 +19,7 @@ from streambp.known_names import COMPILED
 from streambp.layer.site import LayerSite
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.patching import Patch
-from streambp.model.wrappers import LayerForward
+from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
 
 OWN_ATTENTION = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
@@ -269,6 +269,8 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     if packed is not None:
         how = "do not grow by one" if packed[0] == "position_ids" else "are given"
         notes.append(f"{packed[0]} {how}: attention took the last call's rows for {packed[1]} documents")
+    backbones = (w.prefixes for w in found.state.wrappers if isinstance(w, BackboneForward))
+    notes += [f"share_prefixes: {prefixes.told}" for prefixes in backbones if prefixes is not None and prefixes.told]
     if found.state.unasked_cache:
         notes.append(
             "calls in eval mode with gradients and without use_cache ran as unpatched, because they return a cache; pass "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.ulysses import find_ulysses, refuse_context_parallelism
 from streambp.distributed.zero import make_leaf, unmake_leaf
-from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.errors import StreamBPError, UnsharedError, UnsupportedModelError
 from streambp.foreign import eager
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRecord, Recipe
@@ -35,6 +36,9 @@ from streambp.layer.site import LayerSite, attention_configs
 from streambp.lazy.standin import Deferred
 from streambp.model.packing import warn_of_documents
 from streambp.offload.manager import OffloadManager
+from streambp.prefixes.admission import check_streamed, tell
+from streambp.prefixes.calls import SharedPrefixes
+from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.call import keeps_kv
 from streambp.sharded.layer import stream_shard
@@ -54,6 +58,8 @@ class PatchState:
     warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
     position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
+    labels: of that forward, as `known_names.LABELS` has them.
+    tree: the rows of the running forward, if it computes what they share once. [Note: tree of rows]
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
     asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
     warned_of_documents: that the unpatched model would not take a row for several documents.
@@ -74,6 +80,8 @@ class PatchState:
     shards: Shards | None = None
     packed_rows: PackedRows | None = None
     position_ids: Any = None
+    labels: tuple[Any, Any] = (None, None)
+    tree: Tree | None = None
     split_over: int = 1
     warned_of_padding: bool = False
     warned_of_documents: bool = False
@@ -135,6 +143,9 @@ class LayerForward(InstanceForward):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tree = self.state.tree
+        if tree is not None:
+            tell(tree, self.site, args, kwargs)
         if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
             return self.original(*args, **kwargs)
         self.site.packed_rows = self.state.packed_rows
@@ -142,6 +153,8 @@ class LayerForward(InstanceForward):
             output = stream_layer(self.site, args, kwargs)
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
+        if tree is not None:
+            check_streamed(self.site)
         if self.final_norm is not None and self._defers(self.final_norm):
             assert self.state.defer_norm is not None
             # Not before: some models normalise the embeddings with the same module.
@@ -185,6 +198,7 @@ class BackboneForward(InstanceForward):
         self.keeps_states = any(states_argument(layer) is not None for layer in layers)
         self.checkpointed: list[nn.Module] = []
         self.attentions = distinct_attentions(layer for layer in layers if not cache_argument(layer))
+        self.prefixes = SharedPrefixes(module) if state.config.share_prefixes else None
 
     def install(self) -> None:
         """Also refuses nn.DataParallel, which asks the module for replicas."""
@@ -214,7 +228,7 @@ class BackboneForward(InstanceForward):
                 kwargs.pop("logits_to_keep", None)
             masked = "flash" not in str(self._config._attn_implementation)
             with routed(self._configs()), self._layers_known():
-                output = self.original(**kwargs)
+                output = self._over_rows_or_tree(kwargs)
             if torch.is_grad_enabled() and self.module.training:
                 self._warn_of_documents(masked)
             return output
@@ -224,6 +238,24 @@ class BackboneForward(InstanceForward):
             if self.state.deferring is not None:
                 self.state.deferring.remove()
                 self.state.deferring = None
+
+    def _over_rows_or_tree(self, kwargs: dict[str, Any]) -> Any:
+        """The model's own forward; what rows share is computed once if that is wanted."""
+        state, deferred = self.state, self.state.defer_norm
+        if state.tree is not None:
+            raise UnsharedError(f"{type(self.module).__name__} runs inside another model that shares prefixes")
+
+        def over(kwargs: Mapping[str, Any], tree: Tree | None, defer: HeadRecord | None = deferred) -> Any:
+            state.defer_norm, state.tree = defer, tree
+            try:
+                return self.original(**kwargs)
+            finally:
+                state.tree = None
+
+        if self.prefixes is None or state.shards is not None:
+            return over(kwargs, None)
+        on_trial = functools.partial(over, defer=None)
+        return self.prefixes.call(kwargs, over, on_trial, self._sites, state.labels)
 
     @contextlib.contextmanager
     def _layers_known(self) -> Iterator[None]:
@@ -343,9 +375,12 @@ class BackboneForward(InstanceForward):
         config: PreTrainedConfig = self.module.config  # type: ignore[assignment]
         return config
 
-    def _configs(self) -> list[PreTrainedConfig]:
+    def _sites(self) -> list[LayerSite]:
         inside = set(map(id, self.layers))
-        sites = [w.site for w in self.state.wrappers if isinstance(w, LayerForward) and id(w.module) in inside]
+        return [w.site for w in self.state.wrappers if isinstance(w, LayerForward) and id(w.module) in inside]
+
+    def _configs(self) -> list[PreTrainedConfig]:
+        sites = self._sites()
         if any(site.cache for site in sites):
             return []  # they attend by themselves, with the masks that their own setting builds
         # As of their last call; a layer that has changed routes its own when it is called.

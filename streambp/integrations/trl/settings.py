@@ -17,6 +17,7 @@ class StreamArguments:
         stream_offload: "cpu" moves what is kept to host memory; "auto" chooses what to keep as well.
         stream_host_memory: how much of it may be used, such as "96GiB".
         stream_gpu_memory: how much of the device's may be used for what lives longer than a chunk.
+        stream_share_prefixes: compute what rows have in common at their beginning once.
     """
 
     stream_chunk_size: str = dataclasses.field(
@@ -36,6 +37,10 @@ class StreamArguments:
         default=None,
         metadata={"help": 'With offloading, device memory for what lives longer than a chunk, such as "8GiB".'},
     )
+    stream_share_prefixes: bool = dataclasses.field(
+        default=False,
+        metadata={"help": "Compute what rows have in common at their beginning once: prompts of pairs and of groups."},
+    )
 
     def stream_config(self) -> StreamConfig:
         """Raises ConfigError for a value that StreamConfig does not take."""
@@ -47,4 +52,5 @@ class StreamArguments:
             offload=self.stream_offload,  # type: ignore[arg-type]
             host_memory=self.stream_host_memory,
             gpu_memory=self.stream_gpu_memory,
+            share_prefixes=self.stream_share_prefixes,
         )

@@ -1,0 +1,189 @@
+"""Which calls of a backbone share their rows' prefixes: by their arguments, and by a trial of the model.
+
+[Note: trial of sharing] No structure tells whether a model computes a token from what stands before it in its row and from
+its position alone: some count positions off the mask, some go on over padding. So at the first call of each kind three
+short rows of random tokens, most of which they share, are computed as rows and as a tree. A kind is how a call is made,
+never which tokens it has: every rank makes the same trial at its first call, and gathers the same weights for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.accumulate import HALF
+from streambp.attention.masks import LazyMask
+from streambp.device import autocast_dtype, has_data
+from streambp.errors import UnsharedError
+from streambp.known_names import LABELS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
+from streambp.layer.outputs import recording
+from streambp.layer.site import LayerSite
+from streambp.prefixes.spread import spread_all
+from streambp.prefixes.tree import Tree, find_tree
+
+TRIAL = (3, 24)  # rows and tokens
+PADS = (4, 3)  # of a trial with padding: on the left of all rows, and on the right of the last
+BAR, BAR_IN_HALF = 1e-4, 3e-2  # of the largest value: what rounding may make of it
+Over = Callable[[Mapping[str, Any], Tree | None], Any]  # a backbone's forward, over rows or over a packed row
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether a backbone's forward has an argument for positions."""
+    return SHARED_INPUTS[2] in inspect.signature(module.forward).parameters
+
+
+def why_not(kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
+    """Why a backbone's call with these arguments computes its rows; None if a tree of them may be tried."""
+    ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+    known = {*SHARED_INPUTS, *SAYS_NOTHING_OF_TOKENS, *LABELS}
+    foreign = next((name for name, value in kwargs.items() if name not in known and value is not None), None)
+    if foreign is not None:
+        return f"the call has {foreign}, which may say more of a token than its id and its position"
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not has_data(ids):
+        return "the call has no input_ids [B, T]"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        return "the attention mask is not [B, T]"
+    if positions is not None and (
+        not isinstance(positions, Tensor) or positions.shape not in (ids.shape, (1, *ids.shape[1:]))
+    ):
+        return "position_ids are not [B, T]"
+    for site in sites:
+        name = type(site.layer).__name__
+        if site.states is not None:
+            return f"{name} keeps states, which a branch would have to start from"
+        if site.cache is not None or site.counts_positions:
+            return f"{name} attends by itself, or asks its cache for positions"
+    return None
+
+
+def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """The attention masks among a layer's arguments learn of the tree.
+
+    Raises:
+        UnsharedError: the layer attends, and has none that could.
+    """
+    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyMask)]
+    for mapping in (value for value in kwargs.values() if isinstance(value, Mapping)):
+        masks += [value for value in mapping.values() if isinstance(value, LazyMask)]
+    for mask in masks:
+        mask.tree = tree.spans
+    if site.attends and not masks:
+        raise UnsharedError(f"{type(site.layer).__name__} gets no attention mask that could tell of branches")
+
+
+def check_streamed(site: LayerSite) -> None:
+    """Raises UnsharedError of a layer that ran whole: what else mixes its tokens would mix branches."""
+    if site.because is not None:
+        raise UnsharedError(f"{type(site.layer).__name__} does not run in chunks: {site.because}")
+
+
+class Trials:
+    """What trials of a backbone found: for each kind of call why it computes rows, without padding and with it; None if it
+    may share. [Note: trial of sharing]"""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
+
+    def verdicts_of(self, kwargs: Mapping[str, Any], over: Over) -> tuple[str | None, str | None]:
+        """Of a call's kind, without padding and with it; the first call of a kind tries both.
+
+        Args:
+            kwargs: the call's, as `why_not` admits them.
+            over: the backbone's forward, on trial.
+        """
+        ids, mask, _ = (kwargs.get(name) for name in SHARED_INPUTS)
+        assert ids is not None
+        given = tuple(sorted(name for name, value in kwargs.items() if value is not None and value is not False))
+        kind = given, autocast_dtype(ids.device.type), next(self.module.parameters()).dtype
+        if kind not in self.verdicts:
+            plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over)
+            self.verdicts[kind] = (
+                plain,
+                plain if mask is None else self._try(_trial_of(kwargs, self._vocabulary, True), over),
+            )
+        return self.verdicts[kind]
+
+    def settle(self, reason: str) -> None:
+        """All kinds that were tried compute rows from now on."""
+        self.verdicts = dict.fromkeys(self.verdicts, (reason, reason))
+
+    @property
+    def _vocabulary(self) -> int:
+        embeddings = self.module.get_input_embeddings()  # type: ignore[operator]
+        return int(getattr(embeddings, "num_embeddings", 0) or embeddings.weight.shape[0])
+
+    def _try(self, kwargs: dict[str, Any], over: Over) -> str | None:
+        ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+        assert ids is not None
+        tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0)
+        assert isinstance(tree, Tree), tree
+        with torch.no_grad(), _in_eval(self.module), recording(()):
+            try:
+                rows = over(kwargs, None)
+                shared = spread_all(over(packed(kwargs, tree), tree), tree)
+            except torch.OutOfMemoryError:
+                raise
+            except UnsharedError as error:
+                return str(error)
+            except Exception as error:
+                return f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
+        expected, found = rows[0], shared[0]
+        here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+        difference = float((found - expected)[here].abs().max()) / max(float(expected[here].abs().max()), 1e-30)
+        if difference <= (BAR_IN_HALF if expected.dtype in HALF else BAR):
+            return None
+        return f"a trial on a few random tokens gave something else than rows do (by {difference:.1e} of the largest value)"
+
+
+def packed(kwargs: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
+    """A call's arguments for the packed row: ids, positions and mask [1, N] of its tokens, and no labels."""
+    ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+    assert ids is not None
+    if positions is None:
+        positions = torch.arange(tree.width, device=ids.device)[None]
+    ids, positions = tree.packed(ids), tree.packed(positions.expand(len(tree.rows), -1))
+    if tree.furthest is not None:
+        ids = nn.functional.pad(ids, (0, 1))
+        positions = nn.functional.pad(positions, (0, 1), value=tree.furthest)
+    # A mask, lest transformers looks for documents in the positions.
+    mask = torch.ones_like(ids) if mask is None else mask.new_ones(ids.shape)
+    changed = dict(zip(SHARED_INPUTS, (ids, mask, positions), strict=True))
+    return {**{name: value for name, value in kwargs.items() if name not in LABELS}, **changed}
+
+
+def _trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
+    """A call of the same kind, of random rows that part twice; with padding on both sides or without."""
+    ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+    assert ids is not None
+    length = TRIAL[1]
+    tokens = torch.randint(vocabulary, TRIAL, generator=torch.Generator().manual_seed(0))
+    tokens[1, : length // 2] = tokens[0, : length // 2]
+    tokens[2, : length * 5 // 6] = tokens[1, : length * 5 // 6]
+    real = torch.ones_like(tokens)
+    if padded:
+        real[:, : PADS[0]], real[2, -PADS[1] :] = 0, 0
+    changed = {SHARED_INPUTS[0]: tokens.to(ids)}
+    if mask is not None:
+        changed[SHARED_INPUTS[1]] = real.to(mask)
+    if positions is not None:
+        changed[SHARED_INPUTS[2]] = (real.cumsum(1) - 1).clamp(min=0).to(positions)
+    return {**{name: value for name, value in kwargs.items() if name not in LABELS}, **changed}
+
+
+@contextlib.contextmanager
+def _in_eval(module: nn.Module) -> Iterator[None]:
+    """Within, nothing in it is random. Modules' own `train` is not called, which may do more."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,110 @@
+"""A backbone's call, over the packed row of its rows' tree where that is exact and saves something; else over the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.errors import StreamBPError, UnsharedError
+from streambp.known_names import LABELS, SHARED_INPUTS
+from streambp.layer.site import LayerSite
+from streambp.prefixes.admission import Over, Trials, packed, takes_positions, why_not
+from streambp.prefixes.spread import spread_all
+from streambp.prefixes.tree import Tree, find_tree
+
+IGNORED = -100  # a label that is none
+
+
+class SharedPrefixes:
+    """How a backbone's calls share the prefixes of their rows.
+
+    told: what became of the last call's rows, for `describe`; None before the first call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.trials = Trials(module)
+        self.module = module
+        self.takes_positions = takes_positions(module)
+        self.told: str | None = None
+
+    def call(
+        self,
+        kwargs: Mapping[str, Any],
+        over: Over,
+        on_trial: Over,
+        sites: Callable[[], list[LayerSite]],
+        labels: tuple[Any, Any] = (None, None),
+    ) -> Any:
+        """What the backbone returns for its arguments, for rows [B, T].
+
+        Args:
+            over: its forward, over rows or over a tree. on_trial: the same, of a call that nobody asked for.
+            sites: its layers.
+            labels: of the language model around it, as `known_names.LABELS` has them.
+
+        Raises:
+            StreamBPError: only when the model ran was it found that it cannot share, and there are other ranks.
+        """
+        tree = self._find(kwargs, on_trial, sites, labels)
+        if isinstance(tree, Tree):
+            try:
+                output = spread_all(over(packed(kwargs, tree), tree), tree)
+            except UnsharedError as error:
+                self._refuse_on_ranks(error)
+                self.trials.settle(str(error))
+                tree = str(error)
+            else:
+                self.told = (
+                    f"the last call's {len(tree.rows)} rows of {tree.tokens_of_rows} tokens were computed as {tree.tokens}"
+                )
+                return output
+        self.told = f"rows were computed: {tree}"
+        return over(kwargs, None)
+
+    def _find(
+        self, kwargs: Mapping[str, Any], on_trial: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
+    ) -> Tree | str:
+        ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+        if isinstance(ids, Tensor) and ids.shape[0] == 1:
+            return "the last call has one row"
+        if not self.takes_positions:
+            return f"{type(self.module).__name__} takes no position_ids"
+        reason = why_not(kwargs, sites())
+        if reason is not None:
+            return reason
+        plain, padded = self.trials.verdicts_of(kwargs, on_trial)
+        if plain is not None and padded is not None:
+            return plain
+        assert ids is not None
+        tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids))
+        reason = plain if isinstance(tree, str) or not any(tree.padding()) else padded
+        return tree if reason is None else reason
+
+    def _refuse_on_ranks(self, error: UnsharedError) -> None:
+        """One rank alone must not begin its forward again, for whose weights the others would have to be there."""
+        if (
+            torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        ):
+            raise StreamBPError(
+                f"This batch's rows cannot be computed as a tree of prefixes: {error}. That was found while the model ran, "
+                "where other ranks wait for this one. Set StreamConfig(share_prefixes=False)."
+            ) from error
+
+
+def _labelled(labels: tuple[Any, Any], kwargs: Mapping[str, Any], ids: Tensor) -> Tensor | None:
+    """[B, T] in bool: which tokens predict a label; None where there are none.
+
+    Args:
+        labels: of the language model around the backbone, or else those among the backbone's kwargs.
+    """
+    plain, shifted = (outer if outer is not None else kwargs.get(name) for outer, name in zip(labels, LABELS, strict=True))
+    if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
+        return shifted != IGNORED
+    if isinstance(plain, Tensor) and plain.shape == ids.shape:
+        return nn.functional.pad(plain[:, 1:] != IGNORED, (0, 1))
+    return None

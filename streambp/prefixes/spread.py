@@ -1,0 +1,107 @@
+"""Outputs of the packed row, given to each row that shares their tokens; gradients are summed over these rows.
+
+[Note: sums at branches] A token's gradient is the sum over the rows that share it. It is summed in promote_types(dtype,
+float32), row after row in their order, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.errors import BackwardError, UnsharedError
+from streambp.lazy.standin import Deferred
+from streambp.prefixes.tree import Tree
+
+
+class Spread(torch.autograd.Function):
+    """x [N, ...] of a tree's packed row -> [B, T, ...] of its rows.
+
+    Where these are padded they get the first token's values: a loss that takes padding in, which it should not, has a
+    gradient there, and zeros might have none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tree: Tree) -> Tensor:
+        """A new tensor [B, T, ...] in x's dtype."""
+        ctx.tree = tree
+        spread = x.new_empty(len(tree.rows), tree.width, *x.shape[1:])
+        for row, here, there in _places(tree):
+            spread[row, here] = x[there]
+        for row, start, stop in tree.padding():
+            spread[row, start:stop] = x[0]
+        return spread
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """From [B, T, ...] the sums [N, ...], in grad's dtype. [Note: sums at branches]
+
+        Raises:
+            BackwardError: a gradient arrives at padding, which was not computed.
+        """
+        tree: Tree = ctx.tree
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(tree.length, *grad.shape[2:], dtype=wide)
+        for row, here, there in _places(tree):
+            total[there] += grad[row, here]
+        _refuse_padding(grad, tree)
+        return total.to(grad.dtype), None
+
+
+def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
+    """A row, a part of its columns, and their place in the packed row."""
+    for index, row in enumerate(tree.rows):
+        for piece in row.pieces:
+            start = row.column + piece.at
+            yield index, slice(start, start + piece.stop - piece.start), slice(piece.start, piece.stop)
+
+
+def _refuse_padding(grad: Tensor, tree: Tree) -> None:
+    """Where a step has overflowed, padding gets NaN from what it has in common with tokens: that is left alone."""
+    parts = [grad[row, start:stop] for row, start, stop in tree.padding()]
+    if parts and bool(torch.stack([((part != 0) & part.isfinite()).any() for part in parts]).any()):
+        raise BackwardError(
+            "A gradient arrives at padding of a batch whose rows were computed as a tree of prefixes, without padding. "
+            "Leave padding out of the loss (labels of -100, or a mask that zeroes it), or set "
+            "StreamConfig(share_prefixes=False)."
+        )
+
+
+def spread(x: Tensor, tree: Tree) -> Tensor:
+    """[1, N, ...] -> [B, T, ...], and [N, ...] -> [B * T, ...], in x's dtype; N are the tokens of the packed row.
+
+    Raises:
+        UnsharedError: x has another shape.
+    """
+    if isinstance(x, Deferred):
+        return (
+            spread(x.written, tree) if x.written is not None else Deferred.make(spread(x.source, tree), x.recipe, x.dtype)
+        )
+    if x.dim() > 1 and tuple(x.shape[:2]) == (1, tree.length):
+        rows: Tensor = Spread.apply(x[0], tree)
+        return rows
+    if x.dim() > 1 and x.shape[0] == tree.length:
+        flat: Tensor = Spread.apply(x, tree)
+        return flat.flatten(0, 1)
+    raise UnsharedError(f"the model returns a tensor {list(x.shape)} for a packed row of {tree.length} tokens")
+
+
+def spread_all(output: Any, tree: Tree, done: dict[int, Tensor] | None = None) -> Any:
+    """The same of every tensor in a model's output; one that stands there twice stays one.
+
+    Raises:
+        UnsharedError: one of them is none of the packed row's tokens.
+    """
+    done = {} if done is None else done
+    if isinstance(output, Tensor):
+        if id(output) not in done:
+            done[id(output)] = spread(output, tree)
+        return done[id(output)]
+    if isinstance(output, Mapping):
+        return type(output)(**{name: spread_all(value, tree, done) for name, value in output.items()})
+    if isinstance(output, tuple | list):
+        return type(output)(spread_all(value, tree, done) for value in output)
+    return output

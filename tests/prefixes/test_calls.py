@@ -1,0 +1,429 @@
+"""Calls whose rows share prefixes against the unpatched batch in float64, and those that compute rows instead.
+
+covers: prefixes/calls.py, prefixes/admission.py, prefixes/spread.py, attention/masks.py, model/wrappers.py
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+
+import streambp
+from streambp.attention.spans import Run
+from streambp.errors import BackwardError, StreamBPError
+from streambp.prefixes import admission, calls, spread
+from streambp.prefixes.tree import LEAST, Tree, find_tree
+from tests import families, zoo
+from tests.counting import LinearFlops
+from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
+from tests.prefixes.batches import MODES, PROMPT, counted, make_batch, real
+from tests.seeds import seeded
+
+LEAST_HERE = 8
+MOES = {"gpt_oss": {"output_router_logits": True}, "qwen3_moe": {"output_router_logits": True}}
+FAMILIES = ("llama", "qwen3", "mistral", "gemma3", *MOES, "gpt2", "gemma3n_text")
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle, monkeypatch):
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=LEAST_HERE))
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def build(family):
+    if family in families.FAMILIES:
+        return families.build(family, torch.float64)
+    return zoo.build(family, **MOES.get(family, {}))
+
+
+def sharing(stock, chunk_size=7, **settings):
+    config = streambp.StreamConfig(chunk_size=chunk_size, share_prefixes=True, **settings)
+    return streambp.patch(copy.deepcopy(stock), config)
+
+
+@functools.cache
+def reference(family, mode):
+    with pytest.MonkeyPatch.context() as patch:
+        lift_float32_casts(patch)
+        return gradients(build(family), **make_batch(mode))
+
+
+def told(model):
+    """Tokens of rows and of their tree in the last call; or why rows were computed."""
+    [note] = [note for note in streambp.describe(model).notes if note.startswith("share_prefixes: ")]
+    found = re.fullmatch(r".*rows of (\d+) tokens were computed as (\d+)", note)
+    return tuple(map(int, found.groups())) if found else note.removeprefix("share_prefixes: rows were computed: ")
+
+
+def check(model, family, mode, **batch):
+    expected_loss, expected = reference(family, mode)
+    loss, found = gradients(model, **(batch or make_batch(mode)))
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+    if mode == "nothing shared":
+        assert "share too little" in told(model)
+    else:
+        assert told(model) == counted(make_batch(mode))
+
+
+def cases():
+    """Fast: each family and mode with one of the chunk sizes, and gemma3 with two."""
+    for f, family in enumerate(FAMILIES):
+        for m, mode in enumerate(MODES):
+            for number, size in enumerate((1, 7, 1000)):
+                if family == "gemma3n_text" and mode in ("padded", "two prompts"):
+                    continue  # unpatched its gradients are NaN where padding is on the left
+                fast = number == (f + m) % 3 or (family == "gemma3" and number == 1)
+                yield pytest.param(family, mode, size, marks=() if fast else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("family", "mode", "chunk_size"), cases())
+def test_gradients_are_exact(family, mode, chunk_size):
+    check(sharing(build(family), chunk_size), family, mode)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("over", [0, 1])
+def test_chunks_that_end_on_the_last_token_or_before_it(family, over):
+    _, tokens = counted(make_batch("plain"))
+    sizes = [size for size in range(3, tokens) if tokens % size == over]
+    for size in sizes[:2]:
+        check(sharing(build(family), size), family, "plain")
+
+
+SETTINGS = {
+    "saves": {"saves": ("attn_out", "kv", "self_attn.*")},
+    "attn_out": {"saves": ("attn_out",)},
+    "offloaded": {"offload": "cpu", "saves": ("attn_out", "kv")},
+    "tiles": {"offload": "cpu", "gpu_memory": "8KB"},
+    "math": {"attention": "math"},
+    "head": {"head": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "setting"),
+    [
+        pytest.param(family, mode, setting, marks=() if (f + s) % 3 == 0 and m == s % 2 else pytest.mark.full)
+        for f, family in enumerate(("qwen3", "gemma3", "gpt_oss"))
+        for m, mode in enumerate(("padded", "two prompts"))
+        for s, setting in enumerate(SETTINGS)
+    ],
+)
+def test_settings(family, mode, setting):
+    check(sharing(build(family), **SETTINGS[setting]), family, mode)
+
+
+def policy_loss(model, batch, **given):
+    """What a program makes of logits, with a weight of its own for each row."""
+    model.zero_grad(set_to_none=True)
+    logits = model(input_ids=batch["input_ids"], attention_mask=real(batch), use_cache=False, **given).logits
+    log_probs = torch.log_softmax(logits[:, PROMPT - 1 : -1], -1)
+    scored = log_probs.gather(-1, batch["input_ids"][:, PROMPT:, None])[..., 0]
+    weights = torch.linspace(-1, 1, len(scored))[:, None] * real(batch)[:, PROMPT:]
+    loss = (scored.exp() * weights).sum()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("mode", ["plain", "padded", "deep"])
+def test_a_loss_of_logits_with_a_weight_for_each_row(mode, lazy):
+    stock, batch = build("qwen3"), make_batch(mode)
+    ours = sharing(stock, lazy_logits=lazy)
+    (expected_loss, expected), (loss, found) = (policy_loss(model, batch) for model in (stock, ours))
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+    assert told(ours) == counted(batch)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_outputs_are_those_of_rows(grad):
+    """Logits, every layer's hidden states and router logits, with a graph and without."""
+    stock, batch = build("qwen3_moe"), make_batch("padded")
+    ours = sharing(stock)
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.set_grad_enabled(grad):
+        expected, found = (m(**given, output_hidden_states=True, use_cache=False) for m in (stock, ours))
+    here = batch["attention_mask"] > 0
+    assert len(found.hidden_states) == len(expected.hidden_states)
+    pairs = [*zip(found.hidden_states, expected.hidden_states, strict=True), (found.logits, expected.logits)]
+    for one, other in pairs:
+        assert one.shape == other.shape
+        torch.testing.assert_close(one[here], other[here], rtol=1e-12, atol=1e-12)
+    for one, other in zip(found.router_logits, expected.router_logits, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one[here.flatten()], other[here.flatten()], rtol=1e-12, atol=1e-12)
+    assert told(ours) == counted(batch)
+
+
+def test_rows_with_other_padding_share_where_positions_say_so():
+    batch = make_batch("plain")
+    ids, mask = batch["input_ids"].clone(), torch.ones_like(batch["input_ids"])
+    ids[1], labels = ids[1].roll(5), batch["labels"]
+    ids[1, :5], mask[1, :5] = 0, 0
+    ids[1, 5 : 5 + PROMPT] = ids[0, :PROMPT]
+    labels[1, : 5 + PROMPT] = -100
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
+    stock = build("mistral")
+    ours = sharing(stock)
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    rows, tree = told(ours)
+    assert rows - tree == 3 * PROMPT
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_look_at_the_longest_row(rope):
+    """Padding alone has the batch's highest position, which is beyond what the model was trained for."""
+    batch = make_batch("plain")
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, -3:] = 0
+    batch = {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    length = mask.shape[1]
+    scaling = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0}
+    if rope == "longrope":
+        scaling.update(short_factor=[1.0] * 4, long_factor=[3.0] * 4, original_max_position_embeddings=length - 1)
+    stock = families.build("llama", torch.float64, rope_parameters=scaling, max_position_embeddings=length - 1)
+    ours = sharing(stock)
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert isinstance(told(ours), tuple)
+
+
+def rows_instead(stock, batch, expected=None, **settings):
+    """The step is exact, and why rows were computed."""
+    ours = sharing(stock, **settings)
+    assert worst_error(gradients(ours, **batch)[1], expected or gradients(stock, **batch)[1]) <= EXACT
+    return told(ours)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "why"),
+    [
+        ("lfm2", "plain", "keeps states"),
+        ("qwen3_next", "plain", "keeps states"),
+        ("bloom", "plain", "takes no position_ids|attends by itself"),
+        ("llama4_text", "plain", "asks its cache for positions"),
+        ("opt", "padded", "gave something else than rows"),
+    ],
+)
+def test_models_that_compute_rows(family, mode, why):
+    assert re.search(why, rows_instead(zoo.build(family), make_batch(mode)))
+
+
+def test_opt_shares_without_padding():
+    """It makes positions of its mask, which a row without padding has no use for."""
+    stock = zoo.build("opt")
+    ours = sharing(stock)
+    batch = make_batch("plain")
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert told(ours) == counted(batch)
+
+
+def changed(what):
+    batch = make_batch("plain")
+    ids = batch["input_ids"]
+    length = ids.shape[1]
+    if what == "embeddings":
+        batch["inputs_embeds"] = torch.randn(*ids.shape, 32, generator=seeded(3))
+        del batch["input_ids"]
+    elif what == "4-D mask":
+        batch["attention_mask"] = torch.ones(4, 1, length, length, dtype=torch.bool).tril()
+    elif what == "documents":
+        batch["position_ids"] = torch.cat([torch.arange(9), torch.arange(length - 9)]).repeat(4, 1)
+    elif what == "a hole":
+        batch["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.tensor([3]), 0)
+    elif what == "one row":
+        batch = {name: value[:1] for name, value in batch.items()}
+    elif what == "a label after padding":
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][:, :2] = 0
+        batch["labels"] = ids.masked_fill(batch["attention_mask"] == 0, -100)
+    elif what == "an unknown argument":
+        batch["token_type_ids"] = torch.zeros_like(ids)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("embeddings", "inputs_embeds"),
+        ("4-D mask", "not [B, T]"),
+        ("documents", "do not grow by one"),
+        ("a hole", "leaves out tokens"),
+        ("one row", "one row"),
+        ("a label after padding", "predicts a label"),
+        ("an unknown argument", "token_type_ids"),
+    ],
+)
+def test_calls_that_compute_rows(what, why):
+    assert why in rows_instead(build("qwen3"), changed(what))
+
+
+def test_layers_that_mix_tokens_compute_rows(monkeypatch):
+    stock = build("llama")
+    families.mix_neighbours(monkeypatch, stock)
+    assert "does not run in chunks" in rows_instead(stock, make_batch("plain"))
+
+
+def test_a_model_that_mixes_tokens_outside_of_its_layers_computes_rows():
+    stock = build("llama")
+
+    def mix(_, __, output):
+        return output + 0.5 * output.roll(1, 1)
+
+    stock.model.embed_tokens.register_forward_hook(mix)
+    assert "gave something else than rows" in rows_instead(stock, make_batch("plain"))
+
+
+def test_a_layer_that_begins_to_mix_tokens_later():
+    """What the trial found does not hold any more: the layer's own does not run in chunks."""
+    stock, batch = build("llama"), make_batch("plain")
+    ours = sharing(stock)
+    gradients(ours, **batch)
+    assert told(ours) == counted(batch)
+    for model in (stock, ours):
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert "does not run in chunks" in told(ours)
+
+
+def test_one_rank_among_several_does_not_begin_again(monkeypatch):
+    ours, batch = sharing(build("llama")), make_batch("plain")
+    gradients(ours, **batch)
+    ours.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(StreamBPError, match="other ranks wait"):
+        ours(**batch)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_with_nothing_shared_the_step_is_that_of_rows(family):
+    """To the bit; random ids begin with the same token now and then."""
+    stock = families.build(family)
+    generator = seeded(5)
+    ids = torch.randint(3, 6, (4, 40), generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    plain = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7))
+    expected, found = gradients(plain, **batch)[1], gradients(ours := sharing(stock), **batch)[1]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "share too little" in told(ours)
+
+
+def test_gradients_at_padding_are_refused():
+    ours, batch = sharing(build("llama")), make_batch("padded")
+    logits = ours(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    with pytest.raises(BackwardError, match="arrives at padding"):
+        logits.square().sum().backward()
+
+
+def test_overflow_is_left_to_the_program():
+    """A scaler skips the step by the infinite gradients that it finds."""
+    ours, batch = sharing(build("llama")), make_batch("padded")
+    logits = ours(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    (logits * torch.nan).sum().backward()
+    assert not ours.model.layers[0].mlp.up_proj.weight.grad.isfinite().all()
+
+
+def test_one_trial_for_each_kind_of_call(monkeypatch):
+    ours, batch = sharing(build("llama")), make_batch("padded")
+    tried = []
+    real_try = admission.Trials._try
+    monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
+    modes = [module.training for module in ours.modules()]
+    for _ in range(2):
+        gradients(ours, **batch)
+    assert len(tried) == 2  # without padding and with it
+    assert modes == [module.training for module in ours.modules()]
+    gradients(ours, **make_batch("plain"))  # it has no mask
+    assert len(tried) == 3
+
+
+def linear_flops(model, ids):
+    """Of a step of the layers, forward and backward."""
+    with LinearFlops() as counted_flops:
+        model.model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+    return counted_flops.total
+
+
+def test_flops_of_linears_are_those_of_the_tree():
+    batch = make_batch("plain", prompt=96, completion=12)
+    stock = families.build("llama", torch.float64)
+    rows, tree = counted(batch)
+    found = []
+    for share in (True, False):
+        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=200, share_prefixes=share))
+        gradients(ours, **batch)
+        linear_flops(ours, batch["input_ids"])  # trials of the call without labels
+        found.append(linear_flops(ours, batch["input_ids"]))
+    assert found[0] / found[1] == pytest.approx(tree / rows, rel=0.02)
+
+
+def test_sums_at_branches_are_wide():
+    """256 rows share a token; in bfloat16 a sum of so many ones would stop at 256."""
+    ids = torch.arange(LEAST).repeat(300, 1)
+    tree = find_tree(ids)
+    x = torch.zeros(1, tree.length, 2, dtype=torch.bfloat16, requires_grad=True)
+    spread.spread(x, tree).sum().backward()
+    assert x.grad.unique().tolist() == [300.0]
+
+
+def half_sums(ctx, grad):
+    total = grad.new_zeros(ctx.tree.length, *grad.shape[2:])
+    for row, here, there in spread._places(ctx.tree):
+        total[there] += grad[row, here]
+    return total, None
+
+
+def packed_positions(monkeypatch):
+    real_packed = calls.packed
+
+    def mutant(kwargs, tree):
+        found = real_packed(kwargs, tree)
+        return {**found, "position_ids": torch.arange(found["input_ids"].shape[1])[None]}
+
+    monkeypatch.setattr(calls, "packed", mutant)
+    check(sharing(build("llama")), "llama", "plain")
+
+
+def no_shift(monkeypatch):
+    real_pieces = Tree._pieces_within
+    monkeypatch.setattr(Tree, "_pieces_within", lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_pieces(self, w)))
+    check(sharing(build("mistral")), "mistral", "deep")
+
+
+def a_sibling(monkeypatch):
+    real_pieces = Tree._whole_pieces
+    monkeypatch.setattr(
+        Tree, "_whole_pieces", lambda self: (Run(r.q0, r.q1, r.k0, min(r.k1 + 1, r.q0)) for r in real_pieces(self))
+    )
+    check(sharing(build("llama")), "llama", "deep")
+
+
+def sums_in_half_precision(monkeypatch):
+    monkeypatch.setattr(spread.Spread, "backward", staticmethod(half_sums))
+    test_sums_at_branches_are_wide()
+
+
+def any_prefix_shares(monkeypatch):
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=1, saves=0.0))
+    test_with_nothing_shared_the_step_is_that_of_rows("llama")
+
+
+@pytest.mark.parametrize("mutant", [packed_positions, no_shift, a_sibling, sums_in_half_precision, any_prefix_shares])
+def test_mutants_are_found(mutant, monkeypatch):
+    with pytest.raises(AssertionError):
+        mutant(monkeypatch)
+
+
+def test_off_by_default():
+    ours = streambp.patch(build("llama"))
+    gradients(ours, **make_batch("plain"))
+    assert not any("share_prefixes" in note for note in streambp.describe(ours).notes)
