@@ -15,6 +15,7 @@ from streambp.errors import StreamBPError
 from streambp.head.blocks import Projection, Wanted
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
+from streambp.head.places import taken
 
 
 @dataclasses.dataclass
@@ -31,7 +32,7 @@ class HeadRecord:
     temperature: float = 1.0
     in_float32: bool = False
     values: TokenLogProbs | None = None  # [N] each
-    hidden_states: Tensor | None = None  # [N, h], what they were computed from
+    hidden_states: Callable[[], Tensor] | None = None  # gives [N, h], what they were computed from
     norm: nn.Module | None = None  # and the norm that comes before the head
     num_items: Tensor | int | None = None  # what the model's loss will divide a sum by
     built_for: str | None = None  # the operation that needed real logits
@@ -44,7 +45,10 @@ class HeadRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What stands between the stored hidden states and a deferred tensor's value."""
+    """What stands between the stored hidden states and a deferred tensor's value.
+
+    places: [...], where the stored ones [N, h] have those of each token; None: they have the tokens' shape. [Note: places]
+    """
 
     record: HeadRecord
     norm: nn.Module | None = None
@@ -56,6 +60,15 @@ class Recipe:
     after: float = 1.0
     head: nn.Module | None = None  # must be running where weight and bias are read
     logits: bool = False  # it is the output projection's result, or made of it
+    places: Tensor | None = None
+
+    def at(self, places: Tensor) -> Recipe:
+        """The same of tokens at other places [...]."""
+        return dataclasses.replace(self, places=places)
+
+    def of(self, source: Tensor, tokens: Tensor) -> tuple[Tensor, Recipe]:
+        """Source and recipe of other tokens: of hidden states [..., h], or of places [..., 1] if the recipe has any."""
+        return (tokens, self) if self.places is None else (source, self.at(tokens[..., 0]))
 
     def scaled(self, factor: float) -> Recipe:
         """The recipe of the deferred tensor times `factor`."""
@@ -85,7 +98,9 @@ class Recipe:
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
 
     def build(self, source: Tensor) -> Tensor:
-        """The value for `source` [..., h]: [..., h], or [..., V] with a weight; differentiable."""
+        """The value for `source` [..., h], at the recipe's places if it has any: [..., h], or [..., V] with a weight;
+        differentiable."""
+        source = source if self.places is None else taken(source, self.places)
         value: Tensor = source if self.norm is None else self.norm.forward(source)  # its hooks ran in the model's own call
         if self.scale_hidden != 1.0:
             value = value * self.scale_hidden
@@ -135,17 +150,17 @@ def _is_default(value: Any) -> bool:
 def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """F.cross_entropy of the logits that `recipe` makes of `source` [N, h], with labels `target` [N], without them.
 
+    Where the recipe has places [M], there are M labels, and the hidden states of labelled tokens alone are taken there.
+
     Returns:
         In promote_types(source dtype, float32): a scalar, or [N] for reduction "none". 0 where no label is valid.
 
     Raises:
         StreamBPError: there are not N labels, or one is outside the vocabulary.
     """
-    if target.shape[0] != source.shape[0]:
-        raise StreamBPError(
-            f"There are {target.shape[0]} labels for {source.shape[0]} positions. labels must be shaped like input_ids, "
-            "[B, T], and shift_labels like labels."
-        )
+    if recipe.places is not None:
+        return _loss_at_places(source, recipe, recipe.places, target, ignore_index, reduction)
+    check_count(target, source.shape[0])
     assert recipe.weight is not None
     check_labels(target, full_shape(recipe.weight)[0], ignore_index)
     record = recipe.record
@@ -171,12 +186,34 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
     if one_pass:
         total: Any = found[0]
     else:
-        record.hidden_states, record.norm = source, recipe.norm
+        record.hidden_states, record.norm = lambda: source, recipe.norm
         record.values = TokenLogProbs(*found)  # type: ignore[arg-type]
         if reduction == "none":
             return -record.values.log_probs
         total = -record.values.log_probs.sum()
     return total if reduction == "sum" else total / labelled
+
+
+def check_count(target: Tensor, positions: int) -> None:
+    """Raises StreamBPError where there are not as many labels [N] as positions."""
+    if target.shape[0] != positions:
+        raise StreamBPError(
+            f"There are {target.shape[0]} labels for {positions} positions. labels must be shaped like input_ids, "
+            "[B, T], and shift_labels like labels."
+        )
+
+
+def _loss_at_places(
+    source: Tensor, recipe: Recipe, places: Tensor, target: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
+    check_count(target, places.shape[0])
+    plain, chosen = dataclasses.replace(recipe, places=None), (target != ignore_index).nonzero().squeeze(-1)
+    loss = blockwise_loss(taken(source, places[chosen]), plain, target[chosen], ignore_index, reduction)
+    record = recipe.record
+    if record.values is not None:
+        record.values = record.values.at(chosen, target.shape[0])
+        record.hidden_states = lambda: taken(source, places)
+    return loss if reduction != "none" else loss.new_zeros(target.shape).index_copy(0, chosen, loss)
 
 
 Compute = Callable[[Tensor, Any, Any], tuple[Tensor | None, ...]]

@@ -40,7 +40,8 @@ class LazyLogits(LazyRows):
         """What a model's forward has made of its deferred hidden states, for its caller; record: of what this does."""
         source = deferred.source.reshape(-1, deferred.source.shape[-1])
         hub = Hub(source, dataclasses.replace(deferred.recipe, record=record))
-        made = cls.make(hub.read(source, deferred.shape[:-1]), hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
+        reading = hub.read(source, deferred.shape[:-1], deferred.recipe.places)
+        made = cls.make(reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
         made.followed = deferred.recipe.record is not record  # by the model's own loss
         return made
 

@@ -123,8 +123,8 @@ class Hub:
         self._left: dict[int, list[Any]] = {}
         self._known: dict[Projection, tuple[Tensor, ...]] = {}  # [M] each: logsumexp, mean, and where they are known
 
-    def read(self, source: Tensor, tokens: torch.Size) -> Reading:
-        """The logits of all positions, [*tokens], differentiable as `source` [M, h] and the weights are.
+    def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
+        """The logits of all positions, or at places [*tokens], differentiable as `source` [M, h] and the weights are.
 
         The handle is kept by what reads, and not here: its place in the graph refers to this hub.
         """
@@ -139,6 +139,8 @@ class Hub:
             (handle,) = connect(source, recipe.weight, recipe.bias)
         else:
             (handle,) = within(recipe.head, source, connect)
+        if places is not None:
+            return Reading(self, handle, places, recipe.projection(), unique=False)
         positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
         return Reading(self, handle, positions, recipe.projection())
 

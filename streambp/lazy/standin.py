@@ -109,7 +109,7 @@ class Deferred(Tensor):
     @staticmethod
     def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
         width = source.shape[-1] if recipe.weight is None else full_shape(recipe.weight)[0]
-        shape = (*source.shape[:-1], width)
+        shape = (*(source.shape[:-1] if recipe.places is None else recipe.places.shape), width)
         self: Deferred = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
         )  # type: ignore[attr-defined]
@@ -133,11 +133,17 @@ class Deferred(Tensor):
         with torch.set_grad_enabled(self.requires_grad):
             return self.recipe.build(self.source).to(self.dtype)
 
-    def derive(self, source: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
-        """Another in the same dtype: of another source [..., h], as a slice or view of this one, or by another recipe."""
-        result = Deferred.make(self.source if source is None else source, recipe or self.recipe, self.dtype)
-        if source is not None:
-            result.derived, result.memory = True, self.memory
+    @property
+    def tokens(self) -> Tensor:
+        """Each token's hidden states [..., h], or where they are: its place [..., 1]. [Note: places]"""
+        return self.source if self.recipe.places is None else self.recipe.places[..., None]
+
+    def derive(self, tokens: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
+        """Another in the same dtype: of other `tokens`, as a slice or view of this one's, or by another recipe."""
+        if tokens is None:
+            return Deferred.make(self.source, recipe or self.recipe, self.dtype)
+        result = Deferred.make(*self.recipe.of(self.source, tokens), self.dtype)
+        result.derived, result.memory = True, self.memory
         return result
 
     def check(self, operation: str) -> None:
@@ -251,7 +257,7 @@ def _slice(x: Deferred, index: Any) -> Any:
     reaches_last = consumed == x.dim() or (ellipsis and parts[-1] is not Ellipsis)
     if reaches_last and not _whole(parts[-1]):
         return NotImplemented
-    return x.derive(x.source[index])
+    return x.derive(x.tokens[index])
 
 
 def _dims(part: Any) -> int:
@@ -266,7 +272,7 @@ def _take_along_dim(x: Deferred, indices: Any, dim: int | None = None) -> Any:
     """Positions [..., n, 1] of each row."""
     if dim is None or dim % x.dim() == x.dim() - 1 or indices.shape[-1] != 1:
         return NotImplemented
-    return x.derive(torch.take_along_dim(x.source, indices, dim % x.dim()))
+    return x.derive(torch.take_along_dim(x.tokens, indices, dim % x.dim()))
 
 
 def _same(x: Deferred, *args: Any, **kwargs: Any) -> Any:
@@ -298,14 +304,13 @@ def _view(x: Deferred, *shape: Any) -> Any:
         return NotImplemented
     if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel():  # tokens would end up in the last dimension
         return NotImplemented
-    source = x.source.reshape(*sizes[:-1], x.source.shape[-1])
-    return x.derive(source)
+    return x.derive(x.tokens.reshape(*sizes[:-1], x.tokens.shape[-1]))
 
 
 def _flatten(x: Deferred, start_dim: int = 0, end_dim: int = -1) -> Any:
     if end_dim in (-1, x.dim() - 1):
         return NotImplemented
-    return x.derive(x.source.flatten(start_dim, end_dim))
+    return x.derive(x.tokens.flatten(start_dim, end_dim))
 
 
 def _multiply(x: Any, other: Any) -> Any:

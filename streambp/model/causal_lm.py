@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -61,13 +62,18 @@ def _how_lazily(record: HeadRecord, loss: str | None) -> str:
 class Scored:
     """A model's output, and what its labels scored: tokens [B, T - 1] of labels[:, 1:] (with shift_labels [B, T]).
 
-    hidden_states [B, T - 1, h] is what the head computed them from, before `norm` if there is one.
+    make_hidden_states gives `hidden_states`.
     """
 
     output: Any
     tokens: TokenLogProbs
-    hidden_states: Tensor
+    make_hidden_states: Callable[[], Tensor]
     norm: nn.Module | None
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """[B, T - 1, h], what the head computed the tokens' values from, before `norm` if there is one."""
+        return self.make_hidden_states()
 
 
 @dataclasses.dataclass
@@ -201,11 +207,11 @@ class CausalLMForward(InstanceForward):
         shift_labels = kwargs.get("shift_labels")
         shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
         tokens = record.values.view(shape)
-        assert record.hidden_states is not None
-        hidden_states = record.hidden_states.view(*shape, -1)
+        flat = record.hidden_states
+        assert flat is not None
         if shift_labels is not None:
-            return Scored(output, tokens, hidden_states, record.norm)
-        return Scored(output, tokens.without_last(), hidden_states[:, :-1], record.norm)
+            return Scored(output, tokens, lambda: flat().view(*shape, -1), record.norm)
+        return Scored(output, tokens.without_last(), lambda: flat().view(*shape, -1)[:, :-1], record.norm)
 
     def _with_record(self, kwargs: dict[str, Any], record: HeadRecord, hands_out: bool = False) -> Any:
         self._refuse_unshifted(kwargs)

@@ -47,8 +47,37 @@ class Spread(torch.autograd.Function):
         total = grad.new_zeros(tree.length, *grad.shape[2:], dtype=wide)
         for row, here, there in _places(tree):
             total[there] += grad[row, here]
-        _refuse_padding(grad, tree)
+        refuse(*(grad[row, start:stop] for row, start, stop in tree.padding()))
         return total.to(grad.dtype), None
+
+
+class Behind(torch.autograd.Function):
+    """x [N, h] -> [N + 1, h], with what stands for padding behind it: the first token's values, as in `Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """A new tensor [N + 1, h]."""
+        return torch.cat([x, x[:1]])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Those of x.
+
+        Raises:
+            BackwardError: a gradient arrives at padding.
+        """
+        refuse(grad[-1:])
+        return grad[:-1]
+
+
+def _at_places(x: Deferred, tree: Tree) -> Deferred:
+    """What is deferred of the packed row, deferred of its rows: the hidden states [N, h] stay. [Note: places]"""
+    source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
+    if source.shape[0] != tree.length or x.recipe.places is not None:
+        raise UnsharedError(f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens")
+    if any(True for _ in tree.padding()):
+        source = Behind.apply(source)
+    return Deferred.make(source, x.recipe.at(tree.places(source.device)), x.dtype)
 
 
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
@@ -59,9 +88,13 @@ def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
             yield index, slice(start, start + piece.stop - piece.start), slice(piece.start, piece.stop)
 
 
-def _refuse_padding(grad: Tensor, tree: Tree) -> None:
-    """Where a step has overflowed, padding gets NaN from what it has in common with tokens: that is left alone."""
-    parts = [grad[row, start:stop] for row, start, stop in tree.padding()]
+def refuse(*parts: Tensor) -> None:
+    """Refuse gradients of padding. Where a step has overflowed, it gets NaN from what it has in common with tokens: that is
+    left alone.
+
+    Raises:
+        BackwardError: there is one.
+    """
     if parts and bool(torch.stack([((part != 0) & part.isfinite()).any() for part in parts]).any()):
         raise BackwardError(
             "A gradient arrives at padding of a batch whose rows were computed as a tree of prefixes, without padding. "
@@ -77,9 +110,7 @@ def spread(x: Tensor, tree: Tree) -> Tensor:
         UnsharedError: x has another shape.
     """
     if isinstance(x, Deferred):
-        return (
-            spread(x.written, tree) if x.written is not None else Deferred.make(spread(x.source, tree), x.recipe, x.dtype)
-        )
+        return spread(x.written, tree) if x.written is not None else _at_places(x, tree)
     if x.dim() > 1 and tuple(x.shape[:2]) == (1, tree.length):
         rows: Tensor = Spread.apply(x[0], tree)
         return rows

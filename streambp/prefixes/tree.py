@@ -98,6 +98,15 @@ class Tree:
                 if start < stop:
                     yield index, start, stop
 
+    def places(self, device: torch.device) -> Tensor:
+        """[B, T]: where the packed row has each token of the batch; for padding its length, which is behind it."""
+        found = torch.full((len(self.rows), self.width), self.length)
+        for index, row in enumerate(self.rows):
+            for piece in row.pieces:
+                start = row.column + piece.at
+                found[index, start : start + piece.stop - piece.start] = torch.arange(piece.start, piece.stop)
+        return found.to(device)
+
     def packed(self, batch: Tensor) -> Tensor:
         """The packed row [1, tokens] of a batch [B, T]."""
         columns = ((s.row, self.rows[s.row].column + s.own.at, s.own.stop - s.own.start) for s in self.segments)

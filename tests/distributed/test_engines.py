@@ -161,6 +161,20 @@ def test_engine(engine):
     check(engine, FAST[engine])
 
 
+ON_ONE_RANK = {"shared_on": 0, "stream": {"share_prefixes": True}, "longer": 6, "steps": 2, "patched": ["before"]}
+
+
+@pytest.mark.parametrize("engine", FAST)
+def test_rows_share_prefixes_on_one_rank_alone(engine):
+    """Its forward is over a packed row, the other rank's over its rows; both try the model at their first call."""
+    settings = [{}, {"engine": "fsdp"}] if engine == "ddp" else [{"stage": 3, "zero": NOTHING_CACHED}]
+    for row in run(engine, [{**ON_ONE_RANK, **setting} for setting in settings]):
+        found = row["before"]
+        for reference in ("unpatched", "single process"):
+            assert all(value <= bars_of({})[name] for name, value in found[reference].items()), row
+        assert "were computed as" in found["shared"][0]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("engine", "case"), listed(MATRIX), ids=str)
 def test_every_setting(engine, case):

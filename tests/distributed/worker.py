@@ -38,14 +38,21 @@ def batches(rank, case):
     """Every micro-batch of a rank; lengths, and so numbers of chunks, differ between ranks."""
     for index in range(case.get("steps", STEPS) * case.get("accumulation", 1)):
         length = (17, 23, 11, 31)[index % 4] * case.get("longer", 1) + 6 * rank
-        yield make_batch("left-padded", length=length, seed=10 * index + rank)
+        if "shared_on" not in case:
+            yield make_batch("left-padded", length=length, seed=10 * index + rank)
+            continue
+        batch = make_batch("plain", length=length, seed=10 * index + rank)
+        if case["shared_on"] == rank:  # on the other ranks rows have nothing in common
+            for name in ("input_ids", "labels"):
+                batch[name][1, :-6] = batch[name][0, :-6]
+        yield batch
 
 
 @dataclasses.dataclass
 class Trained:
     """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; the engines of its
     forwards; how its layers ran; what `describe` says about offloading, and the bytes of the engine's own; what it says
-    about the head."""
+    about the head, and about rows that share prefixes."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
@@ -55,6 +62,7 @@ class Trained:
     paths: list = dataclasses.field(default_factory=list)
     host: dict = dataclasses.field(default_factory=dict)
     head: str = ""
+    shared: list = dataclasses.field(default_factory=list)
 
 
 def train(engine_class, rank, case, patched):
@@ -90,6 +98,7 @@ def train(engine_class, rank, case, patched):
     described = streambp.describe(engine.wrapped) if patched in ("before", "after") else None
     if described is not None:
         found.paths, found.head = sorted({layer.path for layer in described.layers}), described.head
+        found.shared = [note for note in described.notes if note.startswith("share_prefixes")]
     if described is not None and "stream" in case:
         found.host = {"describe": described.offload, **dataclasses.asdict(engine_host_use(engine.module))}
         found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
@@ -185,6 +194,7 @@ def run(engine_class, rank, case):
     for when in case.get("patched", ["before", "after"]):
         found = train(engine_class, rank, case, when)
         row[when] = {"counts": found.counts, "engines": sorted(found.engines), "paths": found.paths, "head": found.head}
+        row[when]["shared"] = found.shared
         row[when]["unpatched"] = compare(found, stock)
         if alone is not None:
             row[when]["single process"] = compare(found, alone)

@@ -1,6 +1,6 @@
 """Calls whose rows share prefixes against the unpatched batch in float64, and those that compute rows instead.
 
-covers: prefixes/calls.py, prefixes/admission.py, prefixes/spread.py, attention/masks.py, model/wrappers.py
+covers: prefixes/calls.py, prefixes/admission.py, prefixes/spread.py, attention/masks.py, head/places.py, model/wrappers.py
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import streambp
 from streambp.attention.spans import Run
 from streambp.errors import BackwardError, StreamBPError
+from streambp.head.blocks import token_blocks
+from streambp.head.places import taken
 from streambp.prefixes import admission, calls, spread
 from streambp.prefixes.tree import LEAST, Tree, find_tree
 from tests import families, zoo
 from tests.counting import LinearFlops
+from tests.families import VOCABULARY
 from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
 from tests.prefixes.batches import MODES, PROMPT, counted, make_batch, real
 from tests.seeds import seeded
@@ -76,7 +81,7 @@ def cases():
     """Fast: each family and mode with one of the chunk sizes, and gemma3 with two."""
     for f, family in enumerate(FAMILIES):
         for m, mode in enumerate(MODES):
-            for number, size in enumerate((1, 7, 1000)):
+            for number, size in enumerate((3, 7, 1000)):
                 if family == "gemma3n_text" and mode in ("padded", "two prompts"):
                     continue  # unpatched its gradients are NaN where padding is on the left
                 fast = number == (f + m) % 3 or (family == "gemma3" and number == 1)
@@ -367,12 +372,67 @@ def test_flops_of_linears_are_those_of_the_tree():
 
 
 def test_sums_at_branches_are_wide():
-    """256 rows share a token; in bfloat16 a sum of so many ones would stop at 256."""
+    """300 rows share a token; in bfloat16 a sum of so many ones would stop at 256."""
     ids = torch.arange(LEAST).repeat(300, 1)
     tree = find_tree(ids)
     x = torch.zeros(1, tree.length, 2, dtype=torch.bfloat16, requires_grad=True)
     spread.spread(x, tree).sum().backward()
     assert x.grad.unique().tolist() == [300.0]
+    taken(x[0], tree.places(x.device)).sum().backward()
+    assert x.grad.unique().tolist() == [600.0]
+
+
+class Widths(TorchDispatchMode):
+    """The most rows of any tensor [..., h] that was made."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.most = width, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.dim() in (2, 3) and x.shape[-1] == self.width:
+                self.most = max(self.most, x.numel() // self.width)
+        return result
+
+
+def most_rows(loss_of):
+    """Of a step of a model whose vocabulary and inner layers are smaller than its hidden states."""
+    batch = make_batch("padded", prompt=96, completion=12)
+    ours = sharing(families.build("llama", torch.float64, vocab_size=VOCABULARY), lazy_logits=True)
+    loss_of(ours, batch).backward()
+    with Widths(32) as widths:
+        loss_of(ours, batch).backward()
+    return widths.most, counted(batch)[1], batch["input_ids"].numel()
+
+
+def labelled(model, batch):
+    return model(**batch, use_cache=False).loss
+
+
+def lazy(model, batch):
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    log_probs = torch.log_softmax(model(**given, use_cache=False).logits[:, :-1], -1)
+    scored = log_probs.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return (scored * (batch["labels"][:, 1:] > 0)).sum()
+
+
+@pytest.mark.parametrize("loss_of", [labelled, lazy])
+def test_hidden_states_are_never_those_of_all_rows(loss_of, monkeypatch):
+    """The head reads them in the packed row, lazy logits so many at a time. Behind it is one, which stands for padding."""
+    monkeypatch.setattr("streambp.lazy.head.token_blocks", lambda count, _: token_blocks(count, 50))
+    most, tree, rows = most_rows(loss_of)
+    assert most <= max(tree + 2, VOCABULARY) < rows / 2
+
+
+def test_a_head_that_reads_rows_is_found(monkeypatch):
+    def mutant(x, tree):
+        return spread.Deferred.make(spread.spread(x.source, tree), x.recipe, x.dtype)
+
+    monkeypatch.setattr(spread, "_at_places", mutant)
+    most, _, rows = most_rows(labelled)
+    assert most >= rows
 
 
 def half_sums(ctx, grad):
