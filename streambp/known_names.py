@@ -47,6 +47,7 @@ SAYS_NOTHING_OF_TOKENS = (
     "use_cache", "output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "num_items_in_batch",
 )  # fmt: skip
 LABELS = ("labels", "shift_labels")
+NOISY_EMBEDDINGS = "neftune_noise_alpha"  # of embeddings: a Trainer has a hook add noise, by the length of the rows
 PER_KEY = ("alibi",)  # BLOOM: arguments whose last dimension is the keys
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
 DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules

@@ -20,7 +20,7 @@ from streambp.accumulate import HALF
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, has_data
 from streambp.errors import UnsharedError
-from streambp.known_names import LABELS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
+from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
 from streambp.layer.outputs import recording
 from streambp.layer.site import LayerSite
 from streambp.prefixes.spread import spread_all
@@ -28,7 +28,7 @@ from streambp.prefixes.tree import Tree, find_tree
 
 TRIAL = (3, 24)  # rows and tokens
 PADS = (4, 3)  # of a trial with padding: on the left of all rows, and on the right of the last
-BAR, BAR_IN_HALF = 1e-4, 3e-2  # of the largest value: what rounding may make of it
+BAR, BAR_IN_HALF = 1e-4, 3e-2  # relative: what rounding may make of a trial
 Over = Callable[[Mapping[str, Any], Tree | None], Any]  # a backbone's forward, over rows or over a packed row
 
 
@@ -37,8 +37,10 @@ def takes_positions(module: nn.Module) -> bool:
     return SHARED_INPUTS[2] in inspect.signature(module.forward).parameters
 
 
-def why_not(kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
+def why_not(module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
     """Why a backbone's call with these arguments computes its rows; None if a tree of them may be tried."""
+    if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
+        return "NEFTune adds noise to the embeddings, which depends on how many tokens a row has"
     ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
     known = {*SHARED_INPUTS, *SAYS_NOTHING_OF_TOKENS, *LABELS}
     foreign = next((name for name, value in kwargs.items() if name not in known and value is not None), None)
@@ -58,6 +60,14 @@ def why_not(kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
             return f"{name} keeps states, which a branch would have to start from"
         if site.cache is not None or site.counts_positions:
             return f"{name} attends by itself, or asks its cache for positions"
+    return None
+
+
+def _embeddings(module: nn.Module) -> nn.Module | None:
+    """Of a backbone; None where it has none that transformers knows."""
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        found: nn.Module | None = module.get_input_embeddings()  # type: ignore[operator]
+        return found
     return None
 
 
@@ -115,30 +125,41 @@ class Trials:
 
     @property
     def _vocabulary(self) -> int:
-        embeddings = self.module.get_input_embeddings()  # type: ignore[operator]
-        return int(getattr(embeddings, "num_embeddings", 0) or embeddings.weight.shape[0])
+        return int(getattr(_embeddings(self.module), "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
     def _try(self, kwargs: dict[str, Any], over: Over) -> str | None:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         assert ids is not None
         tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0)
         assert isinstance(tree, Tree), tree
+        here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
         with torch.no_grad(), _in_eval(self.module), recording(()):
             try:
-                rows = over(kwargs, None)
-                shared = spread_all(over(packed(kwargs, tree), tree), tree)
+                expected = over(kwargs, None)[0][here]
+                found = spread_all(over(packed(kwargs, tree), tree), tree)[0][here]
             except torch.OutOfMemoryError:
                 raise
             except UnsharedError as error:
                 return str(error)
             except Exception as error:
                 return f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
-        expected, found = rows[0], shared[0]
-        here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-        difference = float((found - expected)[here].abs().max()) / max(float(expected[here].abs().max()), 1e-30)
-        if difference <= (BAR_IN_HALF if expected.dtype in HALF else BAR):
+        distance, bar = _difference(found, expected, autocast_dtype(ids.device.type))
+        if distance <= bar:
             return None
-        return f"a trial on a few random tokens gave something else than rows do (by {difference:.1e} of the largest value)"
+        return f"a trial on a few random tokens gave something else than rows do (relative error {distance:.1e})"
+
+
+def _difference(found: Tensor, expected: Tensor, autocast: torch.dtype | None) -> tuple[float, float]:
+    """How far hidden states [n, ...] of a trial lie from those of rows, and what rounding may make of it.
+
+    In half precision a token near a tie may take another expert: there it is the distance of all together, else the
+    largest.
+    """
+    half = expected.dtype in HALF or autocast in HALF
+    found, expected = found.double(), expected.double()
+    if half:
+        return float((found - expected).norm() / expected.norm().clamp(min=1e-30)), BAR_IN_HALF
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)), BAR
 
 
 def packed(kwargs: Mapping[str, Any], tree: Tree) -> dict[str, Any]:

@@ -52,10 +52,13 @@ class SharedPrefixes:
         if isinstance(tree, Tree):
             try:
                 output = spread_all(over(packed(kwargs, tree), tree), tree)
-            except UnsharedError as error:
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a hook of this call alone may want the rows (peft's adapter_names)
                 self._refuse_on_ranks(error)
-                self.trials.settle(str(error))
-                tree = str(error)
+                known = isinstance(error, UnsharedError)
+                tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"
+                self.trials.settle(tree)
             else:
                 self.told = (
                     f"the last call's {len(tree.rows)} rows of {tree.tokens_of_rows} tokens were computed as {tree.tokens}"
@@ -72,7 +75,7 @@ class SharedPrefixes:
             return "the last call has one row"
         if not self.takes_positions:
             return f"{type(self.module).__name__} takes no position_ids"
-        reason = why_not(kwargs, sites())
+        reason = why_not(self.module, kwargs, sites())
         if reason is not None:
             return reason
         plain, padded = self.trials.verdicts_of(kwargs, on_trial)
@@ -83,7 +86,7 @@ class SharedPrefixes:
         reason = plain if isinstance(tree, str) or not any(tree.padding()) else padded
         return tree if reason is None else reason
 
-    def _refuse_on_ranks(self, error: UnsharedError) -> None:
+    def _refuse_on_ranks(self, error: Exception) -> None:
         """One rank alone must not begin its forward again, for whose weights the others would have to be there."""
         if (
             torch.distributed.is_available()

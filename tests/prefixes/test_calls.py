@@ -287,6 +287,52 @@ def test_a_model_that_mixes_tokens_outside_of_its_layers_computes_rows():
     assert "gave something else than rows" in rows_instead(stock, make_batch("plain"))
 
 
+def test_noise_that_depends_on_the_length_of_rows():
+    """As Trainer adds it (NEFTune). In eval mode, where a trial is made, there is none."""
+    ours, batch = sharing(build("llama")), make_batch("plain")
+    embeddings = ours.model.embed_tokens
+    embeddings.neftune_noise_alpha = 5.0
+    ours(**batch)
+    assert "NEFTune" in told(ours)
+    del embeddings.neftune_noise_alpha
+    ours(**batch)
+    assert told(ours) == counted(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_half_precision_shares(family, dtype):
+    ours, batch = sharing(build(family).to(dtype)), make_batch("padded")
+    loss, _ = gradients(ours, **batch)
+    assert told(ours) == counted(batch)
+    expected, _ = reference(family, "padded")
+    assert float(loss) == pytest.approx(float(expected), rel=0.02)
+
+
+def test_autocast_shares():
+    ours, batch = sharing(families.build("qwen3")), make_batch("padded")
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(ours, **batch)
+    assert told(ours) == counted(batch)
+
+
+def test_adapters_of_each_row_compute_rows():
+    """Rows of the same tokens may have other adapters: a list of names for the rows, which no packed row has."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    ids = make_batch("plain")["input_ids"]
+    names = ["default", "other", "default", "other"]
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids, adapter_names=names, use_cache=False).logits
+        streambp.patch(model, streambp.StreamConfig(chunk_size=7, share_prefixes=True))
+        model(input_ids=ids, use_cache=False)
+        assert isinstance(told(model), tuple)
+        found = model(input_ids=ids, adapter_names=names, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert isinstance(told(model), str)
+
+
 def test_a_layer_that_begins_to_mix_tokens_later():
     """What the trial found does not hold any more: the layer's own does not run in chunks."""
     stock, batch = build("llama"), make_batch("plain")
