@@ -56,9 +56,9 @@ def why_not(module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite]
         return "position_ids are not [B, T]"
     for site in sites:
         name = type(site.layer).__name__
-        if site.states is not None:
+        if site.kind.states.carries:
             return f"{name} keeps states, which a branch would have to start from"
-        if site.cache is not None or site.counts_positions:
+        if not site.kind.attention.readable_apart or site.kind.counts_positions:
             return f"{name} attends by itself, or asks its cache for positions"
     return None
 
@@ -82,14 +82,14 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
         masks += [value for value in mapping.values() if isinstance(value, LazyMask)]
     for mask in masks:
         mask.tree = tree.spans
-    if site.attends and not masks:
+    if site.kind.attention.reads_a_mask and not masks:
         raise UnsharedError(f"{type(site.layer).__name__} gets no attention mask that could tell of branches")
 
 
 def check_streamed(site: LayerSite) -> None:
     """Raises UnsharedError of a layer that ran whole: what else mixes its tokens would mix branches."""
-    if site.because is not None:
-        raise UnsharedError(f"{type(site.layer).__name__} does not run in chunks: {site.because}")
+    if site.last.because is not None:
+        raise UnsharedError(f"{type(site.layer).__name__} does not run in chunks: {site.last.because}")
 
 
 class Trials:
