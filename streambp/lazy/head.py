@@ -178,9 +178,16 @@ class Hub:
             return projection.logits(products.of(normed, slice(0, self.vocabulary)))
 
     def statistics(self, reading: Reading, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The label's logit (0 without labels), the logsumexp and the logits' mean of N tokens, [N] in `wide`."""
-        positions, count = reading.positions.reshape(-1), reading.positions.numel()
-        picks = labels if labels is not None else positions.new_full((count,), -1)
+        """The label's logit (0 without labels), the logsumexp and the logits' mean of N tokens, [N] in `wide`.
+
+        Tokens of one position and label are computed once, as those are that rows share. [Note: places]
+        """
+        positions = reading.positions.reshape(-1)
+        picks = labels if labels is not None else positions.new_full(positions.shape, -1)
+        again: Tensor | None = None
+        if not reading.unique and has_data(positions):
+            (positions, picks), again = torch.stack([positions, picks]).unique(dim=1, return_inverse=True)
+        count = positions.shape[0]
 
         def compute(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
             out = [self.hidden.new_empty(count, dtype=self.wide) for _ in range(3)]
@@ -198,7 +205,8 @@ class Hub:
 
         found = self.with_weights(compute)
         self._remember(reading.projection, positions, found[1:])
-        return found[0], found[1], found[2]
+        pick, lse, mean = found if again is None else (value[again] for value in found)
+        return pick, lse, mean
 
     def _remember(self, projection: Projection, positions: Tensor, found: Sequence[Tensor]) -> None:
         if projection not in self._known:

@@ -71,8 +71,8 @@ class SharedPrefixes:
         self, kwargs: Mapping[str, Any], on_trial: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
     ) -> Tree | str:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-        if isinstance(ids, Tensor) and ids.shape[0] == 1:
-            return "the last call has one row"
+        if isinstance(ids, Tensor) and ids.shape[0] < 2:
+            return "the last call has one row or none"
         if not self.takes_positions:
             return f"{type(self.module).__name__} takes no position_ids"
         reason = why_not(self.module, kwargs, sites())

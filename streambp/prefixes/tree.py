@@ -240,10 +240,7 @@ def _write_down(ids: Tensor, known: list[_Known], least: int) -> tuple[tuple[Seg
     Args:
         ids: [B, T], aligned.
     """
-    by_position: dict[int, list[int]] = {}
-    for index, row in enumerate(known):
-        by_position.setdefault(row.position, []).append(index)
-    waiting = [_Branch(rows, ()) for rows in reversed(by_position.values())]
+    waiting = [_Branch(rows, ()) for rows in reversed(_beginning_alike(ids, known, least))]
     segments: list[Segment] = []
     pieces: dict[int, tuple[Piece, ...]] = {}
     end = 0
@@ -264,6 +261,15 @@ def _write_down(ids: Tensor, known: list[_Known], least: int) -> tuple[tuple[Seg
             path = tuple(piece.upto(at) for piece in pieces[pivot] if piece.at < at)
             waiting.append(_Branch([row for row in others if common[row] == at], path))
     return tuple(segments), tuple(Row(row.column, pieces[index]) for index, row in enumerate(known))
+
+
+def _beginning_alike(ids: Tensor, known: list[_Known], least: int) -> list[list[int]]:
+    """The rows, those together that have `least` tokens in common: most rows of most batches are alone."""
+    starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index, (row, start) in enumerate(zip(known, starts, strict=True)):
+        found.setdefault((row.position, start) if row.length >= least else (index,), []).append(index)
+    return list(found.values())
 
 
 def _joined(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 import streambp
 from streambp.attention.spans import Run
 from streambp.errors import BackwardError, StreamBPError
-from streambp.head.blocks import token_blocks
 from streambp.head.places import taken
 from streambp.prefixes import admission, calls, spread
 from streambp.prefixes.tree import LEAST, Tree, find_tree
@@ -30,7 +29,7 @@ from tests.seeds import seeded
 
 LEAST_HERE = 8
 MOES = {"gpt_oss": {"output_router_logits": True}, "qwen3_moe": {"output_router_logits": True}}
-FAMILIES = ("llama", "qwen3", "mistral", "gemma3", *MOES, "gpt2", "gemma3n_text")
+FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", *MOES, "gpt2", "gemma3n_text")
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +144,38 @@ def test_a_loss_of_logits_with_a_weight_for_each_row(mode, lazy):
     (expected_loss, expected), (loss, found) = (policy_loss(model, batch) for model in (stock, ours))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= EXACT
+    assert told(ours) == counted(batch)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_logits_of_the_last_tokens(lazy):
+    stock, batch = build("qwen3"), make_batch("deep")
+    ours, kept = sharing(stock, lazy_logits=lazy), batch["input_ids"].shape[1] - PROMPT + 1
+    given = {"input_ids": batch["input_ids"], "attention_mask": real(batch), "logits_to_keep": kept, "use_cache": False}
+    here, found = real(batch)[:, -kept:, None] > 0, []
+    for model in (stock, ours):
+        model.zero_grad(set_to_none=True)
+        logits = model(**given).logits
+        assert logits.shape[1] == kept
+        (torch.log_softmax(logits, -1) ** 2 * here).sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert worst_error(found[1], found[0]) <= EXACT
+    assert told(ours) == counted(batch)
+
+
+def test_log_probs_of_labels():
+    stock, batch = build("qwen3"), make_batch("deep")
+    ours = sharing(stock)
+    log_probs = ours(**batch, use_cache=False, output_log_probs=True).log_probs
+    weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
+    (log_probs.exp() * weights).sum().backward()
+    logits = stock(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    labels = batch["labels"][:, 1:]
+    expected = torch.log_softmax(logits[:, :-1], -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
+    (expected.exp() * weights * (labels >= 0)).sum().backward()
+    torch.testing.assert_close(log_probs, expected, rtol=1e-12, atol=1e-12)
+    found, wanted = ({name: p.grad for name, p in model.named_parameters()} for model in (ours, stock))
+    assert worst_error(found, wanted) <= EXACT
     assert told(ours) == counted(batch)
 
 
@@ -333,16 +364,19 @@ def test_adapters_of_each_row_compute_rows():
     assert isinstance(told(model), str)
 
 
-def test_a_layer_that_begins_to_mix_tokens_later():
-    """What the trial found does not hold any more: the layer's own does not run in chunks."""
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_layer_that_begins_to_mix_tokens_later(offload):
+    """What the trial found does not hold any more: the layer does not run in chunks, and its forward begins again."""
     stock, batch = build("llama"), make_batch("plain")
-    ours = sharing(stock)
+    ours = sharing(stock, offload=offload)
     gradients(ours, **batch)
     assert told(ours) == counted(batch)
     for model in (stock, ours):
         model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
-    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
-    assert "does not run in chunks" in told(ours)
+    expected = gradients(stock, **batch)[1]
+    for _ in range(3):
+        assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
+        assert "does not run in chunks" in told(ours)
 
 
 def test_one_rank_among_several_does_not_begin_again(monkeypatch):
@@ -465,11 +499,10 @@ def lazy(model, batch):
 
 
 @pytest.mark.parametrize("loss_of", [labelled, lazy])
-def test_hidden_states_are_never_those_of_all_rows(loss_of, monkeypatch):
-    """The head reads them in the packed row, lazy logits so many at a time. Behind it is one, which stands for padding."""
-    monkeypatch.setattr("streambp.lazy.head.token_blocks", lambda count, _: token_blocks(count, 50))
+def test_hidden_states_are_never_those_of_all_rows(loss_of):
+    """The head reads them in the packed row: one where rows part once for each label, and one that stands for padding."""
     most, tree, rows = most_rows(loss_of)
-    assert most <= max(tree + 2, VOCABULARY) < rows / 2
+    assert VOCABULARY < most <= tree + 12 < rows / 2
 
 
 def test_a_head_that_reads_rows_is_found(monkeypatch):
