@@ -62,6 +62,10 @@ class TokenLogProbs:
         """Every value in that shape."""
         return self._each(lambda values: values.view(shape))
 
+    def repeated(self, places: Tensor) -> TokenLogProbs:
+        """The values [m] of tokens at places [m]."""
+        return self._each(lambda values: values[places])
+
     def at(self, places: Tensor, count: int) -> TokenLogProbs:
         """Values [n] at places [n] of [count], and 0 (False) elsewhere."""
         return self._each(lambda values: values.new_zeros(count).index_copy(0, places, values))

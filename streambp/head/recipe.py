@@ -206,13 +206,21 @@ def check_count(target: Tensor, positions: int) -> None:
 def _loss_at_places(
     source: Tensor, recipe: Recipe, places: Tensor, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
+    """Where rows share enough labelled tokens, each place and label is computed once, in two passes. [Note: places]"""
     check_count(target, places.shape[0])
     plain, chosen = dataclasses.replace(recipe, places=None), (target != ignore_index).nonzero().squeeze(-1)
-    loss = blockwise_loss(taken(source, places[chosen]), plain, target[chosen], ignore_index, reduction)
+    at, labels, again = places[chosen], target[chosen], None
+    pairs, found = torch.stack([at, labels], 1).unique(dim=0, return_inverse=True) if len(at) else (at[:, None], at)
+    if len(pairs) * 4 < len(at) * 3:
+        (at, labels), again = pairs.T, found
+    loss = blockwise_loss(taken(source, at), plain, labels, ignore_index, reduction if again is None else "none")
     record = recipe.record
     if record.values is not None:
-        record.values = record.values.at(chosen, target.shape[0])
-        record.hidden_states = lambda: taken(source, places)
+        values = record.values if again is None else record.values.repeated(again)
+        record.values, record.hidden_states = values.at(chosen, target.shape[0]), lambda: taken(source, places)
+    if again is not None:
+        loss = loss[again]
+        loss = loss if reduction == "none" else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])
     return loss if reduction != "none" else loss.new_zeros(target.shape).index_copy(0, chosen, loss)
 
 

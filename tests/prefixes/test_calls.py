@@ -147,6 +147,16 @@ def test_a_loss_of_logits_with_a_weight_for_each_row(mode, lazy):
     assert told(ours) == counted(batch)
 
 
+def test_a_batch_without_a_label():
+    """The loss is 0, and so are the gradients, as without sharing."""
+    ours, batch = sharing(build("llama")), make_batch("padded")
+    loss, found = gradients(ours, **{**batch, "labels": torch.full_like(batch["labels"], -100)})
+    assert told(ours) == counted(batch)
+    assert loss == 0
+    assert found.keys() == reference("llama", "padded")[1].keys()
+    assert not any(gradient.any() for gradient in found.values())
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_logits_of_the_last_tokens(lazy):
     stock, batch = build("qwen3"), make_batch("deep")
@@ -503,6 +513,16 @@ def test_hidden_states_are_never_those_of_all_rows(loss_of):
     """The head reads them in the packed row: one where rows part once for each label, and one that stands for padding."""
     most, tree, rows = most_rows(loss_of)
     assert VOCABULARY < most <= tree + 12 < rows / 2
+
+
+@pytest.mark.parametrize("wanted", [{}, {"output_log_probs": True}])
+def test_labelled_tokens_that_rows_share_are_scored_once(wanted):
+    batch = make_batch("equal", completion=40)  # 4 rows
+    ours = sharing(build("llama"))
+    ours(**batch, use_cache=False, **wanted).loss.backward()
+    with Widths(VOCABULARY) as widths:  # of logits
+        ours(**batch, use_cache=False, **wanted).loss.backward()
+    assert widths.most == 40
 
 
 def test_a_head_that_reads_rows_is_found(monkeypatch):
