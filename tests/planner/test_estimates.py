@@ -312,10 +312,7 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     "family",
-    [
-        name if name in ("dots3_note_text", "xlstm") else pytest.param(name, marks=pytest.mark.full)
-        for name in sorted(test_families.STREAMED)
-    ],
+    [name if name == "xlstm" else pytest.param(name, marks=pytest.mark.full) for name in sorted(test_families.STREAMED)],
 )
 def test_every_family_that_streams_can_be_counted(family):
     dtype = torch.float32 if family in NOT_IN_HALF else torch.bfloat16
