@@ -77,13 +77,13 @@ def check(model, family, mode, **batch):
 
 
 def cases():
-    """Fast: each family and mode with one of the chunk sizes, and gemma3 with two."""
+    """Fast: every other mode of each family and all of two, with one of the chunk sizes."""
     for f, family in enumerate(FAMILIES):
         for m, mode in enumerate(MODES):
             for number, size in enumerate((3, 7, 1000)):
                 if family == "gemma3n_text" and mode in ("padded", "two prompts"):
                     continue  # unpatched its gradients are NaN where padding is on the left
-                fast = number == (f + m) % 3 or (family == "gemma3" and number == 1)
+                fast = number == (f + m) % 3 and ((f + m) % 2 == 0 or family in ("gemma3", "gpt_oss"))
                 yield pytest.param(family, mode, size, marks=() if fast else pytest.mark.full)
 
 
