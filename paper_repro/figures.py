@@ -27,6 +27,7 @@ from streambp.layer import function
 from streambp.planner.count import LiveBytes
 
 GIB = 2**30
+LONGEST_TIMELINE = 65536  # tokens of a whole model; beyond them a step has millions of launches
 COPIES = ("Memcpy", "Memset")
 FUSED = {"cudnn": "cudnn", "flash_attention_for_cpu": "cpu flash", "flash": "flash", "efficient": "memory-efficient"}
 SHOWN = 3  # of a list of parameters

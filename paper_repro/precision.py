@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import streambp
-from paper_repro.harness import device_name, versions
+from paper_repro.figures import versions
+from paper_repro.harness import device_name
 from paper_repro.rows import Deadline, add_minutes, first_line
 from tests.families import build, make_batch
 from tests.oracle import Gradients, gradients, lift_float32_casts, relative_l2
