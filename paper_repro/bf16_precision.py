@@ -49,8 +49,8 @@ def main() -> None:
 def ratios(length: int, sizes: dict[str, int], seed: int) -> list[float]:
     model = build("qwen3", seed=seed, num_hidden_layers=3, **sizes)
     batch = make_batch("plain", length=length, seed=seed)
-    _, truth = gradients(model, **batch)
-    model.to(torch.bfloat16)
+    _, truth = gradients(model.bfloat16().float(), **batch)  # of the same weights
+    model.bfloat16()
     noise = relative_l2(gradients(model, **batch)[1], truth)
     found = []
     for chunk_size in (length, length // 8 - 3):
