@@ -234,7 +234,7 @@ def row_of(job: Job, length: int, status: str, on: str | None = None, **figures:
         "chunk_size": str(job.chunk_size),
         "status": status,
         **empty,
-        **{name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()},
+        **{name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in figures.items()},
         "seed": job.seed,
         "device": on or device_name(job.device),
         "versions": versions(),
