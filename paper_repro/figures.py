@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -40,6 +41,7 @@ OURS = (
     (merge, "merge_in_triton", "merge"),
     (merge, "merge_in_torch", "merge in torch"),
 )
+LIGERS = {"LigerRMSNormFunction": "Liger's norm", "LigerSiLUMulFunction": "Liger's SwiGLU"}
 HEAD, NOT_FUSED = ("head statistics", "head gradient"), "merge in torch"
 
 
@@ -99,7 +101,7 @@ def run_steps(
         timeline: also take the times of kernels on a GPU; a step of millions of launches takes minutes to read.
     """
     seconds: list[float] = []
-    seen, calls, retries = AttentionSeen(), dict.fromkeys((name for _, _, name in OURS), 0), None
+    seen, calls, retries = AttentionSeen(), {BUFFERS: 0}, None
     spans: list[tuple[str, float, float]] = []
     for number in range(3):
         if update is None:
@@ -205,7 +207,7 @@ class AttentionSeen(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counted_calls(calls: dict[str, int]) -> Iterator[None]:
-    """Count into `calls` how often each of `OURS` is called."""
+    """Count into `calls` how often each of `OURS` is called, and each of `LIGERS` where Liger was imported."""
 
     def counted(real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -214,14 +216,19 @@ def counted_calls(calls: dict[str, int]) -> Iterator[None]:
 
         return call
 
-    real = [getattr(module, attribute) for module, attribute, _ in OURS]
+    ops = sys.modules.get("liger_kernel.ops")
+    places: list[tuple[Any, str, str]] = [*OURS]
+    places += [(getattr(ops, kind), "forward", name) for kind, name in LIGERS.items() if hasattr(ops, kind)]
+    calls.update(dict.fromkeys((name for _, _, name in places), 0))
+    real = [vars(owner)[attribute] for owner, attribute, _ in places]
     try:
-        for one, (module, attribute, name) in zip(real, OURS, strict=True):
-            setattr(module, attribute, counted(one, name))
+        for owner, attribute, name in places:
+            function = counted(getattr(owner, attribute), name)
+            setattr(owner, attribute, staticmethod(function) if isinstance(owner, type) else function)
         yield
     finally:
-        for one, (module, attribute, _) in zip(real, OURS, strict=True):
-            setattr(module, attribute, one)
+        for one, (owner, attribute, _) in zip(real, places, strict=True):
+            setattr(owner, attribute, one)
 
 
 @contextlib.contextmanager

@@ -17,9 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import streambp
-from paper_repro.figures import HEAD, NOT_FUSED, Figures
-
-LIGER_KERNELS = ("rms_norm", "swiglu", "rope")  # parts of their names on the device
+from paper_repro.figures import HEAD, LIGERS, NOT_FUSED, Figures
 
 
 class Unavailable(Exception):  # noqa: N818 - a row of the table says so
@@ -67,9 +65,10 @@ class Method:
         if not on_gpu:
             return []
         problems = ["no fused kernel attended"] * (not any(name.endswith("backward") for name in found.ran))
-        if self.liger and found.on_device:
-            wanted = [name for name in LIGER_KERNELS if not any(name in kernel for kernel in found.on_device)]
-            problems += [f"Liger's {name} did not run" for name in wanted]
+        if self.liger:
+            problems += [f"{name} did not run" for name in LIGERS.values() if name not in found.ran]
+            rotated = any("rope" in kernel for kernel in found.on_device)
+            problems += ["Liger's rotation did not run"] * bool(found.on_device and not rotated)
         return problems
 
 

@@ -1,6 +1,6 @@
 """The headline's rows run without a GPU and fail where they should; the first hour goes on whatever its steps find.
 
-covers: config.py
+covers: attention/merge.py
 """
 
 from __future__ import annotations

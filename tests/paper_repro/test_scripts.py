@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import sys
+import types
 
 import pytest
 import torch
@@ -132,9 +133,13 @@ def test_a_row_whose_step_is_wrong_says_so(owner, attribute, mutant, said, monke
 
 def test_kernels_that_did_not_run_are_missed():
     ran = ("cudnn", "cudnn backward", "head gradient", "head statistics", "merge")
-    found = figures.Figures(1.0, 1.0, 1.0, 1.0, 0, 1.0, 1, 1.0, 1.0, ran, frozenset(["_rms_norm_forward", "_rope"]), ())
+    found = figures.Figures(1.0, 1.0, 1.0, 1.0, 0, 1.0, 1, 1.0, 1.0, ran, frozenset(["gemm"]), ())
     assert METHODS["streambp"]().missing(found, True) == []
-    assert METHODS["streambp-liger"]().missing(found, True) == ["Liger's swiglu did not run"]
+    assert len(METHODS["streambp-liger"]().missing(found, True)) == 3
+    some = dataclasses.replace(found, ran=(*ran, "Liger's norm"), on_device=frozenset(["_triton_rope"]))
+    assert METHODS["streambp-liger"]().missing(some, True) == ["Liger's SwiGLU did not run"]
+    all_of_them = dataclasses.replace(some, ran=(*ran, "Liger's norm", "Liger's SwiGLU"), on_device=frozenset())
+    assert METHODS["streambp-liger"]().missing(all_of_them, True) == []
     slow = dataclasses.replace(found, ran=("merge in torch",))
     assert METHODS["streambp"]().missing(slow, True) == [
         "no fused kernel attended", "head statistics did not run in Triton", "head gradient did not run in Triton",
@@ -142,6 +147,26 @@ def test_kernels_that_did_not_run_are_missed():
     ]  # fmt: skip
     assert METHODS["streambp"]().missing(slow, False) == []
     assert METHODS["trl"]().missing(slow, True) == ["no fused kernel attended"]
+
+
+def test_ligers_functions_are_counted_where_it_was_imported(monkeypatch):
+    class LigerRMSNormFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    ops = types.ModuleType("liger_kernel.ops")
+    ops.LigerRMSNormFunction = LigerRMSNormFunction
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    weight = torch.nn.Linear(3, 3)
+    real = vars(LigerRMSNormFunction)["forward"]
+    found = figures.run_steps(weight, lambda: weight(LigerRMSNormFunction.apply(torch.ones(2, 3))).sum(), False)
+    assert found.ran == ("Liger's norm",)
+    assert vars(LigerRMSNormFunction)["forward"] is real
 
 
 def test_kernels_that_run_at_once_are_counted_once():
