@@ -63,7 +63,7 @@ run_step() {
         offload_262k) rows offload_rows --row '8B 262,144' ;;
         states) rows state_rows ;;
         errors_right) rows report --row 'right*' ;;
-        pytest) limited "$python" -m pytest -q -m "gpu and not full" tests/gpu -k "not precise and not test_rows and not peaks" ;;
+        pytest) limited "$python" -m pytest -q -m "gpu and not full" tests -k "not precise and not test_rows and not peaks" ;;
         planner) limited "$python" -m pytest -q -s -m gpu tests/gpu/test_planner.py ;;
         *) echo "no step is named $1; they are: ${ALL[*]}" >&2; return 2 ;;
     esac

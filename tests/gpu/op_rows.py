@@ -35,6 +35,7 @@ from streambp.attention.attend import Layout
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.attention.spans import Block, Kind, Run, Spans
 from streambp.chunks import ChunkPlan
+from streambp.config import ATTENTION
 from streambp.errors import AttentionChoiceError
 from tests.gpu.report import backends, environment, failed
 from tests.gpu.watched_kernels import Judged, counts, watching
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
-    names = ("auto", *backends(args.device)) if args.device == "cuda" else backends(args.device)
+    names = ATTENTION if args.device == "cuda" else backends(args.device)
     rows: list[tuple[str, Callable[[], Result]]] = [
         (f"{spans} {attention} {size}", functools.partial(attention_row, spans, attention, size, args))
         for size, spans, attention in itertools.product(SIZES, SPANS, names)
