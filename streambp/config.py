@@ -15,6 +15,7 @@ ATTENTION = ("auto", "cudnn", "flash", "math")
 OFFLOAD = ("none", "cpu", "auto")
 ON_HOST_FULL = ("keep", "recompute", "raise")
 DOCUMENTS = ("from_positions", "as_given")
+KERNELS = ("own", "liger")
 UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
 UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}  # no two of them differ in case alone
 
@@ -53,6 +54,8 @@ class StreamConfig:
             go on from one document to the next.
         share_prefixes: compute what rows of a batch have in common at their beginning once (completions of one prompt,
             chosen and rejected), where the model was tried on it and enough is saved; `describe` says what became of it.
+        kernels: of norms and MLPs. "own": the model's. "liger": Liger's, put on this model's modules and taken off by
+            `unpatch`; it rounds as Liger does, in the model's dtypes.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -70,6 +73,7 @@ class StreamConfig:
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
     documents: Literal["from_positions", "as_given"] = "from_positions"
     share_prefixes: bool = False
+    kernels: Literal["own", "liger"] = "own"
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -92,6 +96,7 @@ class StreamConfig:
             raise ConfigError(f'chunk_size is {size!r}; it must be a positive number of tokens, or "auto".')
         self._check_saves()
         named = {"attention": ATTENTION, "offload": OFFLOAD, "on_host_full": ON_HOST_FULL, "documents": DOCUMENTS}
+        named["kernels"] = KERNELS
         for field, choices in named.items():
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")
