@@ -24,6 +24,7 @@ from streambp.chunks import ChunkPlan
 from streambp.layer.store import InMemory
 from tests import zoo
 from tests.attention.stand_in import softmax_attention
+from tests.distributed import one_rank
 from tests.families import make_batch
 from tests.oracle import gradients, lift_float32_casts, worst_error
 from tests.seeds import seeded
@@ -197,6 +198,28 @@ def test_latent_attention_through_a_kernel_of_one_head_size(config, mode, float6
     assert worst_error(found, expected) <= 1e-10
     assert seen == {(sizes[0], sizes[0])}
     assert all(layer.path == "streams" for layer in streambp.describe(model).layers)
+
+
+@pytest.mark.parametrize("saves", [(), ("attn_out", "kv")], ids=lambda saves: "+".join(saves) or "nothing")
+def test_split_sequences_are_padded_at_their_ranks(saves, float64_oracle, monkeypatch):
+    """What ranks exchange is not padded: a group of one rank gives back what it is sent."""
+    widths = set()
+    one_rank.split_over_one_rank(monkeypatch)
+    real = CallSite.of.__func__
+
+    def of(cls, k, v, width):
+        widths.add((v.shape[3], width))
+        return real(cls, k, v, width)
+
+    monkeypatch.setattr(CallSite, "of", classmethod(of))
+    expected_loss, expected = reference("plain", torch.get_default_dtype())
+    model = zoo.build("deepseek_v3")
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, attention="flash", saves=saves))
+    loss, found = gradients(model, **one_rank.with_shifted_labels(make_batch("plain", length=LENGTH)))
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+    assert widths == {(model.config.v_head_dim, model.config.qk_head_dim)}
+    assert "cpu flash in 2 layers" in streambp.describe(model).attention
 
 
 def test_what_is_padded_where():
