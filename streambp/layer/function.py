@@ -28,7 +28,7 @@ from streambp.layer.recompute import check_mode
 from streambp.layer.reuse import mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
 from streambp.layer.side_effects import KEEPS, Origin, is_kept
-from streambp.layer.site import LayerSite
+from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.states import leaves_of
 
 
@@ -59,7 +59,7 @@ class Passes:
     make: Callable[[LayerSite, Arguments], Any]
     forward: Callable[[Any, bool], tuple[Tensor, ...]]
     backward: Callable[[Any, BackwardPass], None]
-    whole: Callable[[LayerSite, Any, Any], Any]
+    whole: Callable[[LayerSite, Any, Any, CallReport], Any]
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:

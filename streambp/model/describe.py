@@ -33,7 +33,6 @@ BLOCKS = MappingProxyType(
         Kind.MASK: "attention masks that are no intervals",
     }
 )
-OWN_ATTENTION = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
 CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
@@ -130,7 +129,7 @@ def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
 
 
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
-    path = "checkpoints" if wrapper.site.because else "streams"
+    path = "checkpoints" if wrapper.site.last.because else "streams"
     return LayerDescription(name, type(wrapper.module).__name__, path, _reason(wrapper.site))
 
 
@@ -145,21 +144,22 @@ def _decoder_layers(found: Patch) -> list[nn.Module]:
 
 def _reason(site: LayerSite) -> str:
     """Why a layer does not stream, or what its streaming costs."""
-    if site.because:
-        return site.because
-    parts = [OWN_ATTENTION] if site.cache else []
-    if site.told and site.packed_rows is not None:
-        how = f"told to its kernels as {' and '.join(site.told)}"
-        parts.append(f"{site.packed_rows.number} documents of packed rows as position_ids mark them, {how}")
-    elif site.told:
-        parts.append(f"documents of packed rows as {' and '.join(site.told)} tell its kernels")
-    elif site.packed_rows is not None and site.states is not None:
+    last, costs = site.last, site.kind.attention.costs
+    if last.because:
+        return last.because
+    parts = [] if costs is None else [costs]
+    if last.told and last.rows is not None:
+        how = f"told to its kernels as {' and '.join(last.told)}"
+        parts.append(f"{last.rows.number} documents of packed rows as position_ids mark them, {how}")
+    elif last.told:
+        parts.append(f"documents of packed rows as {' and '.join(last.told)} tell its kernels")
+    elif last.rows is not None:
         parts.append(
-            f"{site.packed_rows.number} documents of packed rows, told by position_ids: its mixers are called for one "
+            f"{last.rows.number} documents of packed rows, told by position_ids: its mixers are called for one "
             "after the other, which takes longer where they are short"
         )
-    if site.longest is not None:
-        parts.append(f"chunks of up to {site.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
+    if last.longest is not None:
+        parts.append(f"chunks of up to {last.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
     if site.foreign_until is not None:
         parts.append(f"{', '.join(site.foreign)} tried on {site.foreign_until} tokens at once, no more did fit")
     return "; ".join(parts)
@@ -291,9 +291,8 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
     if found.state.split_over > 1:
         notes.append(f"sequences are split over {found.state.split_over} ranks (DeepSpeed Ulysses), each streams its shard")
-    packed = next(
-        (w.site.documents for w in found.state.wrappers if isinstance(w, LayerForward) and w.site.documents), None
-    )
+    reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
+    packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:
         how = "do not grow by one" if packed[0] == "position_ids" else "are given"
         notes.append(f"{packed[0]} {how}: attention took the last call's rows for {packed[1]} documents")

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from streambp.attention import prefix
+from streambp.attention.carriers import OverCache
 from streambp.attention.spans import Kind
 from streambp.errors import UnsupportedModelError
-from streambp.model.describe import BLOCKS, OWN_ATTENTION
+from streambp.model.describe import BLOCKS
 from tests.attention.traces import LENGTH, MACHINES, MODELS, trace
 
 C, F, E, M = "cudnn", "flash", "efficient", "math"
@@ -46,7 +47,7 @@ def check(name, machine, length=LENGTH):
         assert all(f"plain products for {BLOCKS[kind]}" in said for kind in plain)
         assert ("plain products" in said) == bool(plain)
     if name in SPARSE:
-        assert all(OWN_ATTENTION in layer.reason for layer in found.described.layers)
+        assert all(str(OverCache.costs) in layer.reason for layer in found.described.layers)
     else:
         assert length < LENGTH or not found.large  # shorter ones are no longer than other sizes
         assert found.kernels(Kind.FULL) - {F, M} <= {first_kernel(name, machine)}
