@@ -127,6 +127,21 @@ class StandIn:
         return ds @ wide_key, fold(ds.mT @ query), fold(weights.mT @ grad_out)
 
 
+class Squares(StandIn):
+    """FlashAttention on ROCm: causal blocks are squares, and neither windows nor packed rows are sent."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def _scaled_dot_product_flash_attention(self, query, key, value, dropout_p, is_causal, *args, **kwargs):
+        assert not is_causal or query.shape[2] == key.shape[2], "no square"
+        self.calls += 1
+        return super()._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, *args, **kwargs)
+
+    def _flash_attention_forward(self, *args, **kwargs):
+        raise AssertionError("other conventions")
+
+
 class CachedGraphs(StandIn):
     """cuDNN as torch calls it: a graph is found again by q, k and v, with the strides of o, dO and the logsumexp of the
     first call with the like of them. Refuses blocks of few queries or keys."""
