@@ -23,6 +23,7 @@ from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
+from tests.versions import needs_decoders_of_encoders
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ ENCODERS = {
 }  # fmt: skip
 
 
+@needs_decoders_of_encoders
 @pytest.mark.parametrize("family", ["MegatronBert", "RemBert", "RoFormer"])
 def test_decoders_that_are_encoders_unless_told(family):
     config = getattr(transformers, f"{family}Config")(**ENCODERS)

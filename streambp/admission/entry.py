@@ -100,6 +100,8 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
+        else:
+            call.kept.choose(call.rows)
         hidden_states = reduced_after_backward(site.of(reductions_of), hidden_states)
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []

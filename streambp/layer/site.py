@@ -14,7 +14,7 @@ from streambp.attention.carriers import NoAttention, ThroughInterface
 from streambp.config import StreamConfig
 from streambp.fingerprint.looks import Fingerprint
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
-from streambp.layer.store import Offloader
+from streambp.layer.store import Chooser, Offloader
 from streambp.recurrent.carriers import NoStates
 from streambp.recurrent.documents import PackedRows
 
@@ -104,7 +104,8 @@ class LayerSite:
         verdicts: why calls run whole, or None, for each kind of call that was tried (`probe.py`).
         fingerprint: what the layer is made of, which is part of the kind of call. [Note: fingerprint]
         kernels_told: documents that position_ids mark are told to its kernels, if these can be.
-        offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
+        offloader: where saved tensors go; None: they stay. chooser: decides what is saved then; None: the config does.
+        index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
         overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
         turns: its trials may run at the highest positions of a call. [Note: writes through pointers]
@@ -123,6 +124,7 @@ class LayerSite:
     fingerprint: Fingerprint = dataclasses.field(default_factory=Fingerprint, repr=False, compare=False)
     kernels_told: bool = True
     offloader: Offloader | None = None
+    chooser: Chooser | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=Recent)

@@ -168,9 +168,20 @@ def _reason(site: LayerSite) -> str:
 def _saves(found: Patch) -> tuple[str, ...]:
     """As configured, or as chosen for the last forward."""
     manager, config = found.state.offloader, found.state.config
+    if manager is None and config.saves == "auto":
+        return (_chosen(found),)
     if config.chooses_saves and manager is not None and manager.auto is not None and manager.auto.latest is not None:
         return manager.auto.latest.saves
     return config.named_saves
+
+
+def _chosen(found: Patch) -> str:
+    """What saves="auto" did in the last micro-batch, if nothing is offloaded."""
+    if found.state.saves_rule is not None:
+        return f"auto: nothing ({found.state.saves_rule})"
+    choosers = (w.site.chooser for w in found.state.wrappers if isinstance(w, LayerForward))
+    chosen = next((chooser.latest for chooser in choosers if chooser is not None), None)
+    return "auto: nothing yet, the first step sees what there is to save" if chosen is None else str(chosen)
 
 
 def _describe_attention(found: Patch) -> str:

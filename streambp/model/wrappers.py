@@ -51,6 +51,7 @@ class PatchState:
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
     chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
+    saves_rule: why saves="auto" saves nothing, if it cannot be decided.
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
@@ -71,6 +72,7 @@ class PatchState:
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
     chunk_rule: object | None = None
+    saves_rule: str | None = None
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
     shards: Shards | None = None
     packed_rows: PackedRows | None = None

@@ -63,6 +63,9 @@ class ShardedKept(Kept):
         """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
         self.store = offloader.open(self.site.index, self.device, self.plan.length)
 
+    def choose(self, rows: int) -> None:
+        """Nothing: what a rank would choose by its own memory differs. [Note: equal exchanges]"""
+
     def accesses(self) -> tuple[list[Access], int]:
         """As in `Kept`, for the two halves and the attention between them.
 

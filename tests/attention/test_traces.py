@@ -92,7 +92,7 @@ def test_a_model_whose_attention_has_its_own_cache_is_refused():
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != REFUSED])
 def test_every_model_on_every_machine(name, machine):
-    check(name, machine)
+    check(name, machine, LENGTH if name != SOFTCAP or machine == "H200" else 8192)  # its blocks are thousands
 
 
 def unnoted(self, plan):
