@@ -79,7 +79,7 @@ def test_layers_stream_alike_in_half_precision_in_float64_and_in_counts(name, mo
 @pytest.mark.parametrize("name", ["lfm2", "bamba", "falcon_h1"])
 def test_whole_layers_are_as_near_as_the_unpatched_model(name):
     """Where a state is lost and nobody sees it, half precision's errors are several times as large."""
-    wide, batch = zoo.build(name, torch.float32), make_batch("plain", length=40)
+    wide, batch = zoo.build(name, torch.float32).bfloat16().float(), make_batch("plain", length=40)
     stock = copy.deepcopy(wide).to(torch.bfloat16)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=12))
     _, truth = gradients(wide, **batch)

@@ -226,6 +226,7 @@ def errors_in_half_precision(name, autocast):
     """Ours in 9 chunks and the unpatched model's, against a float32 oracle."""
     for seed in itertools.count():
         oracle = zoo.build(name, dtype=torch.float32, seed=seed)
+        oracle = oracle if autocast else oracle.bfloat16().float()  # the weights of the model in half precision
         batch = make_batch("plain", length=72, seed=seed)
         truth = gradients(copy.deepcopy(oracle), **batch)[1]
         stock = oracle if autocast else oracle.to(torch.bfloat16)
