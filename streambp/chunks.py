@@ -14,7 +14,8 @@ AUTO_MIN_TOKENS = 2048
 AUTO_MAX_TOKENS = 8192
 AUTO_RULE = (
     f"auto: an {AUTO_CHUNKS}th of the sequence, "
-    f"at least {AUTO_MIN_TOKENS} and at most {AUTO_MAX_TOKENS} tokens over all rows of the batch"
+    f"at least {AUTO_MIN_TOKENS} and at most {AUTO_MAX_TOKENS} tokens over all rows of the batch, rounded down to a power "
+    "of two in each row"
 )
 
 
@@ -121,11 +122,21 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, (*ends, self.length))
 
 
+def in_one_pass(size: int) -> int:
+    """The largest power of two up to `size` positions, which are 1 or more.
+
+    cuDNN attends few lengths of queries ([Note: few shapes]): a chunk of 2,730 would be cut into 2,048, 512 and 170 of
+    them, which read their prefix one after the other.
+    """
+    return 1 << (size.bit_length() - 1)
+
+
 def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"]) -> ChunkPlan:
     """Cut `length` positions of `batch_size` rows. The rule behind "auto" is `AUTO_RULE`."""
     if chunk_size == "auto":
         tokens = min(max(-(-length * batch_size // AUTO_CHUNKS), AUTO_MIN_TOKENS), AUTO_MAX_TOKENS)
-        size = tokens // max(1, batch_size)
+        size = max(1, tokens // max(1, batch_size))
+        size = length if size >= length else in_one_pass(size)
     else:
         size = chunk_size
     return ChunkPlan(length, max(1, min(size, length)))

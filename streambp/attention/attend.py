@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streambp.attention.backend import Backend, Plan, Use
-from streambp.attention.kernels import MATH, Task, cut, upload
+from streambp.attention.kernels import MATH, Task, cut, narrowed, upload, widened
 from streambp.attention.kv import CallSite, Site
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended, MergedOutput, SummedQueries
@@ -78,7 +78,8 @@ def attend_blocks(
     for number, (block, k, v) in enumerate(site.visit(plan.blocks)):
         task = params.task(number, block, layout, q.device)
         queries = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
-        merged.add(number, *plan.kernels[number].forward(cut(q, *queries), k, v, task))
+        o, lse = plan.kernels[number].forward(cut(q, *queries), k, v, task)
+        merged.add(number, narrowed(o, site.value_size), lse)
     attended = merged.result()
     attended = attended if sink is None else with_sink(attended, sink)
     return attended.rounded(q.dtype, keep_wide)
@@ -163,15 +164,16 @@ class PrefixAttention(torch.autograd.Function):
         site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
         plan: Plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD)
         summed = SummedQueries(q, plan, chunk)
+        do_wide, o_wide = widened(do, site.width), widened(o, site.width)  # [B, C, H, width]. [Note: padded values]
         for number, (block, k, v) in enumerate(site.visit(plan.blocks, gradients=True)):
             task = params.task(number, block, layout, q.device)
             queries = b0, b1, t0, t1 = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
-            do_here, q_here, o_here = cut(do, *queries), cut(q, *queries), cut(o, *queries)
+            do_here, q_here, o_here = cut(do_wide, *queries), cut(q, *queries), cut(o_wide, *queries)
             lse_here = lse[b0:b1, :, t0:t1]
             with _in_autocast(q.device.type, ctx.autocast):  # scores computed again must fit to the forward's lse
                 dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
             summed.add(number, dq)
-            site.add(block, dk, dv)
+            site.add(block, dk, narrowed(dv, site.value_size))
         dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
         dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
         return summed.result(), dk_own.to(q.dtype), dv_own.to(q.dtype), dsink, None, None, None, None, None

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import os
-from collections.abc import Iterator
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from streambp.accumulate import HALF
-from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, K_BLOCK, MATH, Kernel
+from streambp.attention.kernels import (
+    CPU_FLASH,
+    CUDNN,
+    FLASH,
+    K_BLOCK,
+    MATH,
+    SQUARE_FLASH,
+    WINDOWLESS_FLASH,
+    CpuFlashKernel,
+    FlashKernel,
+    Kernel,
+)
+from streambp.attention.kernels_wide import EFFICIENT, PADDED
 from streambp.attention.masks import DenseMask
+from streambp.attention.platform import Platform, platform_of
+from streambp.attention.rules import (
+    Call,
+    flash_has_windows,
+    prefers_cudnn,
+    why_not_cudnn,
+    why_not_efficient,
+    why_not_flash,
+)
 from streambp.attention.spans import Block, Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import AttentionChoiceError
@@ -26,6 +45,14 @@ class Use(enum.Enum):
     STREAMED = "streamed"  # keys and values come to the device in tiles
 
 
+class Used(NamedTuple):
+    """That a kernel, by its name, attends blocks of a kind. because: why there was no other one to choose."""
+
+    kernel: str
+    kind: Kind
+    because: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The blocks of a chunk, ordered by their keys. [Note: tiles]
@@ -34,6 +61,7 @@ class Plan:
         kernels: of each block.
         depth: the most blocks that a query is in. complete: every query is in one.
         covers: for each block, whether all of the chunk's queries are in it.
+        used: what attends which kinds of blocks.
     """
 
     blocks: tuple[Block, ...]
@@ -41,13 +69,21 @@ class Plan:
     depth: int
     complete: bool
     covers: tuple[bool, ...]
+    used: frozenset[Used] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Kernels in order of preference; each block goes to the first that takes it, in the shape that this one wants."""
+    """Kernels in order of preference; each block goes to the first that takes it, in the shape that this one wants.
+
+    Args:
+        width: columns of V in its buffer, more than D_v; None: as many. [Note: padded values]
+        because: why plain products are the only kernel; "" if they are not.
+    """
 
     kernels: tuple[Kernel, ...]
+    width: int | None = None
+    because: str = ""
 
     @property
     def name(self) -> str:
@@ -75,7 +111,7 @@ class Backend:
 
     def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> Plan:
         """The blocks of `rows` rows of a chunk; made once for all layers that share the layout."""
-        key = (self.kernels, chunk.start, chunk.stop, use)
+        key = (self, chunk.start, chunk.stop, use)
         if key not in layout.derived:
             layout.derived[key] = self._plan(layout, chunk, rows, use)
         plan: Plan = layout.derived[key]
@@ -89,7 +125,9 @@ class Backend:
         depth, covered = _depth(blocks)
         covers = tuple((b.b0, b.b1, b.q0, b.q1) == (0, rows, chunk.start, chunk.stop) for b in blocks)
         complete = covered == rows * (chunk.stop - chunk.start)
-        return Plan(blocks, tuple(map(self.kernel, blocks)), depth, complete, covers)
+        kernels = tuple([self.kernel(block) for block in blocks])  # a map would end where no kernel takes a block
+        used = {Used(kernel.name, block.kind, self.because) for kernel, block in zip(kernels, blocks, strict=True)}
+        return Plan(blocks, kernels, depth, complete, covers, frozenset(used))
 
 
 def _limited(tiling: Tiling, use: Use) -> Tiling:
@@ -118,93 +156,76 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
 
 
 def choose_backend(
-    wanted: str, q: Tensor, v: Tensor, dropout: float, softcap: float | None = None, sink: bool = False
+    wanted: str,
+    q: Tensor,
+    v: Tensor,
+    dropout: float,
+    softcap: float | None = None,
+    sink: bool = False,
+    platform: Platform | None = None,
 ) -> Backend:
     """The backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
 
-    "auto" takes no kernel that torch's own attention would not take: FlashAttention and the CPU's fused kernel only where
-    `torch.backends.cuda.flash_sdp_enabled()`, cuDNN only where `prefers_cudnn`. Plain products are what is left. A kernel
-    that is named is taken whatever these say, but beside it none that is switched off.
+    "auto" takes no kernel that torch's own attention would not take: cuDNN only where `prefers_cudnn`, FlashAttention and
+    the CPU's fused kernel only where `torch.backends.cuda.flash_sdp_enabled()`, memory-efficient attention where these
+    cannot, if it is on. Plain products are what is left. A kernel that is named is taken whatever these say, but beside it
+    none that is switched off.
 
     With a sink, "auto" on a CPU takes plain products for half precision: unpatched models attend eagerly there, and the
-    fused kernel's backward, from an o that is rounded, has thrice the error in q and k. [Note: rounded outputs]
+    fused kernel's backward, from an o that is rounded, has thrice the error in q and k. [Note: rounded outputs] With
+    D_v != D it takes plain products on a CPU, too, as torch does; "flash" pads there as on CUDA.
+
+    Args:
+        platform: what the rules ask about; None: what `platform_of` finds for q's device now.
 
     Raises:
         AttentionChoiceError: the wanted backend cannot do it; "auto" never raises, "math" does everything.
     """
     if wanted == "math":
-        return Backend((MATH,))
-    if wanted == "auto" and sink and q.device.type == "cpu" and q.dtype in HALF:
-        return Backend((MATH,))
-    no_flash = next(_not_flash(q, v, dropout, softcap), None)
-    no_cudnn = next(_not_cudnn(q), no_flash)
-    flash_is_on = torch.backends.cuda.flash_sdp_enabled()
-    if no_cudnn is None and (wanted == "cudnn" or (wanted == "auto" and prefers_cudnn(q.device))):
-        return Backend((CUDNN, FLASH, MATH) if flash_is_on else (CUDNN, MATH))
-    if no_flash is None and (wanted == "flash" or (wanted == "auto" and flash_is_on)):
-        return Backend((CPU_FLASH if q.device.type == "cpu" else FLASH, MATH))
+        return Backend((MATH,), because="attention='math'")
+    here = platform_of(q.device) if platform is None else platform
+    call = Call(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap)
+    if wanted == "auto" and here.device == "cpu" and sink and q.dtype in HALF:
+        return Backend((MATH,), because="attention sinks in half precision on a CPU")
+    no_flash, no_cudnn = next(why_not_flash(call, here), None), next(why_not_cudnn(call, here), None)
+    if no_flash is None and wanted == "auto" and here.device == "cpu" and call.size != call.value_size:
+        no_flash = f"queries and keys have head size {call.size}, values {call.value_size}"
+    flash = no_flash is None and here.flash_on
+    efficient = here.efficient_on and next(why_not_efficient(call, here), None) is None
+    if no_cudnn is None and (wanted == "cudnn" or (wanted == "auto" and prefers_cudnn(here))):
+        left_over = _padded_flash(call, here) if flash else EFFICIENT if efficient else MATH
+        return Backend(tuple(dict.fromkeys((CUDNN, left_over, MATH))))
+    if no_flash is None and (wanted == "flash" or (wanted == "auto" and flash)):
+        return _flash_first(call, here)
     if wanted == "auto":
-        return Backend((MATH,))
+        switched_off = None if here.flash_on else "FlashAttention is switched off"
+        because = f"FlashAttention cannot: {no_flash}" if no_flash else switched_off or ""
+        return Backend((EFFICIENT, MATH)) if efficient else Backend((MATH,), because=because)
     raise AttentionChoiceError(
         f"attention={wanted!r} cannot attend here: {no_flash if wanted == 'flash' else no_cudnn}. Set attention='auto' or "
         "'math' in StreamConfig."
     )
 
 
-def _not_flash(q: Tensor, v: Tensor, dropout: float, softcap: float | None) -> Iterator[str]:
-    """Why neither FlashAttention nor the CPU's fused kernel can do it."""
-    size, device = q.shape[-1], q.device
-    if dropout > 0.0:
-        yield f"it has no dropout, and the model's is {dropout}"
-    if softcap is not None:
-        yield f"it has no softcap, and the model's is {softcap}"
-    if size != v.shape[-1]:
-        yield f"queries and keys have head size {size}, values {v.shape[-1]}; it needs one head size"
-    if device.type == "cpu":
-        return
-    if device.type not in ("cuda", "meta"):
-        yield f"it does not run on {device.type}"
-    if q.dtype not in HALF:
-        yield f"it computes in float16 and bfloat16, and the model attends in {str(q.dtype).removeprefix('torch.')}"
-    if size % 8 or size > 256:
-        yield f"the head size is {size}; it must be a multiple of 8 and at most 256"
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            yield f"the device has compute capability {capability}; it needs (8, 0)"
-        if 192 < size <= 224 and (capability in ((8, 6), (8, 9)) or capability >= (12, 0)):
-            yield f"it has no backward for head size {size} on compute capability {capability}"
+def _flash_first(call: Call, here: Platform) -> Backend:
+    """FlashAttention, with V padded in its buffer where that is all that has to be. [Note: padded values]"""
+    flash = _flash(here)
+    if call.pair == (call.padded, call.padded) or (here.device == "cpu" and call.size == call.value_size):
+        return Backend((flash, MATH))
+    if call.value_size < call.size and (call.size == call.padded or here.device == "cpu"):
+        return Backend((flash, MATH), width=call.size)
+    return Backend((PADDED[flash], MATH))
 
 
-def _not_cudnn(q: Tensor) -> Iterator[str]:
-    """Why cuDNN cannot do it although FlashAttention can, which takes what is left over of its blocks."""
-    if q.device.type != "cuda":
-        yield f"cuDNN does not run on {q.device.type}"
-    elif torch.version.hip is not None:
-        yield "torch was built for ROCm, which has no cuDNN"
-    elif torch.cuda.get_device_capability(q.device) < (9, 0):
-        yield f"cuDNN's attention needs compute capability (9, 0), not {torch.cuda.get_device_capability(q.device)}"
-    elif not torch.backends.cudnn.is_available():
-        yield "torch was built without cuDNN"
-    if q.shape[-1] > 128:
-        yield f"the head size is {q.shape[-1]}; cuDNN's attention has at most 128"
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-        yield "cuDNN's attention is not deterministic, and torch.use_deterministic_algorithms(True) asks for what is"
+def _padded_flash(call: Call, here: Platform) -> Kernel:
+    """FlashAttention for the blocks that another kernel leaves over."""
+    flash = _flash(here)
+    return flash if call.pair == (call.padded, call.padded) else PADDED[flash]
 
 
-def prefers_cudnn(device: torch.device) -> bool:
-    """Whether torch's own attention takes cuDNN before FlashAttention on a CUDA device.
-
-    That is `check_prefer_cudnn_attention` of ATen/native/transformers/cuda/sdp_utils.cpp, with the switch
-    `torch.backends.cuda.cudnn_sdp_enabled()`: compute capability 9.0, 9.3, 10.0 or 10.3 (torch 2.13 built for CUDA 13 takes
-    any 9.x and 10.x; there are no others), cuDNN's runtime newer than 9.15.0, and TORCH_CUDNN_SDPA_DEPRIORITIZED not 1.
-    On 8.x and 12.x FlashAttention is as fast or faster.
-    """
-    major, minor = torch.cuda.get_device_capability(device)
-    return (
-        torch.backends.cuda.cudnn_sdp_enabled()
-        and major in (9, 10)
-        and minor in (0, 3)
-        and (torch.backends.cudnn.version() or 0) > 91500
-        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-    )
+def _flash(here: Platform) -> FlashKernel | CpuFlashKernel:
+    if here.device == "cpu":
+        return CPU_FLASH
+    if here.hip:
+        return SQUARE_FLASH
+    return FLASH if flash_has_windows(here) else WINDOWLESS_FLASH

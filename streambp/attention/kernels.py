@@ -9,8 +9,14 @@ for float64 inputs. A query that reads nothing has o = 0 and lse = -inf.
 
 [Note: one layout] torch keeps cuDNN's graphs by the sizes and strides of q, k and v. The strides of o, dO and the logsumexp
 are part of a graph but not of its key, so for one key they must always be the same, or a later call reads them wrongly.
-So `cut` makes all of q, o, dO, K and V from contiguous [B, T, H, D] tensors: sizes and strides of a block's q fix those
-of its o and dO. Where a block has one row, its strides do not depend on T, so other lengths find the same graphs.
+So `cut` makes all of q, o, dO, K and V from contiguous [B, T, H, D] tensors: sizes and strides of a block's q and v fix
+those of its o and dO, which have D_v columns. Where a block has one row, its strides do not depend on T, so other lengths
+find the same graphs.
+
+[Note: padded values] FlashAttention has one head size for q, k and v. If D_v < D, v and dO get columns of zeros behind.
+The scores, their logsumexp and the weights P do not contain v, so nothing changes but o = P v, dP = dO v^T and dv = P^T dO:
+o and dv get columns of zeros, which are dropped, and dP sums more zeros. So dq and dk are the same, too. The zeros must be
+there: what lies in memory may be NaN.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import itertools
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from streambp.attention.mask_scan import reads
@@ -81,6 +88,16 @@ def cut(x: Tensor, b0: int, b1: int, t0: int, t1: int) -> Tensor:
     row = token * (length if b1 - b0 > 1 else t1 - t0)
     start = x.storage_offset() + (b0 * length + t0) * token
     return x.as_strided((b1 - b0, heads, t1 - t0, size), (row, size, token, 1), start)
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """x [..., D] with columns of zeros behind, [..., width]; x itself if it has so many. [Note: padded values]"""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def narrowed(x: Tensor, size: int) -> Tensor:
+    """The first `size` columns of x [..., width], as a view. [Note: padded values]"""
+    return x if x.shape[-1] == size else x[..., :size]
 
 
 class MathKernel:
@@ -161,7 +178,7 @@ class CpuFlashKernel:
 
     def takes(self, block: Block) -> bool:
         """FULL blocks of any size, CAUSAL blocks on the diagonal."""
-        return block.kind in self.kinds and _is_square(block)
+        return block.kind in self.kinds and is_square(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D] in q's dtype."""
@@ -190,6 +207,7 @@ class FlashKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D] in q's dtype; VARLEN blocks go to the kernel as one packed row [T, H, D]."""
+        assert q.shape[-1] == v.shape[-1], "the operators need one head size; without data they do not notice"
         kind = task.block.kind
         if kind in (Kind.FULL, Kind.CAUSAL):
             causal = kind is Kind.CAUSAL
@@ -221,6 +239,27 @@ class FlashKernel:
         return _head_major(dq, kind), _head_major(dk, kind), _head_major(dv, kind)
 
 
+class SquareFlashKernel(FlashKernel):
+    """FlashAttention where causal blocks must be squares: ROCm, whose backward wants as many queries as keys.
+
+    Windows and packed rows have other conventions there (AOTriton's logsumexp of packed rows is [B, H, longest document]).
+    """
+
+    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
+    tiling = Tiling(k_block=K_BLOCK)
+
+    def takes(self, block: Block) -> bool:
+        """FULL blocks of any size, CAUSAL blocks on the diagonal."""
+        return block.kind in self.kinds and is_square(block)
+
+
+class WindowlessFlashKernel(FlashKernel):
+    """FlashAttention where its operators do not differentiate windows: FlashAttention-4 behind torch 2.11."""
+
+    kinds = frozenset({Kind.FULL, Kind.CAUSAL})  # documents of packed rows may have windows
+    tiling = Tiling(k_block=K_BLOCK, bottom_right=True)
+
+
 class CudnnKernel:
     """cuDNN's fused attention on Hopper and later; nearly twice FlashAttention-2, but causal only for squares."""
 
@@ -231,10 +270,10 @@ class CudnnKernel:
     def takes(self, block: Block) -> bool:
         """FULL blocks and CAUSAL blocks on the diagonal, in the few lengths of its tiling. [Note: few shapes]"""
         fits = self.tiling.takes(block.q1 - block.q0) and self.tiling.takes(block.k1 - block.k0)
-        return block.kind in self.kinds and fits and _is_square(block)
+        return block.kind in self.kinds and fits and is_square(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D] in q's dtype."""
+        """o [B, H, Tq, D_v] in q's dtype."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=task.scale)
         return o, lse.squeeze(-1)
@@ -242,7 +281,7 @@ class CudnnKernel:
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype. [Note: one layout]"""
+        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in q's dtype. [Note: one layout]"""
         causal = task.block.kind is Kind.CAUSAL
         philox = torch.empty(0, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -252,6 +291,7 @@ class CudnnKernel:
 
 
 MATH, CPU_FLASH, FLASH, CUDNN = MathKernel(), CpuFlashKernel(), FlashKernel(), CudnnKernel()
+SQUARE_FLASH, WINDOWLESS_FLASH = SquareFlashKernel(), WindowlessFlashKernel()
 
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -260,7 +300,8 @@ def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
     return cu_q, cu_q if block.cu_k == block.cu_q else torch.tensor(block.cu_k, dtype=torch.int32, device=device)
 
 
-def _is_square(block: Block) -> bool:
+def is_square(block: Block) -> bool:
+    """Whether it is no causal block, or one whose queries are its keys."""
     return block.kind is not Kind.CAUSAL or (block.q0, block.q1) == (block.k0, block.k1)
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from streambp.attention.kernels import cut
+from streambp.attention.kernels import cut, narrowed, widened
 from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
 
@@ -34,6 +34,7 @@ class Site(Protocol):
     """Keys and values of one attention call over T tokens, and the accumulators of their gradients.
 
     streams: they come to the device in tiles, so the fewer keys a block has, the fewer are there at once.
+    width: columns of the V that `visit` gives, D_v or more, those behind D_v zero. [Note: padded values]
     """
 
     streams: bool
@@ -43,16 +44,24 @@ class Site(Protocol):
         """D_v."""
         ...
 
+    @property
+    def width(self) -> int:
+        """Columns of V in blocks."""
+        ...
+
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Keep K [B, H_kv, C, D] and V of a chunk. Chunks come in order."""
         ...
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """The blocks with their K and V. gradients: `add` will be called for each before the next."""
+        """The blocks with their K [b, H_kv, k, D] and V [b, H_kv, k, width].
+
+        gradients: `add` will be called for each before the next.
+        """
         ...
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """Add dk [b, H_kv, k, D] and dv of a block that is being visited to the accumulators."""
+        """Add dk [b, H_kv, k, D] and dv [b, H_kv, k, D_v] of a block that is being visited to the accumulators."""
         ...
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -62,33 +71,61 @@ class Site(Protocol):
 
 @dataclasses.dataclass
 class CallSite:
-    """Buffers of one attention call of the layer. B rows, T tokens of the whole sequence."""
+    """Buffers of one attention call of the layer. B rows, T tokens of the whole sequence.
+
+    columns: D_v, where V is padded in its buffer; None: it is not. [Note: padded values]
+    packed: the width that V is padded to when it is read next.
+    """
 
     k: Tensor  # [B, T, H_kv, D], contiguous
-    v: Tensor  # [B, T, H_kv, D_v], contiguous
+    v: Tensor  # [B, T, H_kv, D_v or width], contiguous
     dk: Tensor | None = None  # [B, T, H_kv, D] in promote_types(dtype, float32)
     dv: Tensor | None = None  # [B, T, H_kv, D_v]
+    columns: int | None = None
+    packed: int | None = None
     streams = False
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, width: int | None) -> CallSite:
+        """From K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all tokens, contiguous; width: that V is padded to."""
+        return cls(k, v) if width is None else cls(k, widened(v, width), columns=v.shape[3])
 
     @property
     def value_size(self) -> int:
-        """D_v, as the buffer has it."""
-        return self.v.shape[3]
+        """D_v."""
+        return self.columns or self.v.shape[3]
+
+    @property
+    def width(self) -> int:
+        """Columns of V in its buffer."""
+        return self.packed or self.v.shape[3]
+
+    def pack(self) -> None:
+        """Keep V without the columns of zeros, until it is read again."""
+        if self.columns is not None and self.packed is None:
+            self.packed, self.v = self.width, narrowed(self.v, self.columns).contiguous()
+
+    def _unpack(self) -> None:
+        if self.packed is not None:
+            self.v, self.packed = widened(self.v, self.packed), None
 
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
         """dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32); zeros when first asked for."""
         if self.dk is None or self.dv is None:
             dtype = torch.promote_types(self.k.dtype, torch.float32)
-            self.dk, self.dv = torch.zeros_like(self.k, dtype=dtype), torch.zeros_like(self.v, dtype=dtype)
+            self.dk = torch.zeros_like(self.k, dtype=dtype)
+            self.dv = self.v.new_zeros((*self.v.shape[:3], self.value_size), dtype=dtype)
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """K [B, C, H_kv, D] and V of a chunk, as views: as tiles lie, which may be made of them in backward."""
-        return self.k[:, chunk.start : chunk.stop], self.v[:, chunk.start : chunk.stop]
+        """K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views: as tiles lie, which may be made of them in
+        backward."""
+        here = slice(chunk.start, chunk.stop)
+        return self.k[:, here], narrowed(self.v[:, here], self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """K [B, H_kv, e, D] and V of all tokens up to the chunk's end, as views."""
-        k, v = (x[:, : chunk.stop].transpose(1, 2) for x in (self.k, self.v))
+        """K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as views."""
+        k, v = (x[:, : chunk.stop].transpose(1, 2) for x in (self.k, narrowed(self.v, self.value_size)))
         return k, v
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
@@ -98,6 +135,7 @@ class CallSite:
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """The blocks with views of the buffers."""
+        self._unpack()
         if gradients:
             self.dk, self.dv = self.grow_accumulators()
         for block in blocks:
@@ -168,6 +206,7 @@ class TiledSite:
         keys: where K and V are kept. scratch: where the accumulators are between two chunks.
         resident: how many of the first tiles stay on the device.
         keeps_all: `keys` gets the resident tiles too, because they are saved for backward.
+        width: columns of V in blocks; tiles are kept, and come and go, with D_v of them. [Note: padded values]
     """
 
     streams = True
@@ -181,11 +220,13 @@ class TiledSite:
         resident: int,
         keeps_all: bool,
         value_size: int,
+        width: int | None = None,
     ) -> None:
         self.plan = plan
         self.resident = resident
         self.keeps_all = keeps_all
         self.value_size = value_size
+        self.width = width or value_size
         self._keys, self._scratch = keys, scratch
         self._k, self._v, self._dk, self._dv = (f"{part}.{index}" for part in ("k", "v", "dk", "dv"))
         self._here: dict[int, Tile] = {}
@@ -220,7 +261,7 @@ class TiledSite:
             following = wanted[number + 1] if number + 1 < len(blocks) else range(0)
             for index in following:
                 self._load(index, gradients)
-            yield block, self._part(block, lambda tile: tile.k), self._part(block, lambda tile: tile.v)
+            yield block, self._part(block, lambda tile: tile.k), self._part(block, lambda tile: tile.v, self.width)
             self._leave(index for index in wanted[number] if index not in following and index != own)
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
@@ -281,9 +322,17 @@ class TiledSite:
             k0, k1 = max(block.k0, chunk.start), min(block.k1, chunk.stop)
             yield index, slice(k0 - chunk.start, k1 - chunk.start), slice(k0 - block.k0, k1 - block.k0)
 
-    def _part(self, block: Block, which: Callable[[Tile], Tensor]) -> Tensor:
-        """[b, H_kv, k, D]."""
+    def _part(self, block: Block, which: Callable[[Tile], Tensor], width: int | None = None) -> Tensor:
+        """[b, H_kv, k, D], or with that many columns."""
         tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
+        if width is not None and tiles[0][0].shape[3] != width:
+            rows = block.b1 - block.b0
+            size, (heads, columns) = block.k1 - block.k0, tiles[0][0].shape[2:]
+            padded = tiles[0][0].new_empty(rows, size, heads, width)
+            padded[..., columns:] = 0.0
+            for (tile, inside), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):
+                padded[:, of_block, :, :columns] = tile[block.b0 : block.b1, inside]
+            return cut(padded, 0, rows, 0, size)
         if len(tiles) == 1:
             ((tile, inside),) = tiles
             return cut(tile, block.b0, block.b1, inside.start, inside.stop)

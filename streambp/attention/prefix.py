@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
-from streambp.attention.backend import Backend, choose_backend
+from streambp.attention.backend import Backend, Plan, Use, Used, choose_backend
 from streambp.attention.kv import CallSite, PrefixMemory, Site, TiledSite, TileStore
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
@@ -41,18 +41,26 @@ class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
 
 @dataclasses.dataclass(frozen=True)
 class SiteSize:
-    """Bytes that one token of an attention call takes in all rows: its K and V, and the accumulators of their gradients."""
+    """Bytes that one token of an attention call takes in all rows: its K and V, the accumulators of their gradients, and
+    the zeros behind V where it is padded. [Note: padded values]"""
 
     keys: int
     sums: int
     value_size: int  # D_v
+    padding: int = 0
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> SiteSize:
-        """k [B, H_kv, C, D], v [B, H_kv, C, D_v]."""
+    def of(cls, k: Tensor, v: Tensor, width: int | None = None) -> SiteSize:
+        """k [B, H_kv, C, D], v [B, H_kv, C, D_v], of which V's buffer has `width` columns."""
         wide = torch.promote_types(k.dtype, torch.float32).itemsize
         elements = (k.numel() + v.numel()) // k.shape[2]
-        return cls(elements * k.element_size(), elements * wide, v.shape[3])
+        padding = 0 if width is None else v.shape[0] * v.shape[1] * (width - v.shape[3]) * v.element_size()
+        return cls(elements * k.element_size(), elements * wide, v.shape[3], padding)
+
+    @property
+    def resident(self) -> int:
+        """Of K and V, where they are on the device."""
+        return self.keys + self.padding
 
 
 class Prefix:
@@ -72,6 +80,7 @@ class Prefix:
         self.overwritten = False  # the layer writes to what its attention gives
         self.heads_first = False  # the layer attends by itself, and may take what it reads for a cache's [B, H_kv, e, D]
         self.backends: dict[int, Backend] = {}  # of each attention call, chosen at its first chunk
+        self.used: frozenset[Used] = frozenset()  # the kernels that attended in forward
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
         self._scratch: TileStore | None = None
@@ -81,22 +90,44 @@ class Prefix:
 
         backward: their gradients will be needed, so the accumulators count as memory, too.
         """
+        width = self._width(index)
         if index == len(self.sizes_seen):
-            self.sizes_seen.append(SiteSize.of(k, v))
+            self.sizes_seen.append(SiteSize.of(k, v, width))
         if index == len(self.sites):
             resident = self.resident_tiles(backward)[index]
             if resident is None:
-                self.sites.append(CallSite(*(self._buffer(t) for t in (k, v))))
+                columns = None if width is None else v.shape[3]
+                self.sites.append(CallSite(self._buffer(k), self._buffer(v, width), columns=columns))
             else:
                 self.sites.append(self._tiled(index, resident, backward))
         self.sites[index].write(chunk, k, v)
 
-    def _buffer(self, like: Tensor) -> Tensor:
-        """[B, T, H_kv, D] for the whole sequence's, like those of a chunk [B, H_kv, C, D]."""
+    def _buffer(self, like: Tensor, width: int | None = None) -> Tensor:
+        """[B, T, H_kv, D] for the whole sequence's, like those of a chunk [B, H_kv, C, D]; or with `width` columns, those
+        behind D zero."""
         rows, heads, _, size = like.shape
         if self.heads_first:
             return like.new_empty(rows, heads, self.length, size).transpose(1, 2)
-        return like.new_empty(rows, self.length, heads, size)
+        buffer = like.new_empty(rows, self.length, heads, width or size)
+        if width is not None:
+            buffer[..., size:] = 0.0  # [Note: padded values]
+        return buffer
+
+    def _width(self, index: int) -> int | None:
+        """Columns of V in the buffer of an attention call; None: D_v."""
+        backend = self.backends.get(index)
+        return None if backend is None else backend.width
+
+    def note(self, plan: Plan) -> None:
+        """A chunk was attended by this plan."""
+        if not plan.used <= self.used:
+            self.used |= plan.used
+
+    def pack(self) -> None:
+        """K and V are kept as they are for a later backward pass: without the zeros behind V. [Note: padded values]"""
+        for site in self.sites:
+            if isinstance(site, CallSite):
+                site.pack()
 
     def part(self, index: int, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
         """K [B, C, H_kv, D] and V of a chunk, as views of the buffers; None if they are in tiles."""
@@ -106,7 +137,7 @@ class Prefix:
     @property
     def backward_bytes(self) -> int:
         """What all of it takes on the device in backward."""
-        return self.length * sum(size.keys + size.sums for size in self.sizes_seen)
+        return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
     def flops(self, chunk: Chunk, attended: Attended) -> float:
         """Of attending a chunk once: two products for each pair of a query and a key that it reads."""
@@ -121,7 +152,7 @@ class Prefix:
         """For each attention call, how many of its tiles stay on the device; None: it is one buffer."""
         if self.memory is None:
             return [None] * len(self.sizes_seen)
-        return self.memory.resident_tiles([size.keys + backward * size.sums for size in self.sizes_seen])
+        return self.memory.resident_tiles([size.resident + backward * size.sums for size in self.sizes_seen])
 
     def find_saved(self) -> None:
         """K and V of every chunk and attention call are in the memory's store: fill the sites from there."""
@@ -146,7 +177,8 @@ class Prefix:
         # Tokens whose tiles go to the scratch store: all but the resident ones' and the last's.
         moving = plan[len(plan) - 1].start - plan[resident].start if resident < len(plan) - 1 else 0
         self._scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
-        return TiledSite(index, plan, saved or self._scratch, self._scratch, resident, saved is not None, size.value_size)
+        keys, width = saved or self._scratch, self._width(index)
+        return TiledSite(index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width)
 
     def drop_buffers(self) -> None:
         """Let go of K, V and their accumulators; a refill or `find_saved` brings K and V back."""
@@ -211,6 +243,7 @@ class ChunkMask(AttentionPoint):
         if self.stage is not Stage.RECOMPUTE:
             attended = attend_blocks(q, site, prefix.layout, chunk, params, sink)
             self.attended.append(attended)
+            prefix.note(backend.plan(prefix.layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD))
             return attended.o
         saved = self.saved[index] if self.saved else None
         out: Tensor = PrefixAttention.apply(q, k, v, sink, site, prefix.layout, chunk, params, saved)

@@ -88,10 +88,13 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             for place, part in output.extras.items():
                 whole.put(place, part, chunk)
             del output, attended
+    call.site.attended = call.carried.prefix.used
     if keep:
         call.kept.store.seal(*call.kept.accesses(), call.carried.prefix.backward_bytes)
     if not keep or "kv" not in call.kept.saves or call.kept.moves_kv:
         call.carried.drop()
+    else:
+        call.carried.prefix.pack()
     return outputs_of(call, whole)
 
 

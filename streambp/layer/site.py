@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from streambp.attention.backend import Used
 from streambp.attention.carriers import NoAttention, ThroughInterface
 from streambp.config import StreamConfig
 from streambp.fingerprint.looks import Fingerprint
@@ -112,6 +113,7 @@ class LayerSite:
         tried: for each kind of call and size of chunks, the tokens up to which these give what the whole sequence gives.
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
+        attended: the kernels that attended in its last call.
     """
 
     layer: nn.Module
@@ -134,6 +136,7 @@ class LayerSite:
     tried: dict[frozenset[tuple[str, Any]], dict[int, int]] = dataclasses.field(default_factory=Recent)
     foreign_until: int | None = None
     previous: Callable[..., Any] | None = None
+    attended: frozenset[Used] = frozenset()
 
     @property
     def forward(self) -> Callable[..., Any]:

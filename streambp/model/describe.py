@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from streambp.admission.stacks import find_stacks
+from streambp.attention.backend import Used
+from streambp.attention.kernels import MATH
+from streambp.attention.spans import Kind
 from streambp.chunks import AUTO_RULE
-from streambp.config import StreamConfig
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
@@ -23,6 +26,14 @@ from streambp.model.patching import Patch
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
 
+BLOCKS = MappingProxyType(
+    {
+        Kind.FULL: "what other kernels leave over",
+        Kind.CAUSAL: "what other kernels leave over",
+        Kind.BAND: "the near edges of sliding windows",
+        Kind.MASK: "attention masks that are no intervals",
+    }
+)
 CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
@@ -90,7 +101,7 @@ def describe(model: nn.Module) -> Description:
         chunk,
         _saves(found),
         _describe_offload(found),
-        _describe_attention(config),
+        _describe_attention(found),
         _describe_head(found),
         _notes(model, found),
     )
@@ -174,11 +185,28 @@ def _chosen(found: Patch) -> str:
     return "auto: nothing yet, the first step sees what there is to save" if chosen is None else str(chosen)
 
 
-def _describe_attention(config: StreamConfig) -> str:
-    """As configured, and what "auto" does without."""
-    if config.attention != "auto" or torch.backends.cuda.flash_sdp_enabled():
-        return config.attention
-    return "auto: FlashAttention is switched off (torch.backends.cuda), so plain products attend where cuDNN does not"
+def _describe_attention(found: Patch) -> str:
+    """As configured, what "auto" does without, and which kernels attended in each layer's last call.
+
+    Plain products are named with the blocks that they attended: other kernels are faster.
+    """
+    parts: list[str] = [found.state.config.attention]
+    if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():
+        parts = ["auto: FlashAttention is switched off (torch.backends.cuda), so plain products attend where others cannot"]
+    counts: dict[str, int] = {}
+    for wrapper in found.state.wrappers:
+        if isinstance(wrapper, LayerForward):
+            for what in sorted({_attended(used) for used in wrapper.site.attended}):
+                counts[what] = counts.get(what, 0) + 1
+    return "; ".join((*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items())))
+
+
+def _attended(used: Used) -> str:
+    if used.kernel != MATH.name:
+        return used.kernel
+    if used.because:
+        return f"plain products, because {used.because},"
+    return f"plain products for {BLOCKS[used.kind]}"
 
 
 def _describe_offload(found: Patch) -> str:

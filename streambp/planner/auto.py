@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import streambp.model.patching as patching
-from streambp.chunks import AUTO_RULE, plan_chunks
+from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.config import StreamConfig
 from streambp.device import memory_limit
 from streambp.distributed.zero import is_partitioned
@@ -58,7 +58,8 @@ class FittingChunk:
             free = free_memory(device)
             if free is None:
                 return plan_chunks(length, batch_size, "auto").size
-            self._sizes = {key: max(1, min(length, self.tokens(batch_size * length, free) // batch_size))}
+            size = max(1, self.tokens(batch_size * length, free) // batch_size)
+            self._sizes = {key: length if size >= length else in_one_pass(size)}
         return self._sizes[key]
 
     def tokens(self, length: int, free: float) -> int:

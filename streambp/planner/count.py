@@ -5,8 +5,9 @@
 kernels take inside of themselves, and FLOPs.
 
 [Note: kernel workspaces] FlashAttention's backward allocates, and frees before it returns, dQ in float32 and one float32 a
-query and head; with grouped queries also dK and dV for every query head. cuDNN's does the same except for the latter. A
-dispatch mode cannot see these, so their sizes are added here from the operators' arguments.
+query and head; with grouped queries also dK and dV for every query head. cuDNN's does the same except for the latter.
+Memory-efficient attention's has dQ, dK and dV in float32; it is given a key head for each query head. A dispatch mode
+cannot see these, so their sizes are added here from the operators' arguments.
 """
 
 from __future__ import annotations
@@ -268,15 +269,18 @@ FORWARDS = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._flash_attention_forward.default,
+    aten._scaled_dot_product_efficient_attention.default,
 )
 BACKWARDS = (
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
 )
 ATTENTION = frozenset(FORWARDS + BACKWARDS)
 CAUSAL_AT = {  # the position of is_causal among the arguments
-    FORWARDS[0]: 4, FORWARDS[1]: 4, FORWARDS[2]: 8, BACKWARDS[0]: 11, BACKWARDS[1]: 7, BACKWARDS[2]: 11,
+    FORWARDS[0]: 4, FORWARDS[1]: 4, FORWARDS[2]: 8, FORWARDS[3]: 6,
+    BACKWARDS[0]: 11, BACKWARDS[1]: 7, BACKWARDS[2]: 11, BACKWARDS[3]: 11,
 }  # fmt: skip
 
 
@@ -305,6 +309,8 @@ def _workspace(func: Any, args: Any, kernels: str) -> int:
         return 0
     rows, heads, kv_heads, queries, keys, size, value_size = _shapes(func, args)
     total = 4 * rows * heads * queries * (size + 1)
+    if func is BACKWARDS[3]:
+        return total + 4 * rows * heads * keys * (size + value_size)
     if kernels == "flash" and heads != kv_heads:
         total += args[1].element_size() * rows * heads * keys * (size + value_size)
     return total

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig, parse_bytes
 from streambp.errors import ConfigError
 from streambp.planner.estimate import UNPATCHED, check_length
@@ -179,7 +180,7 @@ def fits(at: Peak, memory: Memory) -> bool:
 
 def chunk_sizes(batch_size: int) -> tuple[int, ...]:
     """Positions per row to choose a chunk size from, the largest first."""
-    return tuple(dict.fromkeys(max(1, tokens // batch_size) for tokens in CHUNK_TOKENS))
+    return tuple(dict.fromkeys(in_one_pass(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS))
 
 
 def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Iterator[Lever]:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from streambp.admission.entry import backward_in_chunks, stream_layer
 from streambp.attention.attend import Params, PrefixAttention, attend_blocks
-from streambp.attention.backend import choose_backend
+from streambp.attention.backend import Use, choose_backend
 from streambp.attention.kv import CallSite
 from streambp.attention.merge import Attended
 from streambp.chunks import Chunk
@@ -98,6 +98,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             )
         o, lse = _attend(call, q, k, v)
         wide = torch.promote_types(k.dtype, torch.float32).itemsize
+        call.site.attended = call.carried.prefix.used
         call.backward_bytes = 2 * o.nbytes + q.nbytes + (k.numel() + v.numel()) * (k.element_size() + wide)
         if keep:
             _keep_attention(call, k, v, o, lse)
@@ -165,19 +166,23 @@ def _attend(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     batch, heads, length, _ = q.shape
     o = q.new_empty((batch, length, heads, v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    site = _site(k, v)
+    site = _site(call, k, v)
     for chunk in call.attention_plan:
         if call.kept.store.has("attn_out.0", chunk.index) and call.kept.store.has("lse.0", chunk.index):
             attended = Attended(*(call.kept.store.take(name, chunk.index) for name in ("attn_out.0", "lse.0")))
         else:
-            attended = attend_blocks(q[_part(chunk)], site, call.carried.prefix.layout, chunk, call.params)
+            prefix, backend = call.carried.prefix, call.params.backend
+            attended = attend_blocks(q[_part(chunk)], site, prefix.layout, chunk, call.params)
+            prefix.note(backend.plan(prefix.layout, chunk, batch, Use.FORWARD))
         o[:, chunk.start : chunk.stop], lse[_part(chunk)] = attended.o, attended.lse
     return o.transpose(1, 2), lse
 
 
-def _site(k: Tensor, v: Tensor) -> CallSite:
+def _site(call: ShardedCall, k: Tensor, v: Tensor) -> CallSite:
     """k, v [B, H_kv / P, T, D], as `to_heads` gives them, where attention finds them."""
-    return CallSite(*(x.transpose(1, 2).contiguous() for x in (k, v)))
+    assert call.params is not None
+    k, v = (x.transpose(1, 2).contiguous() for x in (k, v))  # [B, T, H_kv / P, D]
+    return CallSite.of(k, v, call.params.backend.width)
 
 
 def _keep_attention(call: ShardedCall, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
@@ -282,7 +287,7 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor,
     """Overwrite q, k and v by their gradients: when a chunk is done, no other reads its queries, keys and values.
     [Note: prefix accumulation order]"""
     assert call.params is not None
-    site = _site(k, v)
+    site = _site(call, k, v)
     for chunk in call.attention_plan.backward():
         here = _part(chunk)
         leaves = [x[here].detach().requires_grad_() for x in (q, k, v)]

@@ -25,39 +25,65 @@ class Recorder:
     """In place of aten: returns tensors without data in the layouts that torch gives, and notes the calls.
 
     calls: (operator, queries, keys, rows). graphs: of each key of a cuDNN backward, the layouts of o, dO and logsumexp.
+    sizes: (operator, D, D_v). Without data every pair passes, so tests have to look at them.
     """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int, int]] = []
         self.forwards: set[Any] = set()
         self.graphs: dict[Any, set[Any]] = {}
+        self.sizes: set[tuple[str, int, int]] = set()
+
+    def note(self, operator, q, k, v, rows, tokens=2):
+        self.calls.append((operator, q.shape[tokens], k.shape[tokens], rows))
+        self.sizes.add((operator, q.shape[-1], v.shape[-1]))
 
     def _scaled_dot_product_cudnn_attention(self, q, k, v, *args, scale):
-        self.calls.append(("cudnn", q.shape[2], k.shape[2], q.shape[0]))
+        self.note("cudnn", q, k, v, q.shape[0])
         self.forwards.add((*((*x.shape, *x.stride()) for x in (q, k, v)), args[3]))
-        return torch.empty_like(q), q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+        assert (
+            q.stride() == (q.shape[2] * q.shape[1] * q.shape[3], q.shape[3], q.shape[1] * q.shape[3], 1) or q.shape[0] > 1
+        )
+        o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)  # q's order, packed by D_v
+        return o, q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
 
     def _scaled_dot_product_cudnn_attention_backward(self, do, q, k, v, o, lse, *args, scale):
-        self.calls.append(("cudnn backward", q.shape[2], k.shape[2], q.shape[0]))
+        self.note("cudnn backward", q, k, v, q.shape[0])
+        assert do.shape == o.shape == (*q.shape[:3], v.shape[3])
         key = (*((*x.shape, *x.stride()) for x in (q, k, v)), args[-1])
         self.graphs.setdefault(key, set()).add(tuple(x.stride() for x in (do, o, lse)))
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
     def _scaled_dot_product_flash_attention(self, q, k, v, *args, scale):
-        self.calls.append(("flash", q.shape[2], k.shape[2], q.shape[0]))
+        self.note("flash", q, k, v, q.shape[0])
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def _scaled_dot_product_flash_attention_backward(self, do, q, k, v, *args, scale):
-        self.calls.append(("flash backward", q.shape[2], k.shape[2], q.shape[0]))
+        self.note("flash backward", q, k, v, q.shape[0])
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
+    def _scaled_dot_product_efficient_attention(self, q, k, v, *args, scale):
+        self.note("efficient", q, k, v, q.shape[0])
+        more = -q.shape[2] % 32
+        return (
+            q.new_empty(*q.shape[:3], v.shape[3]),
+            q.new_empty(*q.shape[:2], q.shape[2] + more, dtype=torch.float32),
+            0,
+            0,
+        )
+
+    def _scaled_dot_product_efficient_attention_backward(self, do, q, k, v, bias, o, lse, *args, scale):
+        self.note("efficient backward", q, k, v, q.shape[0])
+        assert lse.shape[2] % 32 == 0
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
     def _flash_attention_forward(self, q, k, v, cu_q, *args, **kwargs):
-        self.calls.append(("varlen" if q.dim() == 3 else "window", q.shape[-3], k.shape[-3], 1))
+        self.note("varlen" if q.dim() == 3 else "window", q, k, v, 1, tokens=-3)
         shape = q.shape[1::-1] if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
         return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
 
     def _flash_attention_backward(self, do, q, k, v, *args, **kwargs):
-        self.calls.append(("varlen backward" if q.dim() == 3 else "window backward", q.shape[-3], k.shape[-3], 1))
+        self.note("varlen backward" if q.dim() == 3 else "window backward", q, k, v, 1, tokens=-3)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -103,12 +129,26 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return places[0] == places[1]
 
 
-def run(monkeypatch, layout, chunk_size, *, rows=1, saved=True, tiles=None, size=SIZE, heads=HEADS, backend=CUDNN_FIRST):
+def run(
+    monkeypatch,
+    layout,
+    chunk_size,
+    *,
+    rows=1,
+    saved=True,
+    tiles=None,
+    size=SIZE,
+    value_size=None,
+    heads=HEADS,
+    backend=CUDNN_FIRST,
+):
     """Forward and backward of every chunk; the calls, and the bytes beside them.
 
     Args:
         saved: backward takes forward's (o, lse). tiles: keys and values stream, so many tiles of them stay.
+        size, value_size: D, and D_v if it is another.
     """
+    value_size = value_size or size
     recorder, counted = Recorder(), ElementwiseBytes()
     monkeypatch.setattr(kernels, "aten", recorder)
     monkeypatch.setattr(merge, "fits_triton", lambda *_: True)
@@ -126,21 +166,23 @@ def run(monkeypatch, layout, chunk_size, *, rows=1, saved=True, tiles=None, size
     plan = ChunkPlan(layout.length, chunk_size)
     params = Params(backend, size**-0.5, None, 0.0, 0)
 
-    def tensor(count, length):
-        return torch.empty(rows, length, count, size, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    def tensor(count, length, columns=size):
+        return torch.empty(rows, length, count, columns, dtype=torch.bfloat16, device="meta").transpose(1, 2)
 
     if tiles is None:
-        site = CallSite(*(tensor(KV_HEADS, layout.length).transpose(1, 2) for _ in "kv"))
+        k, v = (tensor(KV_HEADS, layout.length, columns).transpose(1, 2) for columns in (size, value_size))
+        site = CallSite.of(k, v, backend.width)
     else:
-        site = TiledSite(0, plan, InMemory(), InMemory(), tiles, False, size)
+        site = TiledSite(0, plan, InMemory(), InMemory(), tiles, False, value_size, backend.width)
     kept = {}
     with counted:
         for chunk in plan:
             length = chunk.stop - chunk.start
-            site.write(chunk, tensor(KV_HEADS, length), tensor(KV_HEADS, length))
+            site.write(chunk, tensor(KV_HEADS, length), tensor(KV_HEADS, length, value_size))
             kept[chunk] = attend_blocks(tensor(heads, length), site, layout, chunk, params)
         for chunk in plan.backward():
-            leaves = [tensor(count, chunk.stop - chunk.start).requires_grad_() for count in (heads, KV_HEADS, KV_HEADS)]
+            shapes = ((heads, size), (KV_HEADS, size), (KV_HEADS, value_size))
+            leaves = [tensor(count, chunk.stop - chunk.start, columns).requires_grad_() for count, columns in shapes]
             out = PrefixAttention.apply(*leaves, None, site, layout, chunk, params, kept[chunk] if saved else None)
             torch.autograd.grad(out, leaves, torch.empty_like(out))
     return recorder, counted

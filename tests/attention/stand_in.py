@@ -23,6 +23,7 @@ class StandIn:
     def _scaled_dot_product_flash_attention(
         self, query, key, value, dropout_p, is_causal, return_debug_mask, *, scale=None
     ):
+        assert query.shape[3] == value.shape[3], "one head size"
         o, lse = softmax_attention(query, key, value, self.bottom_right(query.shape[2], key.shape[2], is_causal), scale)
         return o, lse, None, None, query.shape[2], key.shape[2], torch.empty(2), torch.empty(0), torch.empty(0)
 
@@ -38,6 +39,7 @@ class StandIn:
         self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
         window_size_left=None, window_size_right=None,
     ):  # fmt: skip
+        assert query.shape[-1] == value.shape[-1], "one head size"
         mask = self.flash_mask(query, key, cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right)
         packed = cum_seq_q is not None
         o, lse = softmax_attention(*(self.head_major(x, packed) for x in (query, key, value)), mask, scale)
@@ -69,6 +71,28 @@ class StandIn:
         assert logsumexp.shape == (*out.shape[:3], 1)
         mask = self.bottom_right(max_q, max_k, is_causal)
         return self.gradients(grad_out, query, key, value, out, logsumexp[..., 0], mask, scale)
+
+    def _scaled_dot_product_efficient_attention(
+        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+    ):  # fmt: skip
+        assert compute_log_sumexp
+        assert query.shape[1] == key.shape[1] == value.shape[1], "no grouped queries"
+        o, lse = softmax_attention(query, key, value, self.top_left(query, key, is_causal), scale)
+        return o, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf), torch.empty(()), torch.empty(())
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
+        grad_input_mask, is_causal=False, *, scale=None,
+    ):  # fmt: skip
+        assert grad_input_mask == [True, True, True, False]
+        assert logsumexp.shape[2] == -(-query.shape[2] // 32) * 32
+        assert bool((logsumexp[..., query.shape[2] :] == torch.inf).all())
+        lse, mask = logsumexp[..., : query.shape[2]], self.top_left(query, key, is_causal)
+        return *self.gradients(grad_out_, query, key, value, out, lse, mask, scale), None
+
+    def top_left(self, query, key, causal):
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+        return mask.tril() if causal else mask
 
     def bottom_right(self, queries, keys, causal):
         mask = torch.ones(queries, keys, dtype=torch.bool)
@@ -103,6 +127,21 @@ class StandIn:
         return ds @ wide_key, fold(ds.mT @ query), fold(weights.mT @ grad_out)
 
 
+class Squares(StandIn):
+    """FlashAttention on ROCm: causal blocks are squares, and neither windows nor packed rows are sent."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def _scaled_dot_product_flash_attention(self, query, key, value, dropout_p, is_causal, *args, **kwargs):
+        assert not is_causal or query.shape[2] == key.shape[2], "no square"
+        self.calls += 1
+        return super()._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, *args, **kwargs)
+
+    def _flash_attention_forward(self, *args, **kwargs):
+        raise AssertionError("other conventions")
+
+
 class CachedGraphs(StandIn):
     """cuDNN as torch calls it: a graph is found again by q, k and v, with the strides of o, dO and the logsumexp of the
     first call with the like of them. Refuses blocks of few queries or keys."""
@@ -114,7 +153,8 @@ class CachedGraphs(StandIn):
     def _scaled_dot_product_cudnn_attention(self, query, key, value, *args, **kwargs):
         assert min(query.shape[2], key.shape[2]) >= 64
         o, *rest = super()._scaled_dot_product_cudnn_attention(query, key, value, *args, **kwargs)
-        return torch.empty_like(query).copy_(o), *rest
+        rows, heads, queries, size = o.shape
+        return o.new_empty(rows, queries, heads, size).transpose(1, 2).copy_(o), *rest  # query's order, packed by D_v
 
     def _scaled_dot_product_cudnn_attention_backward(self, grad_out, query, key, value, out, logsumexp, *args, **kwargs):
         assert min(query.shape[2], key.shape[2]) >= 64

@@ -16,13 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import streambp
 from streambp.attention import kernels, prefix
 from streambp.attention.backend import Backend, Use, choose_backend
-from streambp.attention.kernels import CUDNN, MATH
+from streambp.attention.kernels import CUDNN, FLASH, MATH, SQUARE_FLASH
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.errors import AttentionChoiceError
-from tests.attention.stand_in import CachedGraphs
-from tests.families import build, make_batch
+from tests.attention.stand_in import CachedGraphs, Squares
+from tests.families import MODES, build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.tiers import thinned
 
@@ -153,6 +153,30 @@ def test_plain_products_take_what_cudnn_leaves_over(use, window):
             if kernel is MATH:
                 scores = max(scores, (block.q1 - block.q0) * (block.k1 - block.k0))
     assert 0 < scores <= 8192 * 256
+
+
+def as_on_rocm(backend, family, mode, monkeypatch):
+    """The worst error of gradients where causal blocks must be squares."""
+    flash, stock, batch = Squares(), build(family, torch.float64), make_batch(mode)
+    expected = gradients(stock, **batch)[1]
+    monkeypatch.setattr(kernels, "aten", flash)
+    monkeypatch.setattr(prefix, "choose_backend", lambda *_: backend)
+    model = streambp.patch(stock, StreamConfig(chunk_size=5))
+    found = gradients(model, **batch)[1]
+    assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}, "a kernel refused a chunk"
+    assert flash.calls > 0
+    return worst_error(found, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_squares_alone_are_exact(family, mode, float64_oracle, monkeypatch):
+    assert as_on_rocm(Backend((SQUARE_FLASH, MATH)), family, mode, monkeypatch) <= 1e-10
+
+
+def test_blocks_aligned_at_the_last_key_are_seen(float64_oracle, monkeypatch):
+    with pytest.raises(AssertionError, match="a kernel refused"):
+        as_on_rocm(Backend((FLASH, MATH)), "qwen3", "plain", monkeypatch)
 
 
 @pytest.mark.parametrize(

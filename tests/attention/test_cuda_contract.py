@@ -1,6 +1,6 @@
 """What attention may ask of CUDA's kernels, on meta tensors: no device is needed to see a rule broken.
 
-covers: attention/kernels.py, attention/spans.py
+covers: attention/kernels.py, attention/kernels_wide.py, attention/spans.py, chunks.py, planner/auto.py
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ import itertools
 
 import pytest
 
+from streambp import chunks
+from streambp.attention.backend import Use
 from streambp.attention.spans import Run, Spans
-from tests.attention.meta_runs import HEADS, KV_HEADS, SIZE, run
+from streambp.chunks import plan_chunks
+from streambp.planner import auto
+from tests.attention.meta_runs import CUDNN_FIRST, HEADS, KV_HEADS, SIZE, run
+from tests.attention.platforms import A100, B200, H200, MI300, RTX_4090, backend
 
 CHUNK = 8192
 LENGTHS = (8193, 16_384, 20_001, 24_577, 30_000, 33_333, 40_959, 49_153, 57_344, 65_537)
@@ -54,10 +59,58 @@ def test_every_graph_sees_one_layout_and_no_small_block(name, tiles, monkeypatch
         assert recorder.graphs
 
 
-def keys_of(monkeypatch, lengths, rows=1):
+NATIVE, ONE_SIZE = {(128, 128), (192, 128), (256, 256)}, {(128, 128), (192, 192), (256, 256)}
+
+
+MACHINES = {"H200": H200, "A100": A100, "4090": RTX_4090, "B200": B200, "MI300": MI300}
+FEW = [  # machine, head sizes, tiles, layouts
+    ("H200", (192, 128), None, ("two rows", "packed")),
+    ("H200", (192, 128), 1, ("one token over",)),
+    ("H200", (256, 256), None, ("left-padded",)),
+    ("A100", (192, 128), None, ("packed", "window")),
+    ("A100", (192, 128), 1, ("one token over",)),
+    ("H200", (512, 512), None, ("two rows",)),
+    ("MI300", (192, 128), None, ("one token over", "packed")),
+]
+SIZES = ((192, 128), (256, 256), (512, 512))
+ALL = [(machine, sizes, tiles, tuple(LAYOUTS)) for machine in MACHINES for sizes in SIZES for tiles in (None, 1)]
+
+
+def named(case):
+    machine, (size, value_size), tiles, layouts = case
+    return f"{machine}, {size}/{value_size}{', tiles' * (tiles is not None)}{', all' * (len(layouts) == len(LAYOUTS))}"
+
+
+@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.full) for case in ALL)], ids=named)
+def test_every_block_has_head_sizes_that_its_kernel_takes(case, monkeypatch):
+    """The rules that no operator checks without data, with one layout for each graph."""
+    where, sizes, tiles, layouts = case
+    machine = MACHINES[where]
+    chosen = backend(machine, *sizes)
+    for name in layouts:
+        layout = LAYOUTS[name]
+        rows = len(layout.rows)
+        given = {"size": sizes[0], "value_size": sizes[1], "backend": chosen, "heads": 16}
+        recorder, _ = run(monkeypatch, layout, CHUNK, rows=rows, tiles=tiles, saved=False, **given)
+        assert all(len(layouts) == 1 for layouts in recorder.graphs.values())
+        for operator, queries, keys, _ in recorder.calls:
+            if operator.startswith("cudnn"):
+                assert min(queries, keys) >= 256
+                assert queries % 128 == keys % 128 == 0
+        for operator, *pair in recorder.sizes:
+            takes = NATIVE if operator.startswith("cudnn") else {sizes} if operator.startswith("efficient") else ONE_SIZE
+            assert tuple(pair) in takes, operator
+        cudnn = any(operator.startswith("cudnn") for operator, *_ in recorder.sizes)
+        native = (machine is H200 and sizes != (512, 512)) or (machine is B200 and sizes == (192, 128))
+        assert cudnn == (native and "window" not in name)
+        if machine is MI300 and sizes != (512, 512):
+            assert not {operator for operator, *_ in recorder.sizes} - {"flash", "flash backward"}
+
+
+def keys_of(monkeypatch, lengths, rows=1, **given):
     forwards, backwards = set(), {}
     for length in lengths:
-        recorder, _ = run(monkeypatch, Spans.causal(rows, length), CHUNK, rows=rows)
+        recorder, _ = run(monkeypatch, Spans.causal(rows, length), CHUNK, rows=rows, **given)
         forwards |= recorder.forwards
         for key, layouts in recorder.graphs.items():
             backwards.setdefault(key, set()).update(layouts)
@@ -76,11 +129,13 @@ def test_other_lengths_find_the_same_graphs(monkeypatch):
     assert first < forwards
 
 
-def test_whole_chunks_of_any_length_build_no_new_graph(monkeypatch):
-    forwards, backwards = keys_of(monkeypatch, (65_536,))
+@pytest.mark.parametrize("sizes", [(128, 128), (192, 128), (256, 256)], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}")
+def test_whole_chunks_of_any_length_build_no_new_graph(sizes, monkeypatch):
+    given = {"size": sizes[0], "value_size": sizes[1], "backend": backend(H200, *sizes)}
+    forwards, backwards = keys_of(monkeypatch, (65_536,), **given)
     assert (len(forwards), len(backwards)) == (8, 5)  # a square; prefixes of 1 to 7 chunks, and of 1 to 4
     for length in range(2 * CHUNK, 16 * CHUNK, 3 * CHUNK):
-        more, more_backwards = keys_of(monkeypatch, (length,))
+        more, more_backwards = keys_of(monkeypatch, (length,), **given)
         assert more <= forwards | {key for key in more if key[1][2] == 65_536}
         assert more_backwards.keys() <= backwards.keys()
 
@@ -113,3 +168,34 @@ def test_elementwise_bytes(saved, monkeypatch):
     assert counted.calls <= (750 if saved else 880)
     share = 36 * counted.total / (15 * 4e12)
     print(f"36 layers' attention: {100 * share:.2f} % of a step of 15 s at 4 TB/s")
+
+
+def passes(size):
+    """How many pieces of queries read the prefix of a chunk."""
+    return len(list(CUDNN_FIRST.tiling(Use.FORWARD).queries(0, size)))
+
+
+ROWS_AND_LENGTHS = [*itertools.product((1, 2, 3, 5, 6, 7), (20_000, 40_000, 65_536, 100_001)), (3, 600), (1, 2048)]
+
+
+@pytest.mark.parametrize("rule", ["plain", "planner"])
+@pytest.mark.parametrize(("rows", "length"), ROWS_AND_LENGTHS)
+def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
+    """Three rows had chunks of 2,730 tokens, and one of 40,000 tokens chunks of 5,000: three and four pieces of queries."""
+    if rule == "plain":
+        size = plan_chunks(length, rows, "auto").size
+    else:
+        monkeypatch.setattr(auto, "free_memory", lambda device: 1.0)
+        monkeypatch.setattr(auto.FittingChunk, "tokens", lambda *_: 8192)
+        size = auto.FittingChunk(None)(0, rows, length, None)
+    assert size == length or passes(size) == 1
+    assert size * rows <= 8192 or size == 1
+    assert 2 * size * rows > min(2048, length * rows) * 0.99
+    if rule == "planner":
+        assert size == min(length, 1 << ((8192 // rows).bit_length() - 1)) or size == length
+
+
+def test_chunks_that_are_not_rounded_are_seen(monkeypatch):
+    monkeypatch.setattr(chunks, "in_one_pass", lambda size: size)
+    assert passes(plan_chunks(65_536, 3, "auto").size) == 3
+    assert passes(plan_chunks(40_000, 1, "auto").size) >= 3

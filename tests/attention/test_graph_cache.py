@@ -2,7 +2,7 @@
 
 No device: a stand-in computes in float64 what cuDNN would, from what such a graph would read.
 
-covers: attention/backend.py, attention/kernels.py, attention/prefix.py
+covers: attention/backend.py, attention/kernels.py, attention/kernels_wide.py, attention/prefix.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import streambp
 from streambp.attention import kernels, prefix
 from streambp.attention.backend import Backend
 from streambp.attention.kernels import CUDNN, FLASH, MATH
-from tests.attention.stand_in import CachedGraphs
+from streambp.attention.kernels_wide import EFFICIENT, PADDED
+from tests import zoo
+from tests.attention.stand_in import CachedGraphs, StandIn
 from tests.families import build, make_batch
 from tests.oracle import gradients, lift_float32_casts, worst_error
 from tests.tiers import thinned
@@ -73,6 +75,65 @@ def test_recomputed(spans, float64_oracle, monkeypatch):
 @pytest.mark.parametrize("place", thinned(PLACES, lambda place: place == "streamed"))
 def test_saved(place, float64_oracle, monkeypatch):
     check("left-padded", ("attn_out",), place, monkeypatch)
+
+
+HEAD_SIZES = {  # model, and the kernels that attend
+    "192/128": (lambda: zoo.build("deepseek_v3", num_hidden_layers=1), Backend((CUDNN, PADDED[FLASH], MATH))),
+    "padded": (lambda: zoo.build("deepseek_v3", num_hidden_layers=1), Backend((FLASH, MATH), width=16)),
+    "256": (
+        lambda: build("qwen3", torch.float64, num_hidden_layers=1, max_position_embeddings=LENGTH, head_dim=256),
+        Backend((CUDNN, FLASH, MATH)),
+    ),
+    "efficient": (
+        lambda: build("qwen3", torch.float64, num_hidden_layers=1, max_position_embeddings=LENGTH, head_dim=256),
+        Backend((EFFICIENT, MATH)),
+    ),
+}
+
+
+def check_head_sizes(name, mode, saves, place, monkeypatch):
+    """The stand-ins refuse what the operators refuse: two head sizes in flash, groups in memory-efficient attention."""
+    make, backend = HEAD_SIZES[name]
+    graphs, batch = CachedGraphs(), make_batch(mode, length=LENGTH)
+    model = make()
+    expected_loss, expected = gradients(model, **batch)
+    monkeypatch.setattr(kernels, "aten", graphs)
+    monkeypatch.setattr(prefix, "choose_backend", lambda *_: backend)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[place]))
+    loss, found = gradients(model, **batch)
+    assert bool(graphs.calls) == (backend.name == "cudnn")
+    assert backend.name in streambp.describe(model).attention
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("mode", ["plain", "packed"])
+@pytest.mark.parametrize("name", ["192/128", "padded"])
+def test_two_head_sizes(name, mode, float64_oracle, monkeypatch):
+    check_head_sizes(name, mode, (), "kept", monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["plain", "left-padded", "right-padded", "packed"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
+@pytest.mark.parametrize("name", HEAD_SIZES)
+def test_every_head_size(name, saves, place, mode, float64_oracle, monkeypatch):
+    check_head_sizes(name, mode, saves, place, monkeypatch)
+
+
+def laid_out_like_the_query(self, query, key, value, *args, **kwargs):
+    """o with the strides of q, which has D columns: as if D_v were not its own."""
+    o, *rest = StandIn._scaled_dot_product_cudnn_attention(self, query, key, value, *args, **kwargs)
+    rows, heads, queries, size = o.shape
+    wide = o.new_zeros(rows, queries, heads, query.shape[3]).transpose(1, 2)
+    wide[..., :size] = o
+    return wide[..., :size], *rest
+
+
+def test_one_layout_holds_whatever_the_forward_gives(float64_oracle, monkeypatch):
+    monkeypatch.setattr(CachedGraphs, "_scaled_dot_product_cudnn_attention", laid_out_like_the_query)
+    check_head_sizes("192/128", "plain", (), "kept", monkeypatch)
 
 
 @pytest.mark.full

@@ -3,7 +3,8 @@
 FlashAttention and cuDNN have no kernel on the CPU; a stand-in with their signatures and conventions shows that we call them
 rightly. `tests/gpu` runs the real ones.
 
-covers: attention/backend.py, attention/kernels.py, attention/masks.py, attention/spans.py, chunks.py
+covers: attention/backend.py, attention/kernels.py, attention/kernels_wide.py, attention/masks.py, attention/spans.py,
+  chunks.py
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 from streambp.attention import kernels
 from streambp.attention.backend import Backend, Use, choose_backend
-from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, Task
+from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, SQUARE_FLASH, WINDOWLESS_FLASH, Task
+from streambp.attention.kernels_wide import EFFICIENT, PADDED
 from streambp.attention.masks import DenseMask
 from streambp.attention.spans import Block, Kind, Run, Spans
 from streambp.chunks import ChunkPlan
@@ -166,6 +168,27 @@ def test_cudnn_calls_its_operators_rightly(name, monkeypatch):
     check(CUDNN, BLOCKS[name])
 
 
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (24, 8)], ids=str)
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_memory_efficient_attention_is_called_rightly(name, sizes, monkeypatch):
+    monkeypatch.setattr(kernels, "aten", StandIn())
+    check(EFFICIENT, BLOCKS[name], head_size=sizes[0], value_size=sizes[1])
+
+
+@pytest.mark.parametrize("sizes", [(8, 5), (5, 8), (12, 12)], ids=str)
+@pytest.mark.parametrize("name", ["full", "causal", "window", "varlen", "varlen with a window"])
+def test_padded_flash_calls_its_operators_rightly(name, sizes, monkeypatch):
+    """The stand-in refuses two head sizes, as the operators do."""
+    monkeypatch.setattr(kernels, "aten", StandIn())
+    check(PADDED[FLASH], BLOCKS[name], head_size=sizes[0], value_size=sizes[1])
+
+
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_cudnn_takes_two_head_sizes(name, monkeypatch):
+    monkeypatch.setattr(kernels, "aten", StandIn())
+    check(CUDNN, BLOCKS[name], head_size=12, value_size=8)
+
+
 def test_backends_are_chosen_by_what_they_can_do():
     q, v = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)
     assert choose_backend("auto", q, v, 0.0).name == "cpu flash"
@@ -184,7 +207,14 @@ def test_backends_are_chosen_by_what_they_can_do():
             choose_backend(wanted, q, v, 0.1)
 
 
-@pytest.mark.parametrize("backend", [Backend((CUDNN, FLASH, MATH)), Backend((FLASH, MATH)), Backend((CPU_FLASH, MATH))])
+BACKENDS = [
+    Backend((CUDNN, FLASH, MATH)), Backend((FLASH, MATH)), Backend((CPU_FLASH, MATH)), Backend((EFFICIENT, MATH)),
+    Backend((CUDNN, PADDED[FLASH], MATH)), Backend((CUDNN, EFFICIENT, MATH)), Backend((SQUARE_FLASH, MATH)),
+    Backend((WINDOWLESS_FLASH, MATH)), Backend((PADDED[FLASH], MATH)), Backend((CUDNN, WINDOWLESS_FLASH, MATH)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: ", ".join(kernel.name for kernel in backend.kernels))
 @pytest.mark.parametrize("use", Use)
 def test_every_block_has_a_kernel_in_every_backend(backend, use):
     padded = Spans(9000, ((Run(300, 8500, 300), Run(8500, 9000, 300, 8500)), (Run(0, 7, 0), Run(7, 9000, 7))))

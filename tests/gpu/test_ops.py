@@ -107,9 +107,9 @@ def test_a_row_fails_where_blocks_are_merged_wrongly(monkeypatch):
 
 
 def test_a_kernel_that_refuses_is_told_with_its_reason():
-    line, passed = op_rows.attention_row("plain", "flash", "192/128", argparse.Namespace(device="cpu", tiny=True))
+    line, passed = op_rows.attention_row("plain", "cudnn", "192/128", argparse.Namespace(device="cpu", tiny=True))
     assert passed
-    assert "refused: attention='flash' cannot attend here" in line
+    assert "refused: attention='cudnn' cannot attend here" in line
 
 
 def test_a_sum_that_was_rounded_fails(monkeypatch):

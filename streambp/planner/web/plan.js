@@ -60,7 +60,8 @@ function fits(at, memory) {
 }
 
 function chunk_sizes(batch_size) {
-  return [...new Set(data.chunk_tokens.map((tokens) => Math.max(1, Math.floor(tokens / batch_size))))];
+  const in_one_pass = (size) => 1 << (31 - Math.clz32(size));
+  return [...new Set(data.chunk_tokens.map((tokens) => in_one_pass(Math.max(1, Math.floor(tokens / batch_size)))))];
 }
 
 function counts_chunks(method) {

@@ -1,0 +1,121 @@
+"""Kernels for head sizes that FlashAttention and cuDNN refuse. Shapes are those of `kernels`."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from streambp.attention import kernels
+from streambp.attention.kernels import (
+    CPU_FLASH,
+    FLASH,
+    K_BLOCK,
+    SQUARE_FLASH,
+    WINDOWLESS_FLASH,
+    Kernel,
+    Task,
+    is_square,
+    narrowed,
+    widened,
+)
+from streambp.attention.spans import Block, Kind, Tiling
+
+LSE_ALIGNMENT = 32  # queries of the memory-efficient kernels' logsumexp are a multiple of it
+
+
+class PaddedKernel:
+    """Another kernel, for q, k and v that have not the one head size which it needs. [Note: padded values]
+
+    They are padded for each block, unlike V in a padded buffer. So it is for blocks that another kernel leaves over, and
+    for head sizes that need more than V padded. Its blocks have few keys, because copies of them exist.
+    """
+
+    def __init__(self, inner: Kernel) -> None:
+        self.inner = inner
+        self.name = f"padded {inner.name}"
+        self.kinds = inner.kinds
+        self.tiling = dataclasses.replace(inner.tiling, k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
+
+    def takes(self, block: Block) -> bool:
+        """What the other one takes."""
+        return self.inner.takes(block)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        """o [B, H, Tq, D_v], a view, and lse [B, H, Tq]."""
+        width = _common(q, v)
+        o, lse = self.inner.forward(_padded(q, width), _padded(k, width), _padded(v, width), task)
+        return narrowed(o, v.shape[-1]), lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], views."""
+        width, size = _common(q, v), q.shape[-1]
+        do, q, k, wide_v, o = (_padded(x, width) for x in (do, q, k, v, o))
+        dq, dk, dv = self.inner.backward(do, q, k, wide_v, o, lse, task)
+        return narrowed(dq, size), narrowed(dk, size), narrowed(dv, v.shape[-1])
+
+
+class EfficientKernel:
+    """torch's memory-efficient attention on CUDA: any D and D_v. It takes one key head for each query head.
+
+    Its backward computes the row sums of dO * o itself and takes the logsumexp as given, so both may be merged ones.
+    """
+
+    name = "efficient"
+    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
+    tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)  # keys and values are repeated for the heads of a group
+
+    def takes(self, block: Block) -> bool:
+        """FULL blocks of any size, CAUSAL blocks on the diagonal."""
+        return block.kind in self.kinds and is_square(block)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+        """o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of one with more queries."""
+        causal, groups = task.block.kind is Kind.CAUSAL, q.shape[1] // k.shape[1]
+        o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
+            q, _repeated(k, groups), _repeated(v, groups), None, True, 0.0, causal, scale=task.scale
+        )
+        return o, lse[..., : q.shape[2]]
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in it or wider."""
+        causal, groups = task.block.kind is Kind.CAUSAL, q.shape[1] // k.shape[1]
+        more = -lse.shape[2] % LSE_ALIGNMENT
+        lse = torch.nn.functional.pad(lse, (0, more), value=torch.inf) if more else lse.contiguous()
+        no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = kernels.aten._scaled_dot_product_efficient_attention_backward(
+            do, q, _repeated(k, groups), _repeated(v, groups), None, o, lse, no_dropout, no_dropout, 0.0,
+            [True, True, True, False], causal, scale=task.scale,
+        )  # fmt: skip
+        return dq, _summed(dk, groups), _summed(dv, groups)
+
+
+EFFICIENT = EfficientKernel()
+PADDED = MappingProxyType({kernel: PaddedKernel(kernel) for kernel in (FLASH, SQUARE_FLASH, WINDOWLESS_FLASH, CPU_FLASH)})
+
+
+def _common(q: Tensor, v: Tensor) -> int:
+    """The head size that q, k and v are padded to, a multiple of 8."""
+    return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """x [B, H, T, D] -> [B, H, T, width], with tokens before heads in memory. [Note: one layout]"""
+    return x if x.shape[-1] == width else widened(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
+
+
+def _repeated(x: Tensor, groups: int) -> Tensor:
+    """[B, H_kv, T, D] -> [B, H, T, D]."""
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def _summed(x: Tensor, groups: int) -> Tensor:
+    """[B, H, T, D] -> [B, H_kv, T, D], summed in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide)

@@ -1,0 +1,172 @@
+"""Which kernels can attend a call, and which of them torch's own attention would take. One rule for each kernel.
+
+torch's operators are called directly, so the checks of `scaled_dot_product_attention` are not asked: these rules stand in
+their place. Tensors without data (meta, fake) pass through every operator with every head size; nothing but these rules
+keeps a trace from calling what a device refuses.
+
+Each rule yields the reasons why a kernel cannot attend, the first of which an `AttentionChoiceError` tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from streambp.accumulate import HALF
+from streambp.attention.platform import Platform
+
+FLASH_LIMIT = 256  # head sizes of FlashAttention, of cuDNN on the devices that have them
+NATIVE = 128  # head sizes that cuDNN takes wherever it runs
+MLA = (192, 128)  # of multi-head latent attention: the pair beyond it that cuDNN takes
+WIDE = (256, 256)
+LAST_FLASH_4 = (4, 0, 0, 18)  # whose functions return what torch 2.11 to 2.13 unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What an attention call asks of a kernel: head sizes D of q and k and D_v of v, dtype, dropout and softcap."""
+
+    size: int
+    value_size: int
+    dtype: torch.dtype
+    dropout: float = 0.0
+    softcap: float | None = None
+
+    @property
+    def padded(self) -> int:
+        """The head size that q, k and v have if they are padded to one, a multiple of 8. [Note: padded values]"""
+        return -(-max(self.size, self.value_size) // 8) * 8
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """(D, D_v)."""
+        return self.size, self.value_size
+
+
+def why_not_fused(call: Call, here: Platform) -> Iterator[str]:
+    """Why no fused kernel can do it."""
+    if call.dropout > 0.0:
+        yield f"it has no dropout, and the model's is {call.dropout}"
+    if call.softcap is not None:
+        yield f"it has no softcap, and the model's is {call.softcap}"
+    if here.device not in ("cpu", "cuda", "meta"):
+        yield f"it does not run on {here.device}"
+    if here.device != "cpu" and call.dtype not in HALF:
+        yield f"it computes in float16 and bfloat16, and the model attends in {str(call.dtype).removeprefix('torch.')}"
+    if here.capability is not None and not here.hip and here.capability < (8, 0):
+        yield f"the device has compute capability {here.capability}; it needs (8, 0)"
+
+
+def why_not_flash(call: Call, here: Platform) -> Iterator[str]:
+    """Why neither FlashAttention nor the CPU's fused kernel can do it, with q, k and v padded to one head size.
+
+    FlashAttention-2 checks D % 8, D <= 256 and D_v == D (flash_api.cpp); for backward on compute capability 8.6, 8.9, 12.0
+    and 12.1 torch's own attention leaves D 200 to 224 out (sdp_utils.cpp).
+    """
+    yield from why_not_fused(call, here)
+    if here.device == "cpu":
+        return
+    if call.padded > FLASH_LIMIT:
+        yield f"the head size is {call.padded}; it takes at most {FLASH_LIMIT}"
+    if here.hip:
+        return
+    if here.flash is not None:
+        yield from _why_not_activated(call, here, here.flash)
+    elif 192 < call.padded <= 224 and here.no_flash_backward_at_200:
+        yield f"it has no backward for head size {call.padded} on compute capability {here.capability}"
+
+
+def _why_not_activated(call: Call, here: Platform, name: str) -> Iterator[str]:
+    """Why FlashAttention-3 or -4 behind torch's operators cannot do it. They raise, they never fall back.
+
+    Devices: torch/nn/attention/_fa3.py and _fa4.py. Head sizes: FlashAttention's own interfaces.
+    """
+    restore = "torch.nn.attention.restore_flash_attention_impl() brings FlashAttention-2 back"
+    wanted = {"FA3": (9,), "FA4": (9, 10)}.get(name)
+    if wanted is None:
+        yield f"{name} stands behind torch's FlashAttention operators, which streambp does not know; {restore}"
+    elif here.device == "cuda" and here.major not in wanted:
+        devices = " and ".join(f"{major}.x" for major in wanted)
+        yield f"{name} is activated, which runs on compute capability {devices}, not on {here.capability}; {restore}"
+    if name == "FA3" and here.deterministic and call.padded > 192:
+        yield f"FA3 is not deterministic at head size {call.padded}; {restore}"
+    if name == "FA4" and here.major == 10 and call.padded > NATIVE and call.padded != WIDE[0]:
+        yield f"FA4 takes head sizes to {NATIVE} and {WIDE[0]} on compute capability 10.x, not {call.padded}; {restore}"
+    newer = len(here.flash_4) == 3 or here.flash_4 > LAST_FLASH_4  # a release is later than its betas
+    if name == "FA4" and here.torch < (2, 14) and newer:
+        found = ".".join(map(str, here.flash_4[:3])) + "".join(f"b{beta}" for beta in here.flash_4[3:])
+        yield (
+            f"flash-attn-4 {found} returns more than torch {'.'.join(map(str, here.torch))} unpacks; "
+            "pip install flash-attn-4==4.0.0b18"
+        )
+
+
+def flash_has_windows(here: Platform) -> bool:
+    """Whether the FlashAttention operators differentiate windows; FlashAttention-4 behind torch 2.11 raises there."""
+    return not (here.flash == "FA4" and here.torch < (2, 12))
+
+
+def why_not_cudnn(call: Call, here: Platform) -> Iterator[str]:
+    """Why cuDNN cannot do it, forward and backward.
+
+    Head sizes are multiples of 8 and, beyond 128, exactly (D, D_v) = (192, 128) or (256, 256): what torch 2.14 allows in
+    backward (`check_cudnn_d256_bprop_head_dim`, ATen's sdp_utils.cpp), with the runtimes from which cuDNN's frontend takes
+    them (`pre_validate_node` of scaled_dot_product_flash_attention.h): on 9.0 both from 9.13.0 (9.11 and 9.12 have a known
+    fault near (192, 128)); on 10.x (192, 128) from 9.11.0, and (256, 256) from 9.23.0 with torch 2.14, whose frontend is
+    the first to know it. 12.x has neither.
+    """
+    yield from why_not_fused(call, here)
+    if here.device != "cuda":
+        yield f"cuDNN does not run on {here.device}"
+    elif here.hip:
+        yield "torch was built for ROCm, which has no cuDNN"
+    elif here.major < 9:
+        yield f"cuDNN's attention needs compute capability (9, 0), not {here.capability}"
+    elif not here.cudnn:
+        yield "torch was built without cuDNN"
+    elif here.cudnn in (91000, 91001):
+        yield "cuDNN 9.10.0 and 9.10.1 refuse attention's backward"
+    if call.size % 8 or call.value_size % 8:
+        yield f"the head sizes are {call.size} and {call.value_size}; cuDNN's attention takes multiples of 8"
+    if max(call.pair) > NATIVE and not _is_native(call.pair, here):
+        yield (
+            f"the head size is {call.size}, of values {call.value_size}; cuDNN's attention has at most {NATIVE}, and "
+            f"{MLA} and {WIDE} on compute capability 9.0 and 10.x with new versions"
+        )
+    if here.deterministic:
+        yield "cuDNN's attention is not deterministic, and torch.use_deterministic_algorithms(True) asks for what is"
+
+
+def _is_native(pair: tuple[int, int], here: Platform) -> bool:
+    if here.capability == (9, 0):
+        return pair in (MLA, WIDE) and here.cudnn >= 91300
+    if here.major == 10:
+        return (pair == MLA and here.cudnn >= 91100) or (pair == WIDE and here.cudnn >= 92300 and here.torch >= (2, 14))
+    return False
+
+
+def prefers_cudnn(here: Platform) -> bool:
+    """Whether torch's own attention takes cuDNN before FlashAttention on this device.
+
+    That is `check_prefer_cudnn_attention` of ATen/native/transformers/cuda/sdp_utils.cpp, with the switch
+    `torch.backends.cuda.cudnn_sdp_enabled()`: compute capability 9.0, 9.3, 10.0 or 10.3 (torch 2.13 built for CUDA 13 takes
+    any 9.x and 10.x; there are no others), cuDNN's runtime newer than 9.15.0, and TORCH_CUDNN_SDPA_DEPRIORITIZED not 1.
+    On 8.x and 12.x FlashAttention is as fast or faster.
+    """
+    newest = here.capability is not None and here.major in (9, 10) and here.capability[1] in (0, 3)
+    return here.cudnn_on and not here.hip and newest and here.cudnn > 91500 and not here.cudnn_last
+
+
+def why_not_efficient(call: Call, here: Platform) -> Iterator[str]:
+    """Why torch's memory-efficient attention cannot do it: any D and D_v, multiples of 8 here.
+
+    It is what torch's own attention takes where the head size is beyond FlashAttention's and cuDNN's (512 in Gemma 4's
+    global layers and DeepSeek V4). ROCm has another kernel behind the operator, which is not called.
+    """
+    yield from why_not_fused(call, here)
+    if here.device == "cpu" or here.hip:
+        yield "torch's memory-efficient attention is CUDA's alone"
+    if call.size % 8 or call.value_size % 8:
+        yield f"the head sizes are {call.size} and {call.value_size}; it takes multiples of 8"

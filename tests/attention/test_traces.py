@@ -1,0 +1,117 @@
+"""Models of public shapes on machines that nobody has at hand: which kernel attends each block, and what `describe` says.
+
+covers: attention/backend.py, attention/kernels_wide.py, attention/rules.py, model/describe.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streambp.attention import prefix
+from streambp.attention.carriers import OverCache
+from streambp.attention.spans import Kind
+from streambp.errors import UnsupportedModelError
+from streambp.model.describe import BLOCKS
+from tests.attention.traces import LENGTH, MACHINES, MODELS, trace
+
+C, F, E, M = "cudnn", "flash", "efficient", "math"
+NATIVE = {(64, 64), (128, 128), (192, 128), (256, 256)}
+SPARSE = ("DeepSeek V3.2", "GLM 5")  # they attend by themselves, and build their [T, T] mask
+REFUSED = "DeepSeek V4"
+SOFTCAP = "Gemma 2"
+# What attends the prefixes of whole chunks on an H200; elsewhere it is FlashAttention or what is named.
+FIRST = {"Gemma 4": E, SOFTCAP: M}
+
+
+def first_kernel(name, machine):
+    if name in FIRST:
+        return M if machine == "MI300" and FIRST[name] == E else FIRST[name]
+    wide = name in ("Qwen3.5", "Qwen3.5 MoE", "Qwen3-Next", "Gemma 3", "GLM-4.7-Flash")
+    return C if machine == "H200" or (machine == "B200" and not wide) else F
+
+
+def check(name, machine, length=LENGTH):
+    found = trace(name, machine, length)
+    said = found.described.attention
+    assert found.calls or name in SPARSE
+    for call in found.calls:  # no operator says so without data
+        if call.kernel == C:
+            assert call.sizes in NATIVE
+        if call.kernel == F:
+            assert call.sizes[0] == call.sizes[1] <= 256
+    plain = {call.kind for call in found.calls if call.kernel == M}
+    if any("because" in part for part in said.split(";")):
+        assert M in found.kernels()
+    else:
+        assert all(f"plain products for {BLOCKS[kind]}" in said for kind in plain)
+        assert ("plain products" in said) == bool(plain)
+    if name in SPARSE:
+        assert all(str(OverCache.costs) in layer.reason for layer in found.described.layers)
+    else:
+        assert length < LENGTH or not found.large  # shorter ones are no longer than other sizes
+        assert found.kernels(Kind.FULL) - {F, M} <= {first_kernel(name, machine)}
+        assert first_kernel(name, machine) in found.kernels(Kind.FULL)
+    assert all(layer.path == "streams" for layer in found.described.layers)
+    return found
+
+
+def test_latent_attention_takes_cudnn_as_it_is():
+    found = check("DeepSeek V3", "H200")
+    assert {call.sizes for call in found.calls if call.kernel == C} == {(192, 128)}
+
+
+def test_latent_attention_is_padded_elsewhere():
+    found = check("Kimi Linear", "A100", 3 * 8192 + 1)
+    assert {call.sizes for call in found.calls} == {(192, 192)}
+
+
+def test_head_sizes_beyond_flash_attention():
+    """Gemma 4: sliding layers of 256, global ones of 512."""
+    found = check("Gemma 4", "H200")
+    assert {(call.kernel, call.sizes) for call in found.calls if call.kind is Kind.WINDOW} == {(F, (256, 256))}
+    assert {call.sizes for call in found.calls if call.kernel == E} == {(512, 512)}
+
+
+def test_a_softcap_is_named():
+    found = check(SOFTCAP, "H200", 8192)
+    assert "because FlashAttention cannot: it has no softcap, and the model's is 50.0" in found.described.attention
+
+
+def test_windows_without_a_kernel_for_them_are_named():
+    found = check("gpt-oss", "MI300", 16_384)
+    assert "plain products for the near edges of sliding windows in 1 layer" in found.described.attention
+
+
+def test_a_model_whose_attention_has_its_own_cache_is_refused():
+    with pytest.raises(UnsupportedModelError, match="DeepseekV4Indexer"):
+        trace(REFUSED, "H200", 16_384)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != REFUSED])
+def test_every_model_on_every_machine(name, machine):
+    check(name, machine, LENGTH if name != SOFTCAP or machine == "H200" else 8192)  # its blocks are thousands
+
+
+def unnoted(self, plan):
+    """`Prefix.note` that forgets plain products."""
+    self.used |= {used for used in plan.used if used.kernel != M}
+
+
+def with_a_mask(self, plan):
+    """`Prefix.note` beside which a [T, T] mask is made."""
+    torch.empty(self.length, self.length, dtype=torch.bool, device="meta")
+    self.used |= plan.used
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "length", "note"),
+    [("gpt-oss", "MI300", 16_384, unnoted), ("Qwen3", "H200", LENGTH, with_a_mask)],
+    ids=["unnamed", "[T, T]"],
+)
+def test_a_mutant_is_seen(name, machine, length, note, monkeypatch):
+    monkeypatch.setattr(prefix.Prefix, "note", note)
+    with pytest.raises(AssertionError):
+        check(name, machine, length)
