@@ -84,7 +84,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     saves = state.config.saves == "auto" and state.offloader is None
     if not cuts and not saves:
         return model
-    law = _law(model, state.config, device)
+    law = _law(model, state.config, half=cuts or device.type == "cuda")
     layers = [wrapper for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
     if cuts:
         state.chunk_rule = rule = f"{AUTO_RULE} ({law})" if isinstance(law, str) else FittingChunk(law)
@@ -102,11 +102,15 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 patch.__doc__ = patching.patch.__doc__
 
 
-def _law(model: nn.Module, config: StreamConfig, device: torch.device) -> Law | str:
-    """What a step takes on a GPU, which a CPU's is taken to be like; why not, where it cannot be counted without data."""
+def _law(model: nn.Module, config: StreamConfig, half: bool) -> Law | str:
+    """What a step takes on a GPU, which a CPU's is taken to be like; why not, where it cannot be counted without data.
+
+    Args:
+        half: it has to be a step in half precision, which is what is counted.
+    """
     if any(is_partitioned(parameter) for parameter in model.parameters()):
         return "parameters that ZeRO-3 has divided cannot be counted"
-    if device.type == "cuda" and not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+    if half and not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
         return "weights in half precision would let the device's memory decide"
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
     fixed = dataclasses.replace(config, saves=config.named_saves, offload=offload, host_memory=None)

@@ -271,7 +271,7 @@ def test_copies_have_seen_nothing(patched):
 def test_the_law_is_counted(monkeypatch):
     """The one that `patch` uses: what a step of 96 more tokens takes is no less than its saved inputs."""
     model = build("qwen3", num_hidden_layers=2, dtype=torch.bfloat16)
-    law = auto._law(model, streambp.StreamConfig(saves="auto"), torch.device("cpu"))
+    law = auto._law(model, streambp.StreamConfig(saves="auto"), half=True)
     assert isinstance(law, auto.Law), law
     inputs = 2 * model.config.hidden_size * 2 * 2**16  # two layers, two bytes
     assert law(2 * 2**16, 2048) - law(2**16, 2048) >= inputs
