@@ -417,9 +417,9 @@ MUTANTS = {
         predicted_layers,
     ),
     "views taken for new tensors": (
-        count.Shapes, "_remember", lambda self, key, func, args, kwargs, result: self._known.update({
-            key: (False, [(result.shape, result.stride(), result.dtype)])
-        }) if isinstance(result, torch.Tensor) and key[0] is torch.ops.aten._unsafe_view.default else None,
+        count.Shapes, "remember", lambda self, key, func, args, kwargs, result: self._known.update({
+            key: count.Known([(result.shape, result.stride(), result.dtype)], False, count.VIEW.work)
+        }) or count.VIEW.work if func is torch.ops.aten._unsafe_view.default else count.VIEW.work,
         predicted_adapters,
     ),
     "gradients that were there are left out": (

@@ -85,7 +85,7 @@ def _fitting(model: nn.Module, config: StreamConfig) -> FittingChunk | str:
     recipe = Recipe("streambp", fixed)
     try:
         skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
-        return FittingChunk(survey(skeleton, [recipe], accumulating=False, tree=False).methods[0])
+        return FittingChunk(survey(skeleton, [recipe], accumulating=False, tree=False, timed=False).methods[0])
     except Exception as error:  # a count that fails must not keep a model from training
         return f"{AUTO_RULE} (a step could not be counted: {type(error).__name__}: {error})"
 
