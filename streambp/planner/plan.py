@@ -187,7 +187,7 @@ def choose(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> Choice | None:
-    """The fastest method and chunk size that fit; of those that are as fast to a thousandth, the one that moves least to
+    """The fastest method and chunk size that fit; of those that are as fast to half a percent, the one that moves least to
     the host, with the largest chunk."""
     found = []
     for method in methods:
@@ -199,7 +199,7 @@ def choose(
                 spent = seconds(method, seq_len, size, rates, setting)
                 found.append(Choice(*how, at, flops(method, seq_len, size, setting), spent, left))
     fastest = min((c.seconds.total for c in found), default=0.0)
-    return min(found, key=lambda c: (round(_ratio(c, fastest), 3), c.peak.host, -c.chunk_size), default=None)
+    return min(found, key=lambda c: (round(_ratio(c, fastest), 2), c.peak.host, -c.chunk_size), default=None)
 
 
 def _ratio(choice: Choice, fastest: float) -> float:

@@ -114,6 +114,14 @@ def test_a_plan_of_a_model(monkeypatch):
     assert str(found.choice.config.offload) in table
     assert "3 x Qwen3DecoderLayer" in table
     assert all(row.method in table and f"{row.seq_len:,}" in table for row in found.longest)
+    assert " a step, " in table
+    assert "tokens/s, on H200: matrix products " in table
+    times = {timed.method: timed for timed in found.times}
+    assert times[found.choice.method].seconds == found.choice.seconds.total
+    assert {name: timed.fits for name, timed in times.items()} == {
+        name: length >= found.seq_len for name, length in rows.items()
+    }
+    assert all(f"{timed.tokens_per_second:,.0f}" in table for timed in found.times if timed.fits)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ function choose(profile, methods, seq_len, memory, setting, rates) {
   let best = null;
   const fastest = Math.min(...found.map((one) => one.seconds.total));
   for (const one of found) {
-    one.order = [fastest ? Number((one.seconds.total / fastest).toFixed(3)) : 1, one.peak.host, -one.chunk_size];
+    one.order = [fastest ? Number((one.seconds.total / fastest).toFixed(2)) : 1, one.peak.host, -one.chunk_size];
     const differs = best ? [0, 1, 2].find((place) => one.order[place] !== best.order[place]) : 0;
     if (!best || (differs !== undefined && one.order[differs] < best.order[differs])) best = one;
   }
