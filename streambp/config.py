@@ -27,8 +27,9 @@ class StreamConfig:
         chunk_size: positions per row of the batch that are recomputed and differentiated at a time, or "auto".
         saves: what backward keeps on the device instead of recomputing it, out of "attn_out" (the attention output
             with its logsumexp, 2 * h bytes a token and layer in bf16), "kv" (the keys and values) and globs of the names
-            of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept. "auto", with
-            offloading: as much as the link to the host can carry behind the compute; the first step measures.
+            of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept. "auto": as much as
+            fits into the device's free memory, by layer, decided anew in each forward; with offloading, as much as the
+            link to the host can carry behind the compute. The first step saves nothing and sees what there is to save.
         attention: the kernels that attend one block. "auto" takes the fastest that fits; "flash" is FlashAttention on
             CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
@@ -79,7 +80,7 @@ class StreamConfig:
 
     @property
     def chooses_saves(self) -> bool:
-        """They are chosen by what the first step measures."""
+        """They are chosen by what the first step sees."""
         return self.saves == "auto" or (self.offload == "auto" and not self.saves)
 
     def __post_init__(self) -> None:
@@ -105,10 +106,6 @@ class StreamConfig:
             if not isinstance(self.saves, list | tuple) or not all(isinstance(name, str) for name in self.saves):
                 raise ConfigError(f"saves is {self.saves!r}; it must be a tuple of names, such as saves=('attn_out',).")
             object.__setattr__(self, "saves", tuple(self.saves))
-        elif self.offload == "none":
-            raise ConfigError(
-                "saves='auto' chooses by what the link to the host can carry; set offload='cpu' or 'auto' too."
-            )
 
     def _check_head(self) -> None:
         for field in ("head", "eval_logits", "lazy_logits"):

@@ -20,8 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import streambp
 from streambp.admission import entry
+from streambp.admission.probe import Verdict
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
+from tests.versions import needs_decoders_of_encoders
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,7 @@ ENCODERS = {
 }  # fmt: skip
 
 
+@needs_decoders_of_encoders
 @pytest.mark.parametrize("family", ["MegatronBert", "RemBert", "RoFormer"])
 def test_decoders_that_are_encoders_unless_told(family):
     config = getattr(transformers, f"{family}Config")(**ENCODERS)
@@ -169,7 +172,7 @@ def test_mask_that_wants_a_gradient(family, monkeypatch):
     """Of layers that stream and of layers that run whole."""
     model = streambp.patch(zoo.build(family, torch.float32), streambp.StreamConfig(chunk_size=5))
     if family == "lfm2":
-        monkeypatch.setattr(entry, "can_stream", lambda call: False)
+        monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(False))
     lowest = torch.finfo(torch.float32).min
     mask = torch.full((1, 1, LENGTH, LENGTH), lowest).triu(1).requires_grad_()
     with pytest.raises(streambp.StreamBPError, match="requires a gradient"):

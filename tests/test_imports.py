@@ -33,7 +33,7 @@ FOLDERS = {
     "offload": ("layer",),
     "model": ("attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload"),
     "verify": ("layer", "model"),
-    "planner": ("attention", "distributed", "layer", "admission", "head", "offload", "model"),
+    "planner": ("attention", "distributed", "admission", "head", "offload", "model"),
     "launch": ("model", "planner"),
     "integrations": ("distributed", "losses", "admission", "head", "model", "planner", "launch"),
 }

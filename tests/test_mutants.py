@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from streambp.admission import entry, trials
+from streambp.admission.probe import Verdict
 from streambp.attention import attend, kernels, masks, merge, prefix, spans
 from streambp.attention import kv as keys
 from streambp.attention import own as cached
@@ -393,7 +394,7 @@ MUTANTS = {
     ),
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "stream whatever comes": (
-        entry, "can_stream", lambda call: True, test_families.test_convolution_inside_a_layer_is_found,
+        entry, "can_stream", lambda call: Verdict(True), test_families.test_convolution_inside_a_layer_is_found,
     ),
     "chunks that end inside of images": (
         ChunkPlan, "avoiding", lambda self, barriers: self, lambda: uneven(test_uneven_chunks.check_images),
@@ -513,7 +514,7 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
         lift_float32_casts(monkeypatch)
     check()
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "can_stream", lambda call: True)  # it would catch some of them first
+        patch.setattr(entry, "can_stream", lambda call: Verdict(True))  # it would catch some of them first
         patch.setattr(owner, attribute, mutant)
         with pytest.raises(AssertionError):
             check()

@@ -19,6 +19,7 @@ import streambp
 import streambp.verify.compare
 from streambp import cli
 from streambp.admission import entry
+from streambp.admission.probe import Verdict
 from streambp.attention import prefix
 from streambp.head import recipe
 from streambp.layer import function, shadows
@@ -121,7 +122,7 @@ BUGS = {
 def test_bugs_are_flagged(bug, dtype, monkeypatch):
     owner, attribute, mutant = BUGS[bug]
     model = build("qwen3", dtype)
-    monkeypatch.setattr(entry, "can_stream", lambda call: True)  # it would find the second one
+    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))  # it would find the second one
     monkeypatch.setattr(owner, attribute, mutant())
     result = verify(model, seq_len=64)
     assert not result.exact
@@ -130,7 +131,7 @@ def test_bugs_are_flagged(bug, dtype, monkeypatch):
 
 
 def test_a_bug_makes_the_command_fail(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(entry, "can_stream", lambda call: True)  # it would find it
+    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))  # it would find it
     monkeypatch.setattr(prefix.CallSite, "grow_accumulators", only_this_chunk)
     assert cli.main(["verify", checkpoint("qwen3"), "--seq-len", "64"]) == 1
     assert "NOT EXACT" in capsys.readouterr().out

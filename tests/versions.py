@@ -15,6 +15,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLaye
 from transformers.models.gemma3n import modeling_gemma3n
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.rembert import modeling_rembert
 
 from streambp.accumulate import RUNS_WITHOUT_DATA
 
@@ -48,6 +49,11 @@ INDEXERS_IN_CHUNKS = hasattr(Cache, "update_indexer") and _takes_bools
 needs_indexers = pytest.mark.skipif(
     not INDEXERS_IN_CHUNKS,
     reason="this transformers' indexers keep their keys to themselves, or add to a mask of bools: their layers run whole",
+)
+_rembert = inspect.getsource(modeling_rembert.RemBertModel.forward)
+needs_decoders_of_encoders = pytest.mark.skipif(
+    "create_causal_mask" not in _rembert,
+    reason="this transformers' RemBert is bidirectional with is_decoder=True as well: its layers run whole",
 )
 SHARES_THROUGH_CACHE = ".shared_layers[" in inspect.getsource(modeling_gemma3n)
 needs_sharing_without_cache = pytest.mark.skipif(

@@ -22,19 +22,22 @@ from streambp.layer.arguments import Versions
 from streambp.layer.recompute import check_mode, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.shadows import Parameters
 from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since
-from streambp.layer.site import LayerSite, attention_configs
+from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.segments import InSegments, mixers_of
 
 
-def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
+def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
     """What the layer's forward returns. Costs the memory of gradient checkpointing, and is named by `describe`.
+
+    Args:
+        report: says why, and which documents its mixers are called for. [Note: segments]
 
     Raises:
         UnsupportedModelError: the layer reads the model's attention mask itself instead of handing it on.
     """
     kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-    configs = [] if site.cache else site.of(attention_configs)
-    rows = site.packed_rows  # the site's change with its next call
+    configs = site.of(site.kind.attention.configs)
+    rows = report.rows
     mixers = [] if rows is None else site.of(mixers_of)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +57,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any) -> Any:
         if LazyMask.__name__ not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(site.layer).__name__} cannot stream: {site.because}. Nor can it run whole, because it reads the "
+            f"{type(site.layer).__name__} cannot stream: {report.because}. Nor can it run whole, because it reads the "
             f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
         ) from error
 

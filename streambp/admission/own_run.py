@@ -10,7 +10,6 @@ half precision, they read documents off position_ids), are left to `admission/re
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +26,7 @@ from streambp.attention.masks import LazyMask
 from streambp.chunks import Chunk
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import CACHES, EAGER, PER_KEY, STATE
+from streambp.known_names import CACHES, EAGER, STATE
 from streambp.layer.call import LayerCall
 from streambp.layer.other_leaves import depends, leaf_besides, why_flat
 from streambp.layer.outputs import recording
@@ -122,23 +121,9 @@ class OwnRun:
 
     def _arguments(self, x: Tensor, length: int) -> dict[str, Any]:
         """Of the first tokens, without caches and states, and with the model's own masks."""
-        site = self.call.site
         named = self.call.arguments.cut(Chunk(0, 0, length))
         named = {name: None if name in (*CACHES, STATE) else value for name, value in named.items()}
-        if site.cache is not None:
-            named["attention_mask"] = named["attention_mask"].cut(Chunk(0, 0, length))
-            return named | {name: named[name][..., :length] for name in PER_KEY if isinstance(named.get(name), Tensor)}
-        if not site.attends:
-            return named
-        masks = {name: self._own_masks(value, x) for name, value in named.items()}
-        if not any(_lazy(value) for value in named.values()):
-            masks["attention_mask"] = self._mask(LazyMask({}), x)
-        return masks
-
-    def _own_masks(self, value: Any, x: Tensor) -> Any:
-        if isinstance(value, Mapping) and _lazy(value):
-            return {key: self._own_masks(part, x) for key, part in value.items()}
-        return self._mask(value, x) if isinstance(value, LazyMask) else value
+        return self.call.site.kind.attention.unpatched(named, length, lambda mask: self._mask(mask, x))
 
     def _mask(self, mask: LazyMask, x: Tensor) -> Any:
         """What the model's own mask function makes of a causal mask of x's tokens, described as it describes its own."""
@@ -218,8 +203,3 @@ def _comparable(config: PreTrainedConfig) -> str:
     """The attention implementation to compare with. [Note: own run]"""
     name = own_implementation(config) or "sdpa"
     return name if name in ("sdpa", EAGER) and find_ulysses(name) is None else EAGER
-
-
-def _lazy(value: Any) -> bool:
-    """Whether it is a mask of ours, or holds one."""
-    return any(isinstance(part, LazyMask) for part in (value.values() if isinstance(value, Mapping) else (value,)))

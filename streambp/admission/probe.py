@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ from streambp.layer.outputs import ChunkOutput
 from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import KEEPS, Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
 from streambp.nested import nodes_behind, rebuilt
-from streambp.recurrent.documents import in_one, in_several, tried_rows
+from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
@@ -53,8 +54,20 @@ DRAWS = "it draws random numbers of its own, from a torch.Generator"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
 
-def can_stream(call: LayerCall) -> bool:
-    """Whether chunks of the layer compute what the whole computes; if not, the site is told why.
+class Verdict(NamedTuple):
+    """Whether a call streams, and if not, why it runs whole; None where it has nothing to cut."""
+
+    streams: bool
+    because: str | None = None
+
+    @classmethod
+    def of(cls, because: str | None) -> Verdict:
+        """A reason, or None for a call that streams."""
+        return cls(because is None, because)
+
+
+def can_stream(call: LayerCall) -> Verdict:
+    """Whether chunks of the layer compute what the whole computes.
 
     What is judged is the layer, not the batch: hidden states are random and the mask is causal, because padding looks
     alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
@@ -69,48 +82,49 @@ def can_stream(call: LayerCall) -> bool:
     site, kind = call.site, call.arguments.kind
     x = call.hidden_states.detach()
     if kind in site.verdicts:  # what is known not to stream does not get here
-        return is_known(call) or _streams_at_length(call)
+        return Verdict(True) if is_known(call) else _judged_at_length(call)
     if not has_data(x):
-        if site.states is None and not site.attends:
-            return False
-        site.because = _judged_without_data(call, x)
-        if site.because is not None:
-            site.verdicts[kind] = site.because
-        return site.because is None
+        if not site.kind.shows_without_data:
+            return Verdict(False)
+        because = _judged_without_data(call, x)
+        if because is not None:
+            site.verdicts[kind] = because
+        return Verdict.of(because)
     if x.shape[-2] == 1:
-        return False
+        return Verdict(False)
     try:
         call.arguments.check_lengths()
     except StreamBPError as error:
-        site.because = str(error)
-        return False
+        return Verdict(False, str(error))
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
-    certain = _judge(call, x)
-    return site.because is None and (not certain or is_known(call) or _streams_at_length(call))
+    because, certain = _judged(call, x)
+    if because is not None or not certain or is_known(call):
+        return Verdict.of(because)
+    return _judged_at_length(call)
 
 
-def _judge(call: LayerCall, x: Tensor) -> bool:
-    """Tell the site why the layer cannot be cut, or that it can; whether that holds for calls of this kind to come."""
+def _judged(call: LayerCall, x: Tensor) -> tuple[str | None, bool]:
+    """Why the layer cannot be cut, None if it can; and whether that holds for calls of this kind to come."""
     site, kind = call.site, call.arguments.kind
     with generators_kept(call.look.body.generators), Restored(call.layer) as restored:
-        site.because, certain = _why_not(call, x)
+        because, certain = _why_not(call, x)
         set_once = restored.set_once()
         if not set_once:
             call.look = site.fingerprint.learn(call.layer, call.look)
     if set_once:
-        site.because, certain = f"its forward initialises itself at its first call ({', '.join(set_once)})", True
+        because, certain = f"its forward initialises itself at its first call ({', '.join(set_once)})", True
     call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
     if kind in site.tried:
         site.tried[call.arguments.kind] = site.tried.pop(kind)
     if (kind, call.autocast) in site.looked_at:
         site.looked_at[call.arguments.kind, call.autocast] = site.looked_at.pop((kind, call.autocast))
     if certain:
-        site.verdicts[call.arguments.kind] = site.because
-    return certain
+        site.verdicts[call.arguments.kind] = because
+    return because, certain
 
 
-def _streams_at_length(call: LayerCall) -> bool:
+def _judged_at_length(call: LayerCall) -> Verdict:
     """Whether the call's own chunks give what its sequence gives at once. [Note: foreign insides]"""
     random = RandomState.capture(call.device).replayed()
     with call.streaming(), random, nothing_cached(), evaluated(call), torch.no_grad():
@@ -120,13 +134,14 @@ def _streams_at_length(call: LayerCall) -> bool:
             if isinstance(error, StreamBPError | torch.OutOfMemoryError) or failed_in_a_kernel(error, call.device):
                 raise
             because = _broken(error)
-    call.site.because = call.site.verdicts[call.arguments.kind] = because
-    return because is None
+    call.site.verdicts[call.arguments.kind] = because
+    return Verdict.of(because)
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
     """Why chunks compute something else, None if they do not; and whether that will be so for any batch."""
-    if call.site.states is None and _convolves(call.layer):
+    states_carry = call.site.kind.states.carries
+    if not states_carry and _convolves(call.layer):
         return CONVOLVES, True
     certain = hidden_states.shape[-2] > CHUNK
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
@@ -137,8 +152,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
         try:
             named, length = call.arguments.named, x.shape[-2]
-            documents = in_several(named, length) if call.packed else {}
-            rows = None if call.arguments.packed_rows is None else tried_rows(x.shape[-3], length)
+            documents, rows = call.packing.tried(x)
             with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
                 states = generator_states(call.look.body.generators)
                 because = _try(call, x, upstream, chunk_size)
@@ -148,7 +162,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
                     return because, certain
                 with evaluated(call), as_trained(call) as shadows:
                     because, finite = _why_unlike(call, x, upstream, chunk_size, shadows or [])
-            if because in (None, MIXES) and call.site.states is not None:
+            if because in (None, MIXES) and states_carry:
                 with evaluated(call):
                     because = _unread_state(call, x) or because
             return because, certain and finite
@@ -190,7 +204,7 @@ def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows:
 
 def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor]) -> OwnRun | None:
     """The layer's own run, if its chunks gave the same; None if not, or if either failed or has to be told of documents."""
-    if call.packed or call.arguments.packed_rows is not None:
+    if call.packing.marks_documents:
         return None
     try:
         own = own_run(call, x, upstream, shadows)
@@ -206,7 +220,7 @@ def _compare_with_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
 ) -> str | None:
     """`why_unlike_unpatched`, with a document per row: of several the unpatched layer may not be told. [Note: segments]"""
-    if not call.packed and call.arguments.packed_rows is None:
+    if not call.packing.marks_documents:
         return why_unlike_unpatched(call, x, upstream, whole, shadows)
     with call.arguments.replaced(in_one(call.arguments.named)):
         whole = _run(call, x, upstream, x.shape[-2], None, small_ones(shadows))
@@ -235,7 +249,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
 def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Origin) -> bool:
     """Whether anything but attention and states takes a gradient from before `cut` to behind it or back."""
     before, behind = slice(cut), slice(cut, x.shape[-2])
-    if call.site.cache is not None or call.site.states is not None:
+    if not call.site.kind.can_be_parted:
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
     layout = Spans.apart(x.shape[-3], x.shape[-2], cut)
@@ -301,7 +315,7 @@ def _broken(error: Exception) -> str:
 
 
 def _judged_without_data(call: LayerCall, x: Tensor) -> str | None:
-    if call.site.states is not None:
+    if call.site.kind.states.carries:
         try:
             with call.streaming(), evaluated(call):
                 return _unread_state(call, x)
@@ -338,8 +352,8 @@ def _run(
     prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
     prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
     plan = ChunkPlan(length, chunk_size)
-    if states is not None and call.arguments.packed_rows is not None:
-        plan = plan.avoiding(call.arguments.packed_rows.barriers)
+    if states is not None and call.packing.barriers:
+        plan = plan.avoiding(call.packing.barriers)
     parts = []
     for chunk in plan if states is None else plan.with_least(LEAST_TOKENS):
         output, _ = call.compute(x[..., chunk.start : chunk.stop, :], chunk, stage, prefix, states=states)

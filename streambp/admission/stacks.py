@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from streambp.attention.carriers import NoAttention, OverCache, ThroughInterface
 from streambp.attention.own import biases_positions
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, wrapped_functions
@@ -29,6 +30,8 @@ from streambp.known_names import (
     UNSLOTH,
     UPDATE,
 )
+from streambp.layer.site import LayerKind
+from streambp.recurrent.carriers import NoStates, StatesInCache, StatesReturned
 from streambp.source import written_forward
 
 
@@ -173,6 +176,14 @@ def states_argument(layer: nn.Module) -> str | None:
     if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
         return next((name for name in _locals(layer) if name in CACHES), None)
     return STATE if _takes_states(layer) and not _writes_states(layer) else None
+
+
+def kind_of(layer: nn.Module) -> LayerKind:
+    """What passes from chunk to chunk of a layer, read off its forwards. [Note: carriers]"""
+    cache, states = cache_argument(layer), states_argument(layer)
+    attention = OverCache(cache) if cache is not None else ThroughInterface() if attends(layer) else NoAttention()
+    carrier = NoStates() if states is None else StatesReturned(states) if states == STATE else StatesInCache(states)
+    return LayerKind(attention, carrier, counts_positions(layer))
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:

@@ -54,7 +54,7 @@ def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input:
     key = (call.arguments.kind, tuple(linears), needs_input, autocast, pieces)
     unread = call.site.unread
     if key not in unread:
-        traced = linears or call.site.states is not None
+        traced = linears or call.site.kind.states.carries
         with call.autocast.restored():  # [Note: autocast in backward]
             unread[key] = _find_unread(call, linears, needs_input) if traced else UnreadProducts()
     return unread[key]
@@ -189,7 +189,7 @@ def _agree(call: LayerCall, found: Tensor | None, expected: Tensor | None) -> bo
 def _pieces(call: LayerCall, tokens: int) -> tuple[Chunk, ...]:
     """A chunk of so many tokens, if there are as many; for a layer with states a second one behind it, if there is one."""
     length, plan = call.arguments.length, call.plan
-    if call.site.states is None or len(plan) == 1:
+    if not call.site.kind.states.carries or len(plan) == 1:
         return (Chunk(0, 0, min(tokens, length)),)
     first = min(tokens, plan[0].stop)
     stop = min(2 * first, length)
@@ -363,7 +363,7 @@ def _refillable(found: UnreadProducts, trials: list[Trial], ran: Recomputed) -> 
     if not kv or not found.refill:
         return dataclasses.replace(found, refill=frozenset())
     calls = len(kv) // 2
-    goes_on = trials[0].call.site.states is not None
+    goes_on = trials[0].call.site.kind.states.carries
     few, _ = trials
     starts: list[list[States]] = [few.recompute().starts, ran.starts] if goes_on else [[{}], [{}]]
     expected = [few.refill(calls, starts[0]), kv]

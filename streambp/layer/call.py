@@ -19,18 +19,16 @@ from streambp.chunks import Chunk, merged, plan_chunks
 from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, Seen
-from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, STATE
 from streambp.layer.arguments import Arguments
-from streambp.layer.carried import Carried, layout_of
+from streambp.layer.carried import Carried
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
+from streambp.layer.packing import Packing
 from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.saved import Kept
-from streambp.layer.site import LayerSite, attention_configs
+from streambp.layer.shadows import Parameters
+from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.store import Offloader
-from streambp.recurrent.documents import told_of
-from streambp.recurrent.scans import StartingFrom, scans_of
-from streambp.recurrent.segments import InSegments, mixers_of
-from streambp.recurrent.states import LEAST_TOKENS, States, take_returned, whole_blocks
+from streambp.recurrent.states import States
 
 
 class LayerCall:
@@ -38,6 +36,7 @@ class LayerCall:
 
     extras: the extra outputs, in the order in which the layer's Function returns them.
     look: what the layer is made of as the call begins; seen: when its forward is over. [Note: fingerprint]
+    parameters: the layer's, in their slots as the call begins.
     """
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
@@ -56,34 +55,37 @@ class LayerCall:
         rule = site.chunk_rule
         size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
         self.plan = plan_chunks(length, batch_size, size)
-        if site.states is not None and config.chunk_size == "auto":
-            self.plan = plan_chunks(length, batch_size, whole_blocks(self.plan.size))
-        self.configs = [] if site.cache else site.of(attention_configs)
-        self.scans = scans_of(site.layer) if site.states is not None else []
-        self.packed = bool(site.told)  # the site tells of its last call, a backward may be an earlier one's
-        self.told = told_of(site.layer) if self.packed else []
-        self.mixers = [] if arguments.packed_rows is None else mixers_of(site.layer)
+        if config.chunk_size == "auto":
+            self.plan = plan_chunks(length, batch_size, site.kind.states.chunk_size(self.plan.size))
+        self.configs = site.of(site.kind.attention.configs)
+        self.packing = Packing(site, arguments)
         self.recorded = recorded_keys()
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
         self.extras: list[Place] = []
         self.look: Look = site.fingerprint.latest(site.layer)
         self.seen: Seen | None = None
+        self.parameters: Parameters
         self.carried = self._carry()
-        self.plan = move_ends(self.plan, self.carried.barriers)
-        if arguments.packed_rows is not None:
-            self.plan = self.plan.avoiding(merged((*self.carried.barriers, *arguments.packed_rows.barriers)))
-        if site.states is not None:
-            self.plan = self.plan.with_least(LEAST_TOKENS)
-        site.longest = self.plan.longest if self.plan.longest > self.plan.size else None
+        barriers = self.carried.layout.barriers
+        self.plan = move_ends(self.plan, barriers)
+        if self.packing.barriers:
+            self.plan = self.plan.avoiding(merged((*barriers, *self.packing.barriers)))
+        if site.kind.states.least > 1:
+            self.plan = self.plan.with_least(site.kind.states.least)
         self.kept = self._keep()
 
     def _carry(self) -> Carried:
-        layout, barriers = layout_of(self.site, self.arguments.named, self.hidden_states)
-        return Carried(self.site, layout, self.plan.length, barriers)
+        layout = self.site.kind.attention.layout(self.arguments.named, self.hidden_states)
+        return Carried(self.site, layout, self.plan.length)
 
     def _keep(self) -> Kept:
         return Kept(self.site, self.plan, self.carried, self.device)
+
+    def report(self) -> CallReport:
+        """What `describe` says of this call, if it streams."""
+        longest = self.plan.longest if self.plan.longest > self.plan.size else None
+        return CallReport(None, longest, self.packing.told, self.packing.rows, self.carried.layout.told)
 
     def limit_prefix(self, offloader: Offloader) -> None:
         """Of what is carried no more is on the device than the offloader allows."""
@@ -111,8 +113,7 @@ class LayerCall:
         hidden_states, *rest = result if self.returns_tuple else (result,)
         if isinstance(hidden_states, Tensor):
             hidden_states = self.arguments.one_dimensional(hidden_states)
-        if self.site.cache is not None and any(part is not None and part.is_floating_point() for part in rest):
-            rest = [None] * len(rest)  # attention weights, which nobody asked for
+        rest = self.site.kind.attention.extras(rest)
         found = {index: part for index, part in enumerate(rest) if part is not None}
         whole = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
         if not whole or not all(isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()):
@@ -172,20 +173,10 @@ class LayerCall:
         Args:
             leaves, states: as in `compute`.
         """
-        documents = self.arguments.documents if self.packed else None
-        named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states, documents)
+        named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states)
         shared = self.arguments.mappings
         before = {name: dict(named[name]) for name in shared} if shared else {}
-        told = None if documents is None else (self.told, documents, chunk)
-        rows = self.arguments.packed_rows
-        starting: contextlib.AbstractContextManager[None]
-        if cache is None and rows is None:
-            starting = contextlib.nullcontext()
-        elif rows is None or (self.arguments.tells and cache is not None):
-            starting = StartingFrom(self.scans, cache, told)
-        else:
-            named = {name: value for name, value in named.items() if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)}
-            starting = InSegments(self.mixers, rows.segments(chunk), cache)
+        named, starting = self.packing.entered(named, chunk, cache)
         with recording(self.recorded) as recorded, starting:
             try:
                 result = self.forward(self.layer, self.arguments.as_given(hidden_chunk), **named)
@@ -193,8 +184,7 @@ class LayerCall:
                 point.finish()
                 return None
         point.finish()
-        if self.site.states == STATE:
-            result = take_returned(result, cache)
+        result = self.site.kind.states.taken(result, cache)
         mappings = {name: (before[name], named[name]) for name in before} if before else {}
         output = collect(*self.unwrap(result), recorded, mappings)
         output.states = {} if cache is None else cache.after

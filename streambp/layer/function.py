@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streambp.attention.merge import Attended
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.distributed.engines import zeros_for_engines
@@ -22,13 +23,13 @@ from streambp.layer.call import LayerCall
 from streambp.layer.gradients import InputGradients, OutputGradients
 from streambp.layer.oom import explained
 from streambp.layer.other_leaves import refuse_other_leaves
-from streambp.layer.outputs import Whole
+from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import check_mode
 from streambp.layer.reuse import mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
 from streambp.layer.side_effects import KEEPS, Origin, is_kept
-from streambp.layer.site import LayerSite
+from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.states import leaves_of
 
 
@@ -59,7 +60,7 @@ class Passes:
     make: Callable[[LayerSite, Arguments], Any]
     forward: Callable[[Any, bool], tuple[Tensor, ...]]
     backward: Callable[[Any, BackwardPass], None]
-    whole: Callable[[LayerSite, Any, Any], Any]
+    whole: Callable[[LayerSite, Any, Any, CallReport], Any]
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
@@ -79,9 +80,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             original = hidden_chunk.clone() if keep and call.site.overwritten.inputs else hidden_chunk
             if keep:
                 call.kept.keep_states(chunk, call.carried.states)
-            with call.kept.capturing() if keep else contextlib.nullcontext():
-                output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=call.carried.states)
-            assert output is not None
+            output, attended = _forward_chunk(call, hidden_chunk, original, chunk, keep)
             call.carried.states = output.states
             if keep:
                 call.kept.keep(chunk, original, attended)
@@ -94,6 +93,31 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     if not keep or "kv" not in call.kept.saves or call.kept.moves_kv:
         call.carried.drop()
     return outputs_of(call, whole)
+
+
+def _forward_chunk(
+    call: LayerCall, hidden_chunk: Tensor, original: Tensor, chunk: Chunk, keep: bool
+) -> tuple[ChunkOutput, list[Attended]]:
+    """A chunk's output and attention results, without a graph; once more without saves if there is no memory for them.
+    [Note: saves that fit]"""
+    exhausted = False
+    try:
+        return _computed(call, hidden_chunk, chunk, keep)
+    except torch.OutOfMemoryError:
+        exhausted = keep and call.site.chooser is not None and call.site.chooser.let_go(call.kept)
+        if not exhausted:
+            raise
+    call.kept.random[-1].restore()
+    if hidden_chunk is not original:
+        hidden_chunk.copy_(original)
+    return _computed(call, hidden_chunk, chunk, keep)
+
+
+def _computed(call: LayerCall, hidden_chunk: Tensor, chunk: Chunk, keep: bool) -> tuple[ChunkOutput, list[Attended]]:
+    with call.kept.capturing() if keep else contextlib.nullcontext():
+        output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=call.carried.states)
+    assert output is not None
+    return output, attended
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:

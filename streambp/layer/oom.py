@@ -27,6 +27,8 @@ def explained(call: LayerCall) -> Iterator[None]:
     except DeviceMemoryError:
         raise
     except torch.OutOfMemoryError as error:
+        if call.site.chooser is not None:
+            call.site.chooser.failed()
         details = str(error).splitlines()[0] if str(error) else "torch gave no details"
         raise DeviceMemoryError(
             f"The device ran out of memory in {type(call.layer).__name__} on {call.plan.length} positions a row in "

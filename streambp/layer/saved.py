@@ -60,6 +60,20 @@ class Kept:
         self.saves, self.named = (self.saves, True) if chosen is None else (chosen, False)
         self.watch = offloader.watch(length, self.site.unread)
 
+    def choose(self, rows: int) -> None:
+        """What is saved is chosen for the memory that the device has left, if nothing else says it."""
+        if self.site.chooser is not None:
+            self.saves, self.named = self.site.chooser.saves(self, rows), False
+
+    def give_up(self, at_work: bool) -> None:
+        """Keep only what backward cannot compute again. at_work: the layer's forward is running."""
+        self.saves, self.products = (), []
+        self._captured.clear()
+        assert isinstance(self.store, InMemory)
+        self.store.keep_only(lambda name: name == "x" or name.startswith("state."))
+        if not at_work:
+            self.carried.prefix.drop_buffers()
+
     @property
     def moves_kv(self) -> bool:
         """Keys and values leave with the rest; otherwise, if saved, they stay in the prefix's buffers."""

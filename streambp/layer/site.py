@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
+from streambp.attention.carriers import NoAttention, ThroughInterface
 from streambp.config import StreamConfig
 from streambp.fingerprint.looks import Fingerprint
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
-from streambp.layer.store import Offloader
+from streambp.layer.store import Chooser, Offloader
+from streambp.recurrent.carriers import NoStates
 from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
@@ -49,24 +50,61 @@ class Overwritten:
         return Overwritten(self.products | other.products, self.attended or other.attended, self.inputs or other.inputs)
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What passes from chunk to chunk of a layer, and by which of its arguments. [Note: carriers]
+
+    Args:
+        attention: how chunks get at keys and values. states: how they get at states.
+        counts_positions: the layer asks its cache how many tokens came before.
+    """
+
+    attention: NoAttention = dataclasses.field(default_factory=ThroughInterface)
+    states: NoStates = dataclasses.field(default_factory=NoStates)
+    counts_positions: bool = False
+
+    @property
+    def shows_without_data(self) -> bool:
+        """Whether its structure alone tells that it can be cut, where there are no values to compare (meta, fake)."""
+        return self.states.carries or self.attention.reads_a_mask
+
+    @property
+    def can_be_parted(self) -> bool:
+        """Whether nothing may cross the end of a chunk where queries do not read other chunks' keys. [Note: a trial]"""
+        return self.attention.readable_apart and not self.states.carries
+
+
+@dataclasses.dataclass(frozen=True)
+class CallReport:
+    """What became of a layer's call, for `describe`.
+
+    Args:
+        because: why it ran whole, checkpointed, instead of in chunks; None if it streamed, or had nothing to cut.
+        longest: tokens of its longest chunk, if that is longer than asked for. [Note: chunk ends]
+        told: the arguments that told its kernels where documents of packed rows start. [Note: documents]
+        rows: the documents of packed rows that position_ids mark for its mixers; None: they mark none. [Note: segments]
+        documents: the argument that told attention of packed documents, and how many there were.
+    """
+
+    because: str | None = None
+    longest: int | None = None
+    told: tuple[str, ...] = ()
+    rows: PackedRows | None = None
+    documents: tuple[str, int] | None = None
+
+
 @dataclasses.dataclass
 class LayerSite:
     """A streamed layer: the module, how it streams, and what was found out about it.
 
     Args:
-        attends: it hands attention_mask to transformers' attention interface.
-        counts_positions: it asks its cache how many tokens came before.
-        cache: the argument that takes its cache, if it attends by itself over what that returns.
-        states: the argument that takes its cache, if it keeps states there. [Note: states]
-        because: why its last call ran whole, checkpointed, instead of in chunks; None if it streamed.
-        verdicts: the same, of the layer itself, for each kind of call that was tried (`probe.py`).
-        fingerprint: what the layer is made of, which is part of the kind. [Note: fingerprint]
-        longest: tokens of its last call's longest chunk, if that is longer than asked for. [Note: chunk ends]
-        told: the arguments that told its last call where documents of packed rows start. [Note: documents]
-        documents: the argument that told attention of packed documents in its last call, and how many there were.
+        kind: what passes from chunk to chunk.
+        last: what became of its last call.
+        verdicts: why calls run whole, or None, for each kind of call that was tried (`probe.py`).
+        fingerprint: what the layer is made of, which is part of the kind of call. [Note: fingerprint]
         kernels_told: documents that position_ids mark are told to its kernels, if these can be.
-        packed_rows: the documents of its last call, where its mixers are called for each of them. [Note: segments]
-        offloader: where saved tensors go; None: they stay. index: the layer's place among those of its model.
+        offloader: where saved tensors go; None: they stay. chooser: decides what is saved then; None: the config does.
+        index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
         overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
         turns: its trials may run at the highest positions of a call. [Note: writes through pointers]
@@ -78,19 +116,13 @@ class LayerSite:
 
     layer: nn.Module
     config: StreamConfig
-    attends: bool = True
-    counts_positions: bool = False
-    cache: str | None = None
-    states: str | None = None
-    because: str | None = None
+    kind: LayerKind = LayerKind()
+    last: CallReport = CallReport()
     verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=Recent)
     fingerprint: Fingerprint = dataclasses.field(default_factory=Fingerprint, repr=False, compare=False)
-    longest: int | None = None
-    told: tuple[str, ...] = ()
-    documents: tuple[str, int] | None = None
-    packed_rows: PackedRows | None = None
     kernels_told: bool = True
     offloader: Offloader | None = None
+    chooser: Chooser | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=Recent)
@@ -121,9 +153,3 @@ class LayerSite:
     def of(self, question: Callable[[nn.Module], T]) -> T:
         """What a function says of the layer; it is asked again when the layer has changed. [Note: fingerprint]"""
         return self.fingerprint.of(self.layer, question)
-
-
-def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
-    """Every distinct config that the layer's modules read their attention implementation from."""
-    found = {id(m.config): m.config for m in layer.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
-    return list(found.values())

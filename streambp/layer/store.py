@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +54,27 @@ class Offloader(Protocol):
         ...
 
 
+class Chooser(Protocol):
+    """Chooses what the layers of a model save on the device. [Note: saves that fit]"""
+
+    @property
+    def latest(self) -> object | None:
+        """What the last micro-batch chose; its str() tells."""
+        ...
+
+    def saves(self, kept: Any, rows: int) -> tuple[str, ...]:
+        """What the call of a layer saves that keeps what it saves in `kept`, for a batch of so many rows."""
+        ...
+
+    def let_go(self, kept: Any) -> bool:
+        """Let go of what backward can compute again, after this call's forward has run out of memory; False: nothing is."""
+        ...
+
+    def failed(self) -> None:
+        """A step has run out of memory."""
+        ...
+
+
 class InMemory:
     """Keeps the tensors where they are."""
 
@@ -68,6 +90,10 @@ class InMemory:
     def has(self, name: str, chunk: int) -> bool:
         """True from `put` to `take`."""
         return (name, chunk) in self._tensors
+
+    def keep_only(self, needed: Callable[[str], bool]) -> None:
+        """Let go of the tensors whose names are not needed."""
+        self._tensors = {access: tensor for access, tensor in self._tensors.items() if needed(access[0])}
 
     def reserve(self, size: int) -> None:
         """Nothing: a tensor that is kept needs no room of its own."""

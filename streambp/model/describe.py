@@ -22,7 +22,6 @@ from streambp.model.patching import Patch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import local_ranks
 
-OWN_ATTENTION = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
 CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
@@ -119,7 +118,7 @@ def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
 
 
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
-    path = "checkpoints" if wrapper.site.because else "streams"
+    path = "checkpoints" if wrapper.site.last.because else "streams"
     return LayerDescription(name, type(wrapper.module).__name__, path, _reason(wrapper.site))
 
 
@@ -134,21 +133,22 @@ def _decoder_layers(found: Patch) -> list[nn.Module]:
 
 def _reason(site: LayerSite) -> str:
     """Why a layer does not stream, or what its streaming costs."""
-    if site.because:
-        return site.because
-    parts = [OWN_ATTENTION] if site.cache else []
-    if site.told and site.packed_rows is not None:
-        how = f"told to its kernels as {' and '.join(site.told)}"
-        parts.append(f"{site.packed_rows.number} documents of packed rows as position_ids mark them, {how}")
-    elif site.told:
-        parts.append(f"documents of packed rows as {' and '.join(site.told)} tell its kernels")
-    elif site.packed_rows is not None and site.states is not None:
+    last, costs = site.last, site.kind.attention.costs
+    if last.because:
+        return last.because
+    parts = [] if costs is None else [costs]
+    if last.told and last.rows is not None:
+        how = f"told to its kernels as {' and '.join(last.told)}"
+        parts.append(f"{last.rows.number} documents of packed rows as position_ids mark them, {how}")
+    elif last.told:
+        parts.append(f"documents of packed rows as {' and '.join(last.told)} tell its kernels")
+    elif last.rows is not None:
         parts.append(
-            f"{site.packed_rows.number} documents of packed rows, told by position_ids: its mixers are called for one "
+            f"{last.rows.number} documents of packed rows, told by position_ids: its mixers are called for one "
             "after the other, which takes longer where they are short"
         )
-    if site.longest is not None:
-        parts.append(f"chunks of up to {site.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
+    if last.longest is not None:
+        parts.append(f"chunks of up to {last.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
     if site.foreign_until is not None:
         parts.append(f"{', '.join(site.foreign)} tried on {site.foreign_until} tokens at once, no more did fit")
     return "; ".join(parts)
@@ -157,9 +157,20 @@ def _reason(site: LayerSite) -> str:
 def _saves(found: Patch) -> tuple[str, ...]:
     """As configured, or as chosen for the last forward."""
     manager, config = found.state.offloader, found.state.config
+    if manager is None and config.saves == "auto":
+        return (_chosen(found),)
     if config.chooses_saves and manager is not None and manager.auto is not None and manager.auto.latest is not None:
         return manager.auto.latest.saves
     return config.named_saves
+
+
+def _chosen(found: Patch) -> str:
+    """What saves="auto" did in the last micro-batch, if nothing is offloaded."""
+    if found.state.saves_rule is not None:
+        return f"auto: nothing ({found.state.saves_rule})"
+    choosers = (w.site.chooser for w in found.state.wrappers if isinstance(w, LayerForward))
+    chosen = next((chooser.latest for chooser in choosers if chooser is not None), None)
+    return "auto: nothing yet, the first step sees what there is to save" if chosen is None else str(chosen)
 
 
 def _describe_attention(config: StreamConfig) -> str:
@@ -263,9 +274,8 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
     if found.state.split_over > 1:
         notes.append(f"sequences are split over {found.state.split_over} ranks (DeepSpeed Ulysses), each streams its shard")
-    packed = next(
-        (w.site.documents for w in found.state.wrappers if isinstance(w, LayerForward) and w.site.documents), None
-    )
+    reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
+    packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:
         how = "do not grow by one" if packed[0] == "position_ids" else "are given"
         notes.append(f"{packed[0]} {how}: attention took the last call's rows for {packed[1]} documents")

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.admission.entry import stream_layer
 from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
-from streambp.admission.stacks import attends, cache_argument, counts_positions, states_argument
+from streambp.admission.stacks import cache_argument, kind_of, states_argument
+from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import own_implementation, routed
 from streambp.attention.masks import LazyMask
 from streambp.config import StreamConfig
@@ -31,7 +32,7 @@ from streambp.head.recipe import HeadRecord, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
 from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, REPLICATE
 from streambp.layer.arguments import has_cache
-from streambp.layer.site import LayerSite, attention_configs
+from streambp.layer.site import LayerSite
 from streambp.lazy.standin import Deferred
 from streambp.model.packing import warn_of_documents
 from streambp.offload.manager import OffloadManager
@@ -50,6 +51,7 @@ class PatchState:
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
     chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
+    saves_rule: why saves="auto" saves nothing, if it cannot be decided.
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
     shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
@@ -70,6 +72,7 @@ class PatchState:
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
     chunk_rule: object | None = None
+    saves_rule: str | None = None
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
     shards: Shards | None = None
     packed_rows: PackedRows | None = None
@@ -116,9 +119,8 @@ class LayerForward(InstanceForward):
         super().__init__(module)
         self.state = state
         self.site = LayerSite(
-            module, state.config, attends(module), counts_positions(module), cache_argument(module),
-            states_argument(module), offloader=state.offloader, index=index, previous=eager(self.previous),
-        )  # fmt: skip
+            module, state.config, kind_of(module), offloader=state.offloader, index=index, previous=eager(self.previous)
+        )
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None
 
@@ -137,9 +139,8 @@ class LayerForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
             return self.original(*args, **kwargs)
-        self.site.packed_rows = self.state.packed_rows
         if self.state.shards is None:
-            output = stream_layer(self.site, args, kwargs)
+            output = stream_layer(self.site, args, kwargs, self.state.packed_rows)
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
         if self.final_norm is not None and self._defers(self.final_norm):
@@ -153,7 +154,7 @@ class LayerForward(InstanceForward):
     def _reads_all(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether queries read later keys, too: eager attention without a mask, which a model always gives it and who calls
         a layer by itself may not."""
-        if not self.site.attends or len(args) > 1 or kwargs.get("attention_mask") is not None:
+        if not self.site.kind.attention.reads_a_mask or len(args) > 1 or kwargs.get("attention_mask") is not None:
             return False
         return any(config._attn_implementation == EAGER for config in attention_configs(self.module))
 
@@ -302,7 +303,7 @@ class BackboneForward(InstanceForward):
             return
         seen = {id(wrapper.module): wrapper.site for wrapper in self.state.wrappers if isinstance(wrapper, LayerForward)}
         sites = [seen[id(layer)] for layer in self.layers if id(layer) in seen]
-        told = {site.documents[0] for site in sites if site.documents is not None}
+        told = {site.last.documents[0] for site in sites if site.last.documents is not None}
         across = masked and self.state.asked_cache and "position_ids" in told
         if across or self.state.packed_rows is not None:
             self.state.warned_of_documents = True
@@ -346,10 +347,10 @@ class BackboneForward(InstanceForward):
     def _configs(self) -> list[PreTrainedConfig]:
         inside = set(map(id, self.layers))
         sites = [w.site for w in self.state.wrappers if isinstance(w, LayerForward) and id(w.module) in inside]
-        if any(site.cache for site in sites):
+        if any(not site.kind.attention.readable_apart for site in sites):
             return []  # they attend by themselves, with the masks that their own setting builds
         # As of their last call; a layer that has changed routes its own when it is called.
-        found = [self._config, *(config for site in sites for config in site.of(attention_configs))]
+        found = [self._config, *(config for site in sites for config in site.of(site.kind.attention.configs))]
         return list({id(config): config for config in found}.values())
 
 

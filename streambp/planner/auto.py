@@ -1,4 +1,4 @@
-"""`patch` with a chunk size that the device's memory decides, where that is known (DESIGN.md section 6)."""
+"""`patch` with chunk sizes and saves that the device's memory decides, where that is known (DESIGN.md section 6)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from streambp.config import StreamConfig
 from streambp.device import memory_limit
 from streambp.distributed.zero import is_partitioned
 from streambp.model.wrappers import LayerForward
+from streambp.offload.arena import host_limit
+from streambp.offload.fitting import FittingSaves
 from streambp.planner.plan import CHUNK_TOKENS
 from streambp.planner.profile import Method
 from streambp.planner.skeleton import Skeleton
@@ -23,15 +25,30 @@ Model = TypeVar("Model", bound=nn.Module)
 USABLE = 0.95  # the rest is left to fragmentation and other libraries
 
 
-@dataclasses.dataclass
-class FittingChunk:
-    """The largest chunk size with which a step fits into what the device has left when the step begins.
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """Bytes that a streamed step without saves takes.
 
     Args:
         method: the model's streamed step.
     """
 
     method: Method
+
+    def __call__(self, tokens: int, chunk: int) -> float:
+        """Of so many tokens over all rows, in chunks of `chunk`."""
+        return max(phase.at(tokens, min(chunk, tokens)) for phase in self.method.first)
+
+
+@dataclasses.dataclass
+class FittingChunk:
+    """The largest chunk size with which a step fits into what the device has left when the step begins.
+
+    Args:
+        law: what the model's streamed step takes.
+    """
+
+    law: Law
     _sizes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     def __call__(self, index: int, batch_size: int, length: int, device: torch.device) -> int:
@@ -47,8 +64,7 @@ class FittingChunk:
     def tokens(self, length: int, free: float) -> int:
         """Tokens over all rows in a chunk of a step of `length` tokens; the smallest size if nothing fits."""
         for size in CHUNK_TOKENS:
-            chunk = min(size, length)
-            if max(phase.at(length, chunk) for phase in self.method.first) <= free:
+            if self.law(length, size) <= free:
                 return size
         return CHUNK_TOKENS[-1]
 
@@ -62,32 +78,43 @@ class FittingChunk:
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
     model = patching.patch(model, config)
     installed: patching.Patch = model._streambp  # type: ignore[assignment]
-    state = installed.state
-    if state.config.chunk_size == "auto" and free_memory(_device(model)) is not None:
-        state.chunk_rule = rule = _fitting(model, state.config)
-        for wrapper in installed.state.wrappers:
-            if isinstance(wrapper, LayerForward) and isinstance(rule, FittingChunk):
-                wrapper.site.chunk_rule = rule
+    state, device = installed.state, _device(model)
+    cuts = state.config.chunk_size == "auto" and free_memory(device) is not None
+    saves = state.config.saves == "auto" and state.offloader is None
+    if not cuts and not saves:
+        return model
+    law = _law(model, state.config, device)
+    layers = [wrapper for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
+    if cuts:
+        state.chunk_rule = rule = f"{AUTO_RULE} ({law})" if isinstance(law, str) else FittingChunk(law)
+        for wrapper in layers:
+            wrapper.site.chunk_rule = None if isinstance(rule, str) else rule
+    if saves and isinstance(law, Law):
+        chooser = FittingSaves(1 + max(wrapper.site.index for wrapper in layers), memory_for_saves, law)
+        for wrapper in layers:
+            wrapper.site.chooser = chooser
+    if saves:
+        state.saves_rule = law if isinstance(law, str) else None
     return model
 
 
 patch.__doc__ = patching.patch.__doc__
 
 
-def _fitting(model: nn.Module, config: StreamConfig) -> FittingChunk | str:
-    """How the plain rule is described where a step cannot be counted without data, and it stays."""
+def _law(model: nn.Module, config: StreamConfig, device: torch.device) -> Law | str:
+    """What a step takes on a GPU, which a CPU's is taken to be like; why not, where it cannot be counted without data."""
     if any(is_partitioned(parameter) for parameter in model.parameters()):
-        return f"{AUTO_RULE} (parameters that ZeRO-3 has divided cannot be counted)"
-    if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        return f"{AUTO_RULE} (weights in half precision would let the device's memory decide)"
+        return "parameters that ZeRO-3 has divided cannot be counted"
+    if device.type == "cuda" and not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        return "weights in half precision would let the device's memory decide"
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
     fixed = dataclasses.replace(config, saves=config.named_saves, offload=offload, host_memory=None)
     recipe = Recipe("streambp", fixed)
     try:
         skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
-        return FittingChunk(survey(skeleton, [recipe], accumulating=False, tree=False, timed=False).methods[0])
+        return Law(survey(skeleton, [recipe], accumulating=False, tree=False, timed=False).methods[0])
     except Exception as error:  # a count that fails must not keep a model from training
-        return f"{AUTO_RULE} (a step could not be counted: {type(error).__name__}: {error})"
+        return f"a step could not be counted: {type(error).__name__}: {error}"
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -99,3 +126,8 @@ def free_memory(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return USABLE * memory_limit(device) - torch.cuda.memory_allocated(device)
+
+
+def memory_for_saves(device: torch.device) -> float | None:
+    """The same, and on a CPU what a share of the machine's memory leaves."""
+    return float(host_limit(None)) if device.type == "cpu" else free_memory(device)

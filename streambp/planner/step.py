@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from streambp.attention.carriers import attention_configs
 from streambp.known_names import IMPLEMENTATION
-from streambp.layer.site import attention_configs
 from streambp.nested import replaced
 from streambp.planner.count import add_flops
 from streambp.planner.work import Work, aten

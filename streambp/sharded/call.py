@@ -10,6 +10,7 @@ from torch import Tensor
 
 from streambp.admission.trials import TRIED, few_tokens, gradients_of, holding, same_gradients
 from streambp.attention.attend import Params
+from streambp.attention.carriers import Layout
 from streambp.attention.masks import resolve_whole
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan, plan_chunks
@@ -62,6 +63,9 @@ class ShardedKept(Kept):
         """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
         self.store = offloader.open(self.site.index, self.device, self.plan.length)
 
+    def choose(self, rows: int) -> None:
+        """Nothing: what a rank would choose by its own memory differs. [Note: equal exchanges]"""
+
     def accesses(self) -> tuple[list[Access], int]:
         """As in `Kept`, for the two halves and the attention between them.
 
@@ -101,7 +105,7 @@ class ShardedCall(LayerCall):
                 f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. Pass all of the shard's "
                 "tokens through every layer."
             )
-        return Carried(self.site, self._layout(), self.shards.whole_length)
+        return Carried(self.site, Layout(self._layout()), self.shards.whole_length)
 
     def _keep(self) -> ShardedKept:
         self.attention_plan = plan_chunks(self.shards.whole_length, self.hidden_states.shape[-3], self.plan.size)

@@ -49,7 +49,7 @@ from streambp.layer.outputs import Whole
 from streambp.layer.products import left_out, summed
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import linear_of
-from streambp.layer.site import LayerSite
+from streambp.layer.site import CallReport, LayerSite
 from streambp.sharded.call import ShardedCall
 from streambp.sharded.halves import AfterAttention, BeforeAttention
 from streambp.sharded.shards import Shards
@@ -61,20 +61,17 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly.
     """
-    if site.cache is not None:
-        site.because = "it attends by itself, to this rank's shard"
-        return _refuse(site, args, kwargs)
-    if site.states is not None:
-        site.because = "it goes on from a state (a recurrence, a convolution), which another rank's shard ends with"
-        return _refuse(site, args, kwargs)
-    if not site.attends:
-        return stream_layer(site, args, kwargs, Passes(LayerCall, run_forward, backward_in_chunks, _refuse))
+    because = site.kind.attention.why_not_split or site.kind.states.why_not_split
+    if because is not None:
+        return _refuse(site, args, kwargs, CallReport(because))
+    if not site.kind.attention.reads_a_mask:
+        return stream_layer(site, args, kwargs, passes=Passes(LayerCall, run_forward, backward_in_chunks, _refuse))
     make = functools.partial(ShardedCall, shards=shards)
-    return stream_layer(site, args, kwargs, Passes(make, _forward, _backward, _refuse))
+    return stream_layer(site, args, kwargs, passes=Passes(make, _forward, _backward, _refuse))
 
 
-def _refuse(site: LayerSite, args: Any, kwargs: Any) -> Any:
-    reason = site.because or "the shard is too short to try it in chunks"
+def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
+    reason = report.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it would see "
         "this rank's shard alone. Train this model without splitting sequences."

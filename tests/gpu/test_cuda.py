@@ -14,6 +14,7 @@ import torch
 
 import streambp
 from streambp.admission import entry
+from streambp.admission.probe import Verdict
 from streambp.attention import backend, kernels, prefix
 from streambp.offload import manager_of
 from tests.families import build, make_batch
@@ -58,8 +59,7 @@ def test_the_report_times_without_a_gpu():
 @pytest.mark.parametrize("row", ["plain auto kv", "256"])
 def test_the_report_fails_where_layers_do_not_stream(row, monkeypatch):
     def runs_whole(call):
-        call.site.because = "a test wants it"
-        return False
+        return Verdict(False, "a test wants it")
 
     monkeypatch.setattr(entry, "can_stream", runs_whole)
     (_, (line, passed)) = report.report(arguments([row]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from streambp.admission import entry
+from streambp.admission.probe import Verdict
 from streambp.recurrent import documents, scans
 from tests import zoo
 from tests.gpu import state_rows
@@ -80,8 +81,7 @@ def test_the_rows_fail_where_states_are_wrong(row, owner, attribute, mutant, mon
 @needs_mixer_functions
 def test_the_rows_fail_where_layers_do_not_stream(monkeypatch):
     def runs_whole(call):
-        call.site.because = "a test wants it"
-        return False
+        return Verdict(False, "a test wants it")
 
     monkeypatch.setattr(entry, "can_stream", runs_whole)
     ((line, passed),) = rows("bf16 lfm2")

@@ -21,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3DecoderLa
 
 import streambp
 from streambp.admission.entry import stream_layer
+from streambp.admission.probe import Verdict
 from streambp.attention import kernels
 from streambp.attention.spans import Kind
 from streambp.config import StreamConfig
@@ -142,7 +143,7 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
         monkeypatch.setattr(kernel, "backward", counted(kernel.backward, "backward"))
     model = streambp.patch(build(family, num_hidden_layers=1), StreamConfig(chunk_size=5, saves=saves, attention="auto"))
     monkeypatch.setattr("streambp.layer.site.plain_linears", lambda layer: {})  # no probe: it attends as well
-    monkeypatch.setattr("streambp.admission.entry.can_stream", lambda call: True)  # so do these
+    monkeypatch.setattr("streambp.admission.entry.can_stream", lambda call: Verdict(True))  # so do these
     monkeypatch.setattr("streambp.admission.entry.look_for_writes", lambda call: None)
     gradients(model, **make_batch(mode))
     inside, masked = expected_pairs(model, mode)

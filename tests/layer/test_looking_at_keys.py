@@ -1,6 +1,6 @@
 """Attention that works out from all keys itself which are read, or how much: indexers, passed picks, position biases.
 
-covers: attention/own.py, cache.py, layer/call.py
+covers: attention/carriers.py, attention/own.py, cache.py, recurrent/carriers.py
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 
 import streambp
 from streambp.admission import entry
+from streambp.admission.probe import Verdict
+from streambp.attention import carriers as attention_carriers
 from streambp.attention.own import PlainMask
 from streambp.cache import ChunkCache, LayerKeys
-from streambp.layer import call
+from streambp.recurrent import carriers as state_carriers
 from tests import zoo
 from tests.families import make_batch
 from tests.layer.test_states import check_exact, patched
@@ -105,7 +107,7 @@ def test_blocks_of_which_a_mask_leaves_nothing(mode, reason):
 
 
 def test_the_mutant_that_cuts_them_all(monkeypatch):
-    monkeypatch.setattr(entry, "why_picked_blocks_stay_whole", lambda *_: None)
+    monkeypatch.setattr(attention_carriers, "why_picked_blocks_stay_whole", lambda *_: None)
     for mode in ("left-padded", "packed"):
         with pytest.raises(AssertionError):
             blocks_picked(make_batch(mode))
@@ -165,7 +167,7 @@ def test_a_long_evaluation_of_a_model_that_cuts_it_itself():
     assert torch.equal(expected, found)
 
 
-def without_gradient(result, cache, real=call.take_returned):
+def without_gradient(result, cache, real=state_carriers.take_returned):
     found = real(result, cache)
     if cache is not None:
         cache.after = {key: state.detach().requires_grad_() for key, state in cache.after.items()}
@@ -189,7 +191,7 @@ MUTANTS = {
     "an indexer's keys of the chunk alone": (ChunkCache, "update_indexer", of_the_chunk_alone, "deepseek_v32"),
     "biases as in the first chunk": (ChunkCache, "get_query_offset", lambda self, *_: 0, "inkling_text"),
     "a mask as of the first chunk": (PlainMask, "cut", counted_from_zero, "inkling_text"),
-    "returned states without their gradient": (call, "take_returned", without_gradient, "xlstm"),
+    "returned states without their gradient": (state_carriers, "take_returned", without_gradient, "xlstm"),
 }  # fmt: skip
 
 
@@ -199,6 +201,6 @@ def test_mutant_turns_a_test_red(mutant, monkeypatch):
     stock, batch = zoo.build(name, **(BLOCKS if "minimax" in name else {})), make_batch("plain")
     _, expected = gradients(stock, **batch)
     assert worst_error(gradients(patched(stock, chunk_size=5), **batch)[1], expected) <= 1e-10
-    monkeypatch.setattr(entry, "can_stream", lambda call: True)
+    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
     monkeypatch.setattr(owner, attribute, wrong)
     assert worst_error(gradients(patched(stock, chunk_size=5), **batch)[1], expected) > 1e-6

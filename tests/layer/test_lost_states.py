@@ -1,6 +1,6 @@
 """Layers that lose states between chunks run whole, however little of it shows in half precision, and so say counts.
 
-covers: admission/stacks.py, model/wrappers.py, planner/skeleton.py, recurrent/states.py
+covers: admission/stacks.py, planner/skeleton.py, recurrent/states.py
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import streambp
-from streambp.admission import entry
+from streambp.admission import entry, stacks
 from streambp.admission.stacks import find_stacks
-from streambp.model import wrappers
 from streambp.planner.count import StepCount
 from streambp.planner.skeleton import Skeleton
 from streambp.recurrent.states import Key, StateCache
@@ -32,8 +31,9 @@ def verdicts(model, monkeypatch, step):
     real = entry.can_stream
 
     def kept(call):
-        found[id(call.layer)] = real(call)
-        return found[id(call.layer)]
+        verdict = real(call)
+        found[id(call.layer)] = verdict.streams
+        return verdict
 
     with monkeypatch.context() as patch:
         patch.setattr(entry, "can_stream", kept)
@@ -104,7 +104,7 @@ def test_a_state_that_is_not_read(monkeypatch):
 
 
 def test_a_convolution_whose_state_is_nowhere(monkeypatch):
-    monkeypatch.setattr(wrappers, "states_argument", lambda layer: None)
+    monkeypatch.setattr(stacks, "states_argument", lambda layer: None)
     for name in ("lfm2", "falcon_h1"):
         assert is_whole(streambp.patch(zoo.build(name, torch.bfloat16)), make_batch("plain"))
         assert not of_a_count(name, monkeypatch)[0]

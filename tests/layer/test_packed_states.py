@@ -2,7 +2,7 @@
 
 [Note: segments]
 
-covers: admission/probe.py, model/wrappers.py, recurrent/documents.py, recurrent/segments.py
+covers: admission/probe.py, layer/packing.py, model/wrappers.py, recurrent/documents.py, recurrent/segments.py
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import streambp
 from streambp.admission import probe
 from streambp.errors import UnsupportedModelError
+from streambp.layer import packing
 from streambp.model import wrappers
 from streambp.recurrent import documents, segments
 from tests import zoo
@@ -266,7 +267,7 @@ def test_a_kernel_that_does_not_do_as_it_is_told_is_called_by_document(monkeypat
 def test_a_trial_of_one_document_would_not_find_it(monkeypatch):
     deaf.__name__ = "mamba_chunk_scan_combined"
     deaf.__signature__ = inspect.signature(reference_kernels.mamba_chunk_scan_combined)
-    monkeypatch.setattr(probe, "tried_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows))
-    monkeypatch.setattr(probe, "in_several", lambda named, length: documents.in_one(named))
+    monkeypatch.setattr(packing, "tried_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows))
+    monkeypatch.setattr(packing, "in_several", lambda named, length: documents.in_one(named))
     with pytest.raises(AssertionError):
         check_with_kernels(built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "told to its kernels")

@@ -14,8 +14,10 @@ import torch
 
 import streambp
 from streambp.admission import entry
+from streambp.admission.probe import Verdict
 from streambp.layer import arguments, call, carried, function
 from streambp.recurrent import documents, scans, states
+from streambp.recurrent.carriers import StatesInCache
 from streambp.recurrent.states import Key, StateCache
 from tests import zoo
 from tests.families import make_batch
@@ -155,7 +157,7 @@ def float64_everywhere(float64_oracle):
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]
     check()
-    monkeypatch.setattr(entry, "can_stream", lambda call: True)
+    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
     monkeypatch.setattr(owner, attribute, mutant, raising=False)  # instances alone have some
     with pytest.raises(AssertionError):
         check()
@@ -170,8 +172,8 @@ def test_the_probe_sees_a_state_without_its_gradient(monkeypatch):
 
 
 def test_chunks_of_one_token_would_not_run(monkeypatch):
-    monkeypatch.setattr(call, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(entry, "can_stream", lambda call: True)
+    monkeypatch.setattr(StatesInCache, "least", 1)
+    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
     with pytest.raises((RuntimeError, AssertionError)):
         check_exact("bamba", 11, [5])
 

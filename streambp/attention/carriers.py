@@ -1,0 +1,239 @@
+"""How the chunks of a layer get at the keys and values of the chunks before: what stands in for its mask and its cache.
+
+[Note: carriers] A layer's kind is chosen once, by `admission/stacks.py`. It is two objects: an attention carrier, here, and
+a state carrier (`recurrent/carriers.py`). The step asks them what it hands to a chunk, and never what kind a layer is of.
+
+    `NoAttention`        the layer reads no keys                                nothing stands in for anything
+    `ThroughInterface`   it attends through transformers' attention interface   an `AttentionPoint` for its mask
+    `OverCache`          it attends by itself over what its cache returns       a `ChunkCache`, and its mask cut
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from streambp.attention.masks import DenseMask, LazyMask, resolve
+from streambp.attention.own import (
+    OwnMask,
+    PaddingMask,
+    PlainMask,
+    biases_positions,
+    chunk_arguments,
+    own_mask,
+    reader,
+    why_picked_blocks_stay_whole,
+)
+from streambp.attention.prefix import AttentionPoint, ChunkMask
+from streambp.attention.spans import Spans
+from streambp.chunks import Barrier, Chunk
+from streambp.errors import UnsupportedModelError
+from streambp.known_names import DOCUMENT_ENDS, PER_KEY
+
+Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Layout(NamedTuple):
+    """What the queries of a whole sequence may read, and where no chunk may end. [Note: chunk ends]
+
+    told: the argument that told of packed documents, and how many there are; None: none did.
+    """
+
+    spans: Spans | DenseMask
+    barriers: tuple[Barrier, ...] = ()
+    told: tuple[str, int] | None = None
+
+
+class NoAttention:
+    """A layer that reads no keys (a recurrence alone), and what the other carriers have in common.
+
+    costs: what `describe` says of it. why_not_split: why ranks cannot have a shard of the tokens each.
+    in_tiles: the prefix may be cut into tiles, of which some are elsewhere. reads_a_mask: the layer hands attention_mask to
+    attention alone. readable_apart: queries can be kept from reading other chunks' keys, for a trial.
+    """
+
+    costs: str | None = None
+    why_not_split: str | None = None
+    in_tiles = True
+    reads_a_mask = False
+    readable_apart = True
+
+    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
+        """The configs by which the layer's attention is sent to ours while it streams."""
+        return attention_configs(layer)
+
+    def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
+        """Why the layer cannot be cut with these arguments; None if it can. The mask among them may become another.
+
+        Args:
+            x: hidden_states [..., B, T, h].
+            documents: how many of them position_ids mark in packed rows; None: they mark none.
+        """
+        return None
+
+    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
+        """What each query of hidden_states x [..., B, T, h] may read."""
+        if isinstance(attention_mask_of(named), LazyMask):
+            return _resolved(named, x)
+        return Layout(Spans.causal(*x.shape[-3:-1]))  # nobody reads it
+
+    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
+        """A chunk's arguments with what stands in for its mask and cache, and what its cache does with keys and values."""
+        return named, None
+
+    def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
+        """The arguments of the first `length` tokens with the masks that the model gives the layer as unpatched.
+
+        Args:
+            mask: what the model's own mask function makes of ours.
+        """
+        return named
+
+    def extras(self, rest: list[Any]) -> list[Any]:
+        """What a layer returns behind its hidden states, without attention weights that nobody asked for."""
+        return rest
+
+
+class ThroughInterface(NoAttention):
+    """A layer that attends through transformers' attention interface: the `AttentionPoint` travels as its mask."""
+
+    reads_a_mask = True
+
+    def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
+        """The layer's mask has to be ours, a 4-D tensor, or none."""
+        mask = attention_mask_of(named)
+        known = mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)
+        return None if known else "its attention_mask is not for attention alone"
+
+    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
+        """Read off the mask, whichever it is."""
+        return _resolved(named, x)
+
+    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
+        """The point in place of attention's mask."""
+        found: dict[str, Any] = {}
+        for name, value in named.items():
+            if isinstance(value, LazyMask):
+                found[name] = point
+            elif isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
+                found[name] = {key: point if isinstance(part, LazyMask) else part for key, part in value.items()}
+        return {**named, **(found or {"attention_mask": point})}, None
+
+    def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
+        """Each mask of ours becomes the model's; a layer without one is given a causal one."""
+        found = {name: _own_masks(value, mask) for name, value in named.items()}
+        if not any(holds_lazy(value) for value in named.values()):
+            found["attention_mask"] = mask(LazyMask({}))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class OverCache(NoAttention):
+    """A layer that attends by itself: the cache that it gets returns the prefix. See `attention/own.py`.
+
+    Args:
+        argument: the name of the argument that takes the cache.
+    """
+
+    argument: str
+
+    costs = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
+    why_not_split = "it attends by itself, to this rank's shard"
+    in_tiles = False  # all of its keys are read at once
+    readable_apart = False
+
+    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
+        """None: its attention stays its own."""
+        return []
+
+    def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
+        """The layer's mask becomes an `OwnMask`.
+
+        Raises:
+            UnsupportedModelError: its attention is not told of packed documents, and the model's recurrent layers are.
+        """
+        mask, length = attention_mask_of(named), x.shape[-2]
+        by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
+        causal = PlainMask(torch.empty(0, device=x.device)) if mask is None and by_sdpa else None
+        found = causal or own_mask(mask, length, by_sdpa)
+        if isinstance(found, str):
+            return found
+        if documents is not None and isinstance(found, PaddingMask | PlainMask):
+            raise UnsupportedModelError(
+                f"position_ids mark {documents} documents of packed rows, which the attention of "
+                f"{type(layer).__name__} is not told of: its mask knows padding alone, while the model's recurrent "
+                "layers would compute the documents apart. Pass one document per row, or "
+                "StreamConfig(documents='as_given') to let all layers go on from one to the next, as unpatched."
+            )
+        because = why_picked_blocks_stay_whole(layer, named.get("position_ids"), found, length, by_sdpa)
+        if because is not None:
+            return because
+        # Which gives an empty query 0, in a chunk as in the whole; with a position bias it is given another mask.
+        if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
+            found = dataclasses.replace(found, empty=None)
+        named["attention_mask"] = found
+        return None
+
+    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
+        """Causal: the layer itself reads the mask."""
+        mask = attention_mask_of(named)
+        return (
+            Layout(Spans.causal(*x.shape[-3:-1]), mask.barriers) if isinstance(mask, OwnMask) else super().layout(named, x)
+        )
+
+    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
+        """A cache that returns the prefix, and the mask's part for the chunk's queries."""
+        assert isinstance(point, ChunkMask)
+        return chunk_arguments(named, self.argument, point), reader(named, point)
+
+    def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
+        """The model's own mask, cut to these tokens."""
+        keys = {name: named[name][..., :length] for name in PER_KEY if isinstance(named.get(name), Tensor)}
+        return {**named, "attention_mask": named["attention_mask"].cut(Chunk(0, 0, length)), **keys}
+
+    def extras(self, rest: list[Any]) -> list[Any]:
+        """Floating tensors are attention weights."""
+        return [None] * len(rest) if any(part is not None and part.is_floating_point() for part in rest) else rest
+
+
+def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
+    """Every distinct config that the layer's modules read their attention implementation from."""
+    found = {id(m.config): m.config for m in layer.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    return list(found.values())
+
+
+def attention_mask_of(named: Mapping[str, Any]) -> Any:
+    """What the layer will hand to its attention as its mask.
+
+    Some layers get a second mask, of padding, for what else mixes tokens in them, by the name of attention_mask or in one
+    dictionary with attention's: attention's is the one that our mask function made.
+    """
+    for value in named.values():
+        for mask in value.values() if isinstance(value, Mapping) else (value,):
+            if isinstance(mask, LazyMask):
+                return mask
+    return named.get("attention_mask")
+
+
+def holds_lazy(value: Any) -> bool:
+    """Whether it is a mask of ours, or holds one."""
+    return any(isinstance(part, LazyMask) for part in (value.values() if isinstance(value, Mapping) else (value,)))
+
+
+def _own_masks(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
+    if isinstance(value, Mapping) and holds_lazy(value):
+        return {key: _own_masks(part, mask) for key, part in value.items()}
+    return mask(value) if isinstance(value, LazyMask) else value
+
+
+def _resolved(named: Mapping[str, Any], x: Tensor) -> Layout:
+    mask = attention_mask_of(named)
+    batch_size, length = x.shape[-3:-1]
+    spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
+    barriers = spans.barriers if isinstance(spans, DenseMask) else ()
+    return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)

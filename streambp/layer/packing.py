@@ -1,0 +1,69 @@
+"""Packed documents of one call of a layer with states: told to its kernels, or its mixers called for each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+
+from streambp.chunks import Barrier, Chunk
+from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS
+from streambp.layer.arguments import Arguments
+from streambp.layer.site import LayerSite
+from streambp.recurrent.documents import PackedRows, in_several, told_of, tried_rows
+from streambp.recurrent.scans import StartingFrom
+from streambp.recurrent.segments import InSegments, mixers_of
+from streambp.recurrent.states import StateCache
+
+
+class Packing:
+    """How the mixers of a layer learn, in each chunk, where they start from and where documents of packed rows start.
+
+    told: the arguments that tell its kernels of documents; () if none does. [Note: documents], [Note: segments]
+    """
+
+    def __init__(self, site: LayerSite, arguments: Arguments) -> None:
+        carries = site.kind.states.carries
+        documents = arguments.documents if carries else None
+        self.arguments = arguments
+        self.told: tuple[str, ...] = () if documents is None else documents.names
+        self.rows = arguments.packed_rows
+        self._scans = site.kind.states.scans(site.layer)
+        self._functions = told_of(site.layer) if self.told else []
+        self._mixers = [] if self.rows is None else mixers_of(site.layer)
+
+    @property
+    def marks_documents(self) -> bool:
+        """Whether rows are more than one document each, of which this layer knows."""
+        return bool(self.told) or self.rows is not None
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Where no chunk may end for the sake of documents. [Note: chunk ends]"""
+        return () if self.arguments.packed_rows is None else self.arguments.packed_rows.barriers
+
+    def entered(
+        self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
+    ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
+        """A chunk's arguments, and within what the layer's forward runs, so that its mixers start where they should.
+
+        Args:
+            cache: with the states that the chunk starts from; None: the layer gets none.
+        """
+        rows = self.arguments.packed_rows
+        if rows is not None and (cache is None or not self.arguments.tells):
+            named = {name: value for name, value in named.items() if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)}
+            return named, InSegments(self._mixers, rows.segments(chunk), cache)
+        if cache is None:
+            return named, contextlib.nullcontext()
+        documents = self.arguments.documents if self.told else None
+        if documents is None:
+            return named, StartingFrom(self._scans, cache)
+        return {**named, **documents.within(chunk)}, StartingFrom(self._scans, cache, (self._functions, documents, chunk))
+
+    def tried(self, x: Tensor) -> tuple[dict[str, Tensor], PackedRows | None]:
+        """Arguments and packed rows for a trial on x [..., B, TOKENS, h]: several documents, if the call has several."""
+        rows, length = x.shape[-3:-1]
+        told = in_several(self.arguments.named, length) if self.told else {}
+        return told, None if self.rows is None else tried_rows(rows, length)

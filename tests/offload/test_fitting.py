@@ -1,0 +1,310 @@
+"""saves="auto" without offloading: it fits, changes no value, and gives way where memory runs short. [Note: saves that fit]
+
+covers: layer/function.py, layer/oom.py, layer/saved.py, layer/store.py, offload/fitting.py, planner/auto.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+
+import pytest
+import torch
+
+import streambp
+from streambp.attention.prefix import Stage
+from streambp.errors import DeviceMemoryError
+from streambp.layer.call import LayerCall
+from streambp.layer.recompute import RandomState
+from streambp.layer.saved import Kept
+from streambp.layer.store import InMemory
+from streambp.offload.fitting import FittingSaves
+from streambp.planner import auto
+from streambp.planner.profile import Method, Phase
+from tests import zoo
+from tests.families import LENGTH, build, make_batch
+from tests.offload.runs import assert_same, step
+
+TOKEN = 1000.0  # bytes that the law of these tests gives each of them
+PLENTY = 1e9
+LAW = auto.Law(Method("streambp", (), "none", False, True, (Phase("all", 0.0, TOKEN),), (), 0, 0, 1, 1))
+ROOMS = (0.0, 3e4, 1e5, 2.5e5, PLENTY)
+
+
+class Device:
+    """Memory as these tests say it is: `room` bytes beside a step without saves, less what is taken meanwhile."""
+
+    def __init__(self, room=PLENTY):
+        self.room, self.tokens, self.taken = room, 2 * LENGTH, []
+
+    def free(self, device):
+        return self.room + TOKEN * self.tokens - (self.taken.pop(0) if self.taken else 0.0)
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """Makes a streamed model whose saves are chosen for the memory that a `Device` says."""
+
+    def make(model=None, room=PLENTY, chunk_size=5):
+        monkeypatch.setattr(auto, "_law", lambda *_: LAW)
+        model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
+        model = streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, saves="auto"))
+        device = Device(room)
+        chooser_of(model).free = device.free
+        return model, device
+
+    return make
+
+
+def chooser_of(model):
+    return next(w.site.chooser for w in model._streambp.state.wrappers if hasattr(w, "site"))
+
+
+def plain(model=None, **settings):
+    model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
+    return streambp.patch(model, streambp.StreamConfig(chunk_size=5, **settings))
+
+
+def seeded(model, seed=3, **batch):
+    torch.manual_seed(seed)
+    return step(model, **batch)
+
+
+@contextlib.contextmanager
+def kept_by_layer():
+    """Collects what each layer keeps, as its forward ends."""
+    found = {}
+    real = Kept.accesses
+
+    def accesses(self):
+        tensors = self.store._tensors
+        optional = sum(t.nbytes for (name, _), t in tensors.items() if name != "x" and not name.startswith("state."))
+        kv = sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites) if "kv" in self.saves else 0
+        found[self.site.index] = (self.saves, optional + kv)
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kept, "accesses", accesses)
+        yield found
+
+
+def planned(model):
+    return sum(candidate.bytes for chosen in chooser_of(model)._plan.values() for candidate in chosen)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_it_takes_what_it_planned_and_changes_no_value(patched, room):
+    expected = seeded(plain())
+    model, _ = patched(room=room)
+    assert_same(seeded(model), expected)  # the first step saves nothing
+    with kept_by_layer() as kept:
+        assert_same(seeded(model), expected)
+    taken = sum(size for _, size in kept.values())
+    assert taken == pytest.approx(planned(model))
+    assert taken <= room
+    assert (taken > 0) == (room > 1e4)
+    if room == PLENTY:
+        assert all({"attn_out", "kv", "mlp.gate_proj"} <= set(saves) for saves, _ in kept.values())
+        assert not any("mlp.down_proj" in saves for saves, _ in kept.values())  # nobody reads it
+        assert_same(seeded(plain(saves=kept[0][0])), expected)
+
+
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "gemma3_text", "qwen3_moe"])
+def test_other_layers(patched, family):
+    stock = zoo.build(family, dtype=torch.float32)
+    expected = seeded(plain(stock))
+    model, device = patched(stock)
+    for room in (PLENTY, 1e5, 2e4):
+        device.room = room
+        assert_same(seeded(model), expected)
+    with kept_by_layer() as kept:
+        assert_same(seeded(model), expected)
+    assert 0 < sum(size for _, size in kept.values()) <= 2e4
+
+
+def test_last_layers_come_first(patched):
+    model, _ = patched(room=6e4)
+    seeded(model)
+    with kept_by_layer() as kept:
+        seeded(model)
+    sizes = [kept[index][1] for index in range(3)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+def test_what_others_take_between_layers_is_given_up(patched):
+    expected = seeded(plain())
+    model, device = patched(room=2e5)
+    seeded(model)
+    with kept_by_layer() as before:
+        seeded(model)
+    device.taken = [0.0, 1.5e5, 1.5e5]  # after the first layer
+    with kept_by_layer() as after:
+        assert_same(seeded(model), expected)
+    assert after[0] == before[0]
+    assert sum(size for _, size in after.values()) <= 2e5 - 1.5e5 + before[0][1]
+    assert sum(size for _, size in after.values()) < sum(size for _, size in before.values())
+
+
+def test_memory_that_shrinks_between_steps(patched):
+    expected = seeded(plain())
+    model, device = patched()
+    seeded(model)
+    for room in (PLENTY, 2e5, 1e5, -1e6, 1e5):
+        device.room = room
+        with kept_by_layer() as kept:
+            assert_same(seeded(model), expected)
+        assert sum(size for _, size in kept.values()) <= max(0.0, room)
+
+
+def fails_once(monkeypatch, at, stage=Stage.FORWARD):
+    """The `at`-th computation of a chunk runs out of memory when it is done."""
+    real, calls = LayerCall.compute, []
+
+    def compute(self, hidden_chunk, chunk, now, *args, **kwargs):
+        result = real(self, hidden_chunk, chunk, now, *args, **kwargs)
+        if now is stage and "prefix" not in kwargs and not args:
+            calls.append(chunk.index)
+            if len(calls) == at:
+                raise torch.OutOfMemoryError("no memory left, says a test")
+        return result
+
+    monkeypatch.setattr(LayerCall, "compute", compute)
+    return calls
+
+
+@pytest.mark.parametrize("at", [1, 4, 7, 15])  # of three layers with five chunks each
+def test_a_forward_chunk_that_runs_out_is_computed_again(patched, monkeypatch, at):
+    expected = seeded(plain())
+    model, _ = patched()
+    seeded(model)
+    with monkeypatch.context() as patch:
+        calls = fails_once(patch, at)
+        assert_same(seeded(model), expected)
+    assert len(calls) == 16
+    with kept_by_layer() as kept:
+        assert_same(seeded(model), expected)
+    assert sum(size for _, size in kept.values()) > 0  # half of before
+
+
+def test_without_saves_it_raises(patched, monkeypatch):
+    expected = seeded(plain())
+    model, _ = patched(room=0.0)
+    seeded(model)
+    with monkeypatch.context() as patch:
+        fails_once(patch, 4)
+        with pytest.raises(DeviceMemoryError, match="ran out of memory"):
+            seeded(model)
+    assert_same(seeded(model), expected)
+
+
+def test_a_backward_that_runs_out_raises_and_later_steps_save_less(patched, monkeypatch):
+    expected = seeded(plain())
+    model, _ = patched()
+    seeded(model)
+    with kept_by_layer() as before:
+        seeded(model)
+    with monkeypatch.context() as patch:
+        fails_once(patch, 3, Stage.RECOMPUTE)
+        with pytest.raises(DeviceMemoryError):
+            seeded(model)
+    with kept_by_layer() as after:
+        assert_same(seeded(model), expected)
+    sizes = [sum(size for _, size in kept.values()) for kept in (before, after)]
+    assert 0 < sizes[1] <= sizes[0] / 2
+
+
+def test_many_lengths_leave_nothing_behind(patched):
+    model, device = patched(room=1e5)
+    reference, lengths = plain(), random.Random(5)
+    for _ in range(12):
+        length = lengths.randint(2, 40)
+        device.tokens = 2 * length
+        batch = make_batch("plain", length=length)
+        assert_same(seeded(model, **batch), seeded(reference, **batch))
+        assert planned(model) <= 1e5
+    gc.collect()
+    assert not chooser_of(model)._waiting
+    assert len(chooser_of(model)._costs) == 3
+    assert not chooser_of(model)._seen
+
+
+def test_micro_batches_in_any_order(patched):
+    losses = []
+    for model in (plain(), patched(room=1e5)[0]):
+        seeded(model)
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        first, second = (model(**make_batch("plain", seed=seed), use_cache=False).loss for seed in (1, 2))
+        first.backward()
+        second.backward()
+        losses.append((second.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    assert_same(losses[1], losses[0])
+
+
+def test_describe_tells(patched):
+    model, _ = patched(room=1e5)
+    assert "nothing yet" in str(streambp.describe(model))
+    seeded(model)
+    seeded(model)
+    (told,) = streambp.describe(model).saves
+    assert told.startswith(f"auto saved, at {2 * LENGTH} tokens, kv of")
+
+
+def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
+    monkeypatch.setattr(auto, "_law", lambda *_: "a reason of a test")
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5, saves="auto"))
+    expected = seeded(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5)))
+    for _ in range(2):
+        assert_same(seeded(model), expected)
+    assert streambp.describe(model).saves == ("auto: nothing (a reason of a test)",)
+
+
+def test_copies_have_seen_nothing(patched):
+    model, _ = patched()
+    seeded(model)
+    assert chooser_of(copy.deepcopy(model))._costs == {}
+
+
+def test_the_law_is_counted(monkeypatch):
+    """The one that `patch` uses: what a step of 96 more tokens takes is no less than its saved inputs."""
+    model = build("qwen3", num_hidden_layers=2, dtype=torch.bfloat16)
+    law = auto._law(model, streambp.StreamConfig(saves="auto"), torch.device("cpu"))
+    assert isinstance(law, auto.Law), law
+    inputs = 2 * model.config.hidden_size * 2 * 2**16  # two layers, two bytes
+    assert law(2 * 2**16, 2048) - law(2**16, 2048) >= inputs
+
+
+def other_numbers(patch):
+    """A chunk that is computed again draws numbers of its own."""
+    real, calls = RandomState.restore, []
+    patch.setattr(RandomState, "restore", lambda self: real(self) if calls else calls.append(self))
+
+
+def nothing_let_go(patch):
+    patch.setattr(FittingSaves, "let_go", lambda self, kept: False)
+
+
+def inputs_let_go(patch):
+    real = InMemory.keep_only
+    patch.setattr(InMemory, "keep_only", lambda self, needed: real(self, lambda name: False))
+
+
+@pytest.mark.parametrize("mutant", [other_numbers, nothing_let_go, inputs_let_go])
+def test_mutant_turns_a_test_red(patched, monkeypatch, mutant):
+    expected = seeded(plain())
+    model, _ = patched()
+    seeded(model)
+    fails_once(monkeypatch, 7)
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, DeviceMemoryError)):
+        assert_same(seeded(model), expected)
+
+
+def test_a_choice_that_ignores_the_room_is_seen(patched, monkeypatch):
+    real = FittingSaves._fill
+    monkeypatch.setattr(FittingSaves, "_fill", lambda self, room, *args: real(self, PLENTY, *args))
+    with pytest.raises(AssertionError):
+        test_it_takes_what_it_planned_and_changes_no_value(patched, 1e5)
