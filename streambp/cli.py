@@ -120,24 +120,6 @@ def _add_plan(commands: Any) -> None:
     )
     command.add_argument("--gpu-memory", metavar="BYTES", help="of each GPU, such as 80GiB")
     command.add_argument(
-        "--device",
-        metavar="NAME",
-        help=f"whose rates seconds are computed from: {', '.join(DEVICES)}, or a file of --measure-device (default: "
-        f"{DEFAULT})",
-    )
-    command.add_argument(
-        "--measure-device",
-        type=Path,
-        metavar="FILE",
-        help="measure this machine's rates, write them to a file, and use them; without MODEL nothing is planned",
-    )
-    command.add_argument(
-        "--fused-layers",
-        action="store_true",
-        help="norms, gated activations and rotary embeddings run fused kernels (Liger)",
-    )
-    command.add_argument("--no-cache", action="store_true", help="count anew, and leave nothing for the next plan")
-    command.add_argument(
         "--host-memory", metavar="BYTES", help="of the whole machine, for all its GPUs (default: no limit)"
     )
     command.add_argument("--reserve", type=float, default=0.05, help="part of the GPU left alone (default %(default)s)")
@@ -173,7 +155,30 @@ def _add_plan(commands: Any) -> None:
         metavar="FILE",
         help="also write a page that plans anew for other lengths and memory; with --lora, for full training as well",
     )
+    _add_seconds(command)
     command.set_defaults(run=_run_plan)
+
+
+def _add_seconds(command: argparse.ArgumentParser) -> None:
+    """What a plan's seconds are computed from, and its cache."""
+    command.add_argument(
+        "--device",
+        metavar="NAME",
+        help=f"whose rates seconds are computed from: {', '.join(DEVICES)}, or a file of --measure-device (default: "
+        f"{DEFAULT})",
+    )
+    command.add_argument(
+        "--measure-device",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine's rates, write them to a file, and use them; without MODEL nothing is planned",
+    )
+    command.add_argument(
+        "--fused-layers",
+        action="store_true",
+        help="norms, gated activations and rotary embeddings run fused kernels (Liger)",
+    )
+    command.add_argument("--no-cache", action="store_true", help="count anew, and leave nothing for the next plan")
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:

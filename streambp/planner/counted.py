@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from streambp.known_names import NO_PART_OF_A_STEP
 from streambp.planner.mixers import KERNELS, Mixers, is_installed
 from streambp.planner.profile import Profile, from_json, to_json
 from streambp.planner.skeleton import Device, Skeleton, Source, read_config
@@ -29,7 +30,6 @@ from streambp.planner.survey import Recipe, survey
 
 PACKAGE = Path(__file__).parent.parent
 VERSIONS = ("torch", "transformers", "peft")
-NO_PART_OF_A_STEP = ("_name_or_path", "transformers_version")  # of a configuration
 Said = Callable[[str, float], None]
 
 

@@ -141,7 +141,7 @@ ONLY_WRITTEN = frozenset({"zero_", "fill_", "zeros_like", "ones_like", "full_lik
 COPIES = frozenset({"copy_"})
 SELECTED_RESULT = frozenset({"index", "index_select", "gather", "embedding"})
 SELECTED_SOURCE = {  # the position of what is written to selected places
-    "index_put_": 2, "index_put": 2, "_index_put_impl_": 2, "index_add_": 3, "index_add": 3, "index_copy_": 3,
+    "index_put_": 2, "index_put": 2, "index_add_": 3, "index_add": 3, "index_copy_": 3,
     "scatter_": 3, "scatter": 3, "scatter_add_": 3, "scatter_add": 3, "embedding_dense_backward": 0,
 }  # fmt: skip
 

@@ -201,7 +201,7 @@ def test_profile_on_the_command_line(tmp_path, capsys):
 
 def fitting():
     phase = Phase("backward 0", 1000, 10, 100)
-    return auto.FittingChunk(auto.Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, 1, 1)))
+    return auto.FittingChunk(auto.Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, ())))
 
 
 def check_chunks_fit():
