@@ -112,7 +112,9 @@ def test_experts_get_equal_shares():
     assert Routing().answer(aten.nonzero.default, (mask,)) is None  # nothing was routed: torch says so itself
 
 
-@pytest.mark.parametrize("family", ["dbrx", "jetmoe", "longcat_flash"])
+@pytest.mark.parametrize(
+    "family", ["jetmoe", *(pytest.param(name, marks=pytest.mark.full) for name in ("dbrx", "longcat_flash"))]
+)
 def test_experts_that_look_at_their_routing_do_the_work_of_their_shares(family):
     """Twice the tokens are twice the products, or more where scores are products too."""
     skeleton = Skeleton(zoo.tiny_config(family), torch.bfloat16, None, 16, "cuda")
