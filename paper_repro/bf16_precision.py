@@ -7,6 +7,7 @@ python paper_repro/bf16_precision.py --scale-1  at scale 1, multiplied in backwa
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -49,13 +50,15 @@ def main() -> None:
 def ratios(length: int, sizes: dict[str, int], seed: int) -> list[float]:
     model = build("qwen3", seed=seed, num_hidden_layers=3, **sizes)
     batch = make_batch("plain", length=length, seed=seed)
-    _, truth = gradients(model, **batch)
-    model.to(torch.bfloat16)
+    _, truth = gradients(model.bfloat16().float(), **batch)  # of the same weights
+    model.bfloat16()
     noise = relative_l2(gradients(model, **batch)[1], truth)
     found = []
     for chunk_size in (length, length // 8 - 3):
         streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size))
         found.append(relative_l2(gradients(model, **batch)[1], truth) / noise)
+        if not math.isfinite(found[-1]):
+            raise FloatingPointError(f"gradients of chunks of {chunk_size} are not finite")
     print(f"{length:>4} {seed:>4} {found[0]:>10.3f} {found[1]:>10.3f}")
     return found
 

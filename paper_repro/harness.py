@@ -1,42 +1,43 @@
 """Runs one (method, shape, length) at a time in a process of its own, and keeps the rows in a CSV file.
 
 Rows are printed and stored as they are measured. A child that ends without one, or before its last, gives a row that says
-how it ended; the sweep goes on.
-
-[Note: measurement] Forward and backward, gradients None at the start, the third iteration counts: the first pins memory and
-makes kernels, and what "auto" has learnt from it changes the second. On a GPU the peak is the
-allocator's; on a CPU it is counted: the bytes of all storages made since the step began and still alive.
+how it ended; the sweep goes on. A row whose gradients are not finite, or whose kernels are not those that its method stands
+for, says so instead of "ok". What a row has is in `paper_repro/figures.py`. [Note: measurement]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from paper_repro.figures import GIB, LONGEST_TIMELINE, counted_peak, run_steps, versions, wrong_paths
 from paper_repro.losses import OBJECTIVES, Objective
-from paper_repro.methods import METHODS, Method, Unavailable
+from paper_repro.methods import Method, Unavailable
+from paper_repro.recipes import METHODS
 from paper_repro.rows import Deadline, add_minutes, first_line, run_child
 from paper_repro.shapes import build, make_batch
-from streambp.planner.count import LiveBytes
 
 ROOT = Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table. seconds and bytes are of the third forward and backward; [Note: measurement]."""
+    """One line of a table. seconds and bytes are of the third forward and backward; [Note: measurement].
+
+    The columns from first_seconds on are those of `Figures`; kernels: what attended, and which of ours ran.
+    """
 
     experiment: str
     objective: str
@@ -56,6 +57,13 @@ class Row:
     versions: str
     commit: str
     date: str
+    first_seconds: float | None = None
+    retries: int | None = None
+    kernel_share: float | None = None
+    gradient_buffers: int | None = None
+    loss: float | None = None
+    gradient_norm: float | None = None
+    kernels: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +131,25 @@ def show(row: Row) -> None:
     seconds = f"{row.seconds:9.3f} s" if row.seconds is not None else " " * 11
     peak = f"{row.peak_gib:8.3f} GiB" if row.peak_gib is not None else " " * 12
     what = f"{row.shape:<10} {row.trained:<5} {row.objective:<5} {row.method:<22}"
+    others = ("first_seconds", "reserved_gib", "retries", "kernel_share", "gradient_buffers", "loss", "gradient_norm")
+    told = [f"{name} {getattr(row, name):g}" for name in others if getattr(row, name) is not None]
     print(f"{what} {row.rows} x {row.tokens:>8} {seconds} {peak} {row.status}", flush=True)
+    if told:
+        print(f"{'':<11}{', '.join(told)}; {row.kernels}", flush=True)
 
 
 def store(row: Row, output: Path) -> None:
-    new = not output.exists()
-    with output.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
-        if new:
+    """Append the row; a file of fewer columns gets the new ones, empty."""
+    fields = [field.name for field in dataclasses.fields(Row)]
+    with output.open(newline="") if output.exists() else contextlib.nullcontext() as file:
+        reader = None if file is None else csv.DictReader(file)
+        earlier = [] if reader is None or reader.fieldnames == fields else list(reader)
+        whole = reader is None or bool(earlier)
+    with output.open("w" if whole else "a", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        if whole:
             writer.writeheader()
+        writer.writerows(earlier)
         writer.writerow(dataclasses.asdict(row))
 
 
@@ -152,8 +170,9 @@ def child(job: Job) -> None:
         return
     for length in job.lengths:
         try:
-            figures = measure(method, model, OBJECTIVES[job.objective], length, job)
-            print("ROW", json.dumps(row_of(job, length, "ok", **figures)), flush=True)
+            figures, problems = measure(method, model, OBJECTIVES[job.objective], length, job)
+            status = f"failed: {'; '.join(problems)}" if problems else "ok"
+            print("ROW", json.dumps(row_of(job, length, status, **figures)), flush=True)
         except Unavailable as error:
             print("ROW", json.dumps(row_of(job, length, str(error))), flush=True)
             return
@@ -167,82 +186,66 @@ def child(job: Job) -> None:
             )
 
 
-def measure(method: Method, model: PreTrainedModel, objective: Objective, length: int, job: Job) -> dict[str, float | None]:
-    """[Note: measurement]"""
+def measure(
+    method: Method, model: PreTrainedModel, objective: Objective, length: int, job: Job
+) -> tuple[dict[str, float | str | None], list[str]]:
+    """The row's own figures, and what must not be. [Note: measurement]"""
     ids = make_batch(model, length, job.seed, job.rows)
     on_gpu = model.device.type == "cuda"
-    figures: dict[str, float | None] = {}
-    for _ in range(3):
-        model.zero_grad(set_to_none=True)
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+
+    def forward() -> Tensor:
         with method.step(model):
-            loss = objective(method, model, ids, job.seed)
-        loss.backward()
-        del loss
-        if on_gpu:
-            torch.cuda.synchronize()
-        figures["seconds"] = time.perf_counter() - start
-    if on_gpu:
-        figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        figures["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    else:  # counting slows the step down, so it has one of its own
-        model.zero_grad(set_to_none=True)
-        with LiveBytes() as count:
-            with method.step(model):
-                loss = objective(method, model, ids, job.seed)
-            loss.backward()
-        figures["peak_gib"] = count.peak / 2**30
+            return objective(method, model, ids, job.seed)
+
+    found = run_steps(model, forward, on_gpu, timeline=length <= LONGEST_TIMELINE)
+    problems = [*found.problems, *method.missing(found, on_gpu)]
     patched = getattr(model, "_streambp", None)
-    if patched is not None and patched.state.offloader is not None:
-        figures["host_gib"] = patched.state.offloader.host_bytes / 2**30
-    return figures
+    if patched is not None:
+        problems += wrong_paths(model)
+    offloader = None if patched is None else patched.state.offloader
+    figures: dict[str, float | str | None] = {
+        "seconds": found.seconds,
+        "first_seconds": found.first,
+        "peak_gib": found.peak_gib if on_gpu else counted_peak(model, forward),
+        "reserved_gib": found.reserved_gib,
+        "host_gib": None if offloader is None else offloader.host_bytes / GIB,
+        "retries": found.retries,
+        "kernel_share": found.kernel_share,
+        "gradient_buffers": found.buffers if patched is not None else None,
+        "loss": found.loss,
+        "gradient_norm": found.norm,
+        "kernels": ", ".join(found.ran),
+    }
+    return figures, problems
 
 
-def row_of(job: Job, length: int, status: str, on: str | None = None, **figures: float | None) -> dict[str, object]:
+def row_of(job: Job, length: int, status: str, on: str | None = None, **figures: float | str | None) -> dict[str, object]:
     """on: the device's name; None: look it up."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    empty = {"seconds": None, "peak_gib": None, "reserved_gib": None, "host_gib": None}
-    rounded = {name: None if value is None else round(value, 4) for name, value in {**empty, **figures}.items()}
-    return dataclasses.asdict(
-        Row(
-            job.experiment,
-            job.objective,
-            job.shape,
-            "LoRA" if job.lora else "full",
-            job.method,
-            length,
-            job.rows,
-            str(job.chunk_size),
-            status,
-            rounded["seconds"],
-            rounded["peak_gib"],
-            rounded["reserved_gib"],
-            rounded["host_gib"],
-            job.seed,
-            on or device_name(job.device),
-            versions(),
-            commit.stdout.strip() or "unknown",
-            datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        )
-    )
+    empty = dict.fromkeys(("seconds", "peak_gib", "reserved_gib", "host_gib"))
+    row: dict[str, object] = {
+        "experiment": job.experiment,
+        "objective": job.objective,
+        "shape": job.shape,
+        "trained": "LoRA" if job.lora else "full",
+        "method": job.method,
+        "tokens": length,
+        "rows": job.rows,
+        "chunk_size": str(job.chunk_size),
+        "status": status,
+        **empty,
+        **{name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in figures.items()},
+        "seed": job.seed,
+        "device": on or device_name(job.device),
+        "versions": versions(),
+        "commit": commit.stdout.strip() or "unknown",
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+    return row
 
 
 def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-
-
-def versions() -> str:
-    """Of everything that takes part, "torch 2.13.0; ..."."""
-    found = []
-    for name in ("torch", "transformers", "trl", "peft", "liger-kernel", "deepspeed"):
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "; ".join(found)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,19 @@ import argparse
 import contextlib
 import csv
 import functools
+import sys
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from paper_repro.rows import Deadline, Result, add_arguments, each
+from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
 from streambp.planner.count import LiveBytes
 from tests.counting import LinearFlops
 
 TOKENS, WIDTH, INNER = 8192, 512, 2048
+BAR, FAILED = 1e-12, "  FAILED: the pieces do not add up to the whole"
 FIELDS = ("pieces", "peak_mib", "gflop", "seconds", "relative_error")
 
 
@@ -53,7 +55,7 @@ def measure(pieces: int, x: Tensor, weights: list[Tensor], upstream: Tensor) -> 
     return {**memory, "seconds": round(seconds, 3), "relative_error": f"{error:.1e}"}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="CSV file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -73,12 +75,12 @@ def main() -> None:
             if writer is not None and file is not None:
                 writer.writerow(found)
                 file.flush()
-            return "  ".join(f"{name} {value:>8}" for name, value in found.items()), True
+            exact = float(found["relative_error"]) <= BAR
+            return "  ".join(f"{name} {value:>8}" for name, value in found.items()) + FAILED * (not exact), exact
 
         rows = [(str(pieces), functools.partial(row, pieces)) for pieces in (1, 2, 4, 8, 16, 32)]
-        for line, _ in each(rows, args.row, Deadline(args.minutes)):
-            print(line, flush=True)
+        return int(not print_rows(each(rows, args.row, Deadline(args.minutes))))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

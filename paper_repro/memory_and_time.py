@@ -11,7 +11,7 @@ of it takes over an hour on one GPU: what is left after --minutes is named, for 
 from __future__ import annotations
 
 from paper_repro.harness import Job, arguments, sweep
-from paper_repro.methods import METHODS
+from paper_repro.recipes import METHODS
 from paper_repro.rows import Deadline
 
 LENGTHS = [4096, 8192, 16384, 32768, 65536, 131072, 262144]

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import streambp
+from paper_repro.figures import HEAD, LIGERS, NOT_FUSED, Figures
 
 
 class Unavailable(Exception):  # noqa: N818 - a row of the table says so
@@ -32,7 +33,16 @@ class Method:
     def __init__(self, **options: Any) -> None:
         self.options = options
 
+    @property
+    def liger(self) -> bool:
+        """Whether Liger's layer kernels belong to it."""
+        return bool(self.options.get("liger"))
+
     def prepare(self, model: PreTrainedModel, chunk_size: int | str) -> None:
+        self.checkpoint(model)
+
+    def checkpoint(self, model: PreTrainedModel) -> None:
+        """Turn gradient checkpointing on."""
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def nll(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -50,6 +60,17 @@ class Method:
         """Around forward; what must be on for the saved tensors."""
         yield
 
+    def missing(self, found: Figures, on_gpu: bool) -> list[str]:
+        """Kernels that the method stands for and that did not run on a GPU."""
+        if not on_gpu:
+            return []
+        problems = ["no fused kernel attended"] * (not any(name.endswith("backward") for name in found.ran))
+        if self.liger:
+            problems += [f"{name} did not run" for name in LIGERS.values() if name not in found.ran]
+            rotated = any("rope" in kernel for kernel in found.on_device)
+            problems += ["Liger's rotation did not run"] * bool(found.on_device and not rotated)
+        return problems
+
 
 class Plain(Method):
     name = "no checkpointing"
@@ -63,13 +84,21 @@ class StreamBP(Method):
     streams = True
 
     def prepare(self, model: PreTrainedModel, chunk_size: int | str) -> None:
-        if self.options.get("liger"):
+        if self.liger:
             liger(model, fused_linear_cross_entropy=False)
         settings = {name: value for name, value in self.options.items() if name != "liger"}
         streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, **settings))
 
     def log_probs(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids, output_log_probs=True, use_cache=False).log_probs
+
+    def missing(self, found: Figures, on_gpu: bool) -> list[str]:
+        """Our head's kernels as well; blocks that torch merges are a slower path."""
+        problems = super().missing(found, on_gpu)
+        if on_gpu:
+            problems += [f"{kernel} did not run in Triton" for kernel in HEAD if kernel not in found.ran]
+            problems += [f"{NOT_FUSED} ran"] * (NOT_FUSED in found.ran)
+        return problems
 
 
 class TRLHead(Method):
@@ -78,19 +107,19 @@ class TRLHead(Method):
     name = "TRL head"
 
     def prepare(self, model: PreTrainedModel, chunk_size: int | str) -> None:
-        if model.device.type != "cuda" and (self.options.get("offload") or self.options.get("liger")):
+        if model.device.type != "cuda" and (self.options.get("offload") or self.liger):
             raise Unavailable("needs a GPU")
         try:
             from trl.models import enable_selective_activation_checkpointing
             from trl.trainer.utils import add_fused_lm_head
         except ImportError as error:
             raise Unavailable("TRL is not installed") from error
-        if self.options.get("liger"):
+        if self.liger:
             liger(model, fused_linear_cross_entropy=False)
         if self.options.get("selective"):
             enable_selective_activation_checkpointing(model)
         add_fused_lm_head(unwrapped(model))
-        super().prepare(model, chunk_size)
+        self.checkpoint(model)
 
     def log_probs(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).log_probs
@@ -113,6 +142,7 @@ class Liger(Method):
     """Checkpointing, Liger's layer kernels and its fused linear cross-entropy."""
 
     name = "Liger"
+    liger = True
 
     def prepare(self, model: PreTrainedModel, chunk_size: int | str) -> None:
         liger(model, fused_linear_cross_entropy=True)
@@ -163,19 +193,3 @@ def liger(model: PreTrainedModel, fused_linear_cross_entropy: bool) -> None:
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
     """The causal language model itself, without peft's wrapper."""
     return model.base_model.model if hasattr(model, "peft_config") else model
-
-
-METHODS: dict[str, Callable[[], Method]] = {
-    "plain": Plain,
-    "checkpointing": Method,
-    "trl": TRLHead,
-    "trl-selective": lambda: TRLHead(selective=True),
-    "trl-selective-liger": lambda: TRLHead(selective=True, liger=True),
-    "trl-offload-liger": lambda: TRLHead(offload=True, liger=True),
-    "liger": Liger,
-    "alst": ALST,
-    "streambp": lambda: StreamBP(saves=("attn_out",)),
-    "streambp-lean": lambda: StreamBP(saves=("attn_out",), offload="cpu"),
-    "streambp-lean-liger": lambda: StreamBP(saves=("attn_out",), offload="cpu", liger=True),
-    "streambp-fast-liger": lambda: StreamBP(saves=("attn_out", "kv", "*"), offload="cpu", liger=True),
-}

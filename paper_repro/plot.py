@@ -30,8 +30,9 @@ def main() -> None:
 
 def draw(rows: list[dict[str, str]], column: str, label: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2))
+    good = [row for row in rows if row["status"] == "ok" and row[column]]
     for method in dict.fromkeys(row["method"] for row in rows):
-        points = [(int(row["tokens"]), float(row[column])) for row in rows if row["method"] == method and row[column]]
+        points = [(int(row["tokens"]), float(row[column])) for row in good if row["method"] == method]
         if points:
             ours = method.startswith("streambp")
             style = {"linewidth": 2.4, "linestyle": "-"} if ours else {"linewidth": 1.4, "linestyle": "--"}

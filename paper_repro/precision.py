@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import pytest
 import torch
 
 import streambp
-from paper_repro.harness import device_name, versions
+from paper_repro.figures import versions
+from paper_repro.harness import device_name
 from paper_repro.rows import Deadline, add_minutes, first_line
 from tests.families import build, make_batch
 from tests.oracle import Gradients, gradients, lift_float32_casts, relative_l2
@@ -62,6 +64,8 @@ def measure(seed: int, args: argparse.Namespace) -> Iterator[dict[str, object]]:
         for chunks in (1, 4, 16):
             streambp.patch(model, streambp.StreamConfig(chunk_size=args.tokens // chunks))
             error = relative_l2(gradients(model, **batch)[1], truth)
+            if not math.isfinite(error):
+                raise FloatingPointError(f"gradients of {chunks} chunks in {dtype} are not finite")
             streambp.unpatch(model)
             row = {"dtype": str(dtype).removeprefix("torch."), "tokens": args.tokens, "chunks": chunks, "seed": seed}
             errors = {"unpatched": f"{noise:.4e}", "streambp": f"{error:.4e}", "ratio": f"{error / noise:.4f}"}

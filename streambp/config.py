@@ -15,6 +15,7 @@ ATTENTION = ("auto", "cudnn", "flash", "math")
 OFFLOAD = ("none", "cpu", "auto")
 ON_HOST_FULL = ("keep", "recompute", "raise")
 DOCUMENTS = ("from_positions", "as_given")
+KERNELS = ("own", "liger")
 UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
 UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}  # no two of them differ in case alone
 
@@ -51,6 +52,8 @@ class StreamConfig:
             grow by one, as attention's mask has it, unless the call has an attention_mask, seq_idx or cu_seq_lens_q.
             "as_given": where seq_idx and cu_seq_lens_q tell their kernels to, as unpatched; with position_ids alone they
             go on from one document to the next.
+        kernels: of norms and MLPs. "own": the model's. "liger": Liger's, put on this model's modules and taken off by
+            `unpatch`; it rounds as Liger does, in the model's dtypes.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -67,6 +70,7 @@ class StreamConfig:
     gpu_memory: int | str | None = None
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
     documents: Literal["from_positions", "as_given"] = "from_positions"
+    kernels: Literal["own", "liger"] = "own"
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -89,6 +93,7 @@ class StreamConfig:
             raise ConfigError(f'chunk_size is {size!r}; it must be a positive number of tokens, or "auto".')
         self._check_saves()
         named = {"attention": ATTENTION, "offload": OFFLOAD, "on_host_full": ON_HOST_FULL, "documents": DOCUMENTS}
+        named["kernels"] = KERNELS
         for field, choices in named.items():
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")

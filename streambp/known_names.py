@@ -187,6 +187,13 @@ VERLS_OFFLOAD = "enable_activation_offload"  # of verl's model config: wraps lay
 SWIFTS_PLUGIN = "_swift_external"  # how ms-swift names a file that is given to it
 UNSLOTH = "unsloth"  # modules whose forwards cannot be cut
 
+# ---- Liger, which no environment of the tests has
+
+LIGER = "liger_kernel"
+LIGERS_PATCHES = "monkey_patch"  # of liger_kernel.transformers: the module of the functions that apply its kernels
+LIGERS_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"  # these functions by a config's model_type
+NOT_OF_LAYERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")  # their arguments for what is replaced elsewhere
+
 # ---- packages by what is theirs; `streambp` is ours
 
 # Their hooks treat tokens alike, or gather and move parameters.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,19 @@ def pytest_report_header() -> str:
         f"STREAMBP_TEST_SEED={seeds.BASE}, ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, "
         f"OMP_NUM_THREADS={torch.get_num_threads()}"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under -n each worker starts with its part of the files, and takes over from others at the end.
+
+    xdist's own way deals tests out by turns: then what a file shares (oracles, trained models, imports) is made in each.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

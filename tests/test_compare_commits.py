@@ -8,8 +8,9 @@ import shutil
 import pytest
 import torch
 
-from scripts import compare_commits
-from scripts.compare_commits import HERE, Case, Difference, Known, compare
+from scripts import compare_commits, compare_served
+from scripts.compare_commits import Difference, Known, compare
+from scripts.compare_served import HERE, Case
 
 # Appended to a copy of the package: what it changes depends on the case.
 MUTANT = """
@@ -75,7 +76,7 @@ def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
 def test_a_process_that_does_not_serve_its_tree(script, told, tmp_path, monkeypatch):
     served = tmp_path / "served.py"
     served.write_text(script)
-    monkeypatch.setattr(compare_commits, "__file__", str(served))
+    monkeypatch.setattr(compare_commits, "SERVED", served)
     with pytest.raises(SystemExit, match=told):
         compare_commits.Tree(tmp_path)
 
@@ -120,8 +121,8 @@ def test_what_is_known_explains_all_of_a_difference_or_nothing(known, found, rea
 
 
 def test_documents_of_packed_rows_by_themselves():
-    batch = compare_commits.batch_of("bamba", "packed", torch.float64, 1)
-    parts = list(compare_commits.documents_apart(batch))
+    batch = compare_served.batch_of("bamba", "packed", torch.float64, 1)
+    parts = list(compare_served.documents_apart(batch))
     assert sum(share for share, _ in parts) == pytest.approx(1.0)
     assert [part["input_ids"].shape[1] for _, part in parts] == [5, 8, 7, 9, 12], "one token alone has no label"
     assert all((part["position_ids"] == torch.arange(part["input_ids"].shape[1])).all() for _, part in parts)

@@ -112,6 +112,7 @@ CHECKED = {
     ("verl", None): "VERLS_SIZE VERLS_STRATEGY VERLS_OFFLOAD",
     ("swift", None): "SWIFTS_PLUGIN",
     ("unsloth", None): "UNSLOTH",
+    ("liger_kernel", None): "LIGER LIGERS_PATCHES LIGERS_TABLE NOT_OF_LAYERS",
     ("torch", packages): "ENGINES HOOKS_ARE_HARMLESS MODULES_ARE_HARMLESS FORWARDS_ARE_PLAIN OBJECTS_ARE_KNOWN",
 }
 CHECKS = {constant: check for check, listed in CHECKED.items() for constant in listed.split()}

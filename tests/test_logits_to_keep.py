@@ -16,6 +16,7 @@ import streambp
 from tests import zoo
 from tests.families import LENGTH, make_batch
 from tests.oracle import worst_error
+from tests.tiers import thinned
 
 SHARED_KV = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
 FAMILIES = {"qwen3": {}, "gemma4_text": SHARED_KV}
@@ -48,7 +49,7 @@ def gradients_of(model, batch, labels):
 CASES = [("qwen3", form) for form in FORMS] + [("gemma4_text", form) for form in ("last one", "last seven", "positions")]
 
 
-@pytest.mark.parametrize(("family", "form"), CASES)
+@pytest.mark.parametrize(("family", "form"), thinned(CASES, lambda family, form: family == "qwen3" or form == "positions"))
 def test_exact(family, form, float64_oracle, attended_chunks):
     takes_rows = "logits_to_keep" in inspect.getsource(modeling_utils)
     if PER_ROW in form and not takes_rows:

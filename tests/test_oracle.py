@@ -34,13 +34,14 @@ def reference(family, mode):
 
 
 def cases():
-    """Fast ones: with nothing saved, chunks of one token in every other mode; with saves, one for each family and mode.
+    """Fast ones: chunks of 5 tokens of everything, and each family once in chunks of one token and in a single chunk.
 
-    tests/offload/test_saves_bitwise.py has more saves.
+    With saves, gradients are the same bits: tests/offload/test_saves_bitwise.py. One family shows here that it is so.
     """
     for (f, family), (m, mode) in itertools.product(enumerate(FAMILIES), enumerate(MODES)):
         for chunk_size, (number, saves) in itertools.product([1, 5, LENGTH + 10], enumerate(SAVES)):
-            fast = (not saves and (chunk_size > 1 or (f + m) % 2)) or (chunk_size == 5 and number == 1 + (f + m) % 3)
+            fast = chunk_size == 5 or (m == f % 4 if chunk_size == 1 else m == (f + 2) % 4)
+            fast = fast if not saves else (family, chunk_size, m) == ("qwen3", 5, number)
             marks = () if fast else pytest.mark.full
             name = "-".join([family, mode, str(chunk_size), "+".join(saves) or "none"])
             yield pytest.param(family, mode, chunk_size, saves, marks=marks, id=name)
@@ -72,8 +73,8 @@ def bf16_errors(attention="auto", length=256, chunk_size=29, layers=3):
     for seed in itertools.count():
         model = build("qwen3", torch.float32, seed=seed, num_hidden_layers=layers, hidden_size=64)
         batch = make_batch("plain", length=length, seed=seed)
-        _, truth = gradients(model, **batch)
-        model.to(torch.bfloat16)
+        _, truth = gradients(model.bfloat16().float(), **batch)  # of the same weights: rounding them is nobody's error
+        model.bfloat16()
         with skipped_where_unpatched_fails():
             _, stock = gradients(model, **batch)
         streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, attention=attention))

@@ -278,7 +278,7 @@ def test_generation_is_as_unpatched(attended_chunks):
     assert ours.eval()(prompt, use_cache=True).past_key_values is not None
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.full), True])
 def test_continuous_batching_is_as_unpatched(training, attended_chunks):
     """A paged cache is a cache; TRL's GRPO generates with it."""
     stock = build("qwen3").eval()

@@ -30,6 +30,7 @@ from tests import zoo
 from tests.families import FAMILIES, build
 from tests.seeds import seed_of, seeded
 from tests.test_mutants import only_this_chunk, skips_second
+from tests.tiers import thinned
 
 
 @pytest.fixture
@@ -82,7 +83,16 @@ def test_a_model_that_names_no_dtype():
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize(("family", "dtype"), some(FAMILIES, [torch.float32, torch.bfloat16, torch.float16]))
+ROUNDED = {"qwen3": torch.float16, "gemma3": torch.float32, "phi3": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    thinned(
+        itertools.product(FAMILIES, [torch.float32, torch.bfloat16, torch.float16]),
+        lambda family, dtype: dtype == ROUNDED.get(family),
+    ),
+)
 def test_rounding_alone_is_never_flagged(family, dtype):
     for seed in range(3):
         result = verify(build(family, dtype, seed=seed), seq_len=97, seed=seed)

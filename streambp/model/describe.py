@@ -18,6 +18,7 @@ from streambp.instance_forward import forwards
 from streambp.known_names import COMPILED
 from streambp.layer.site import LayerSite
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
+from streambp.model.fused_layers import fused_modules
 from streambp.model.patching import Patch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import local_ranks
@@ -263,6 +264,15 @@ def _outermost(head: CausalLMForward) -> str:
     return foreign_forward(type(head.module), forward) or "something"
 
 
+def _fused_layers(found: Patch) -> list[str]:
+    """A line for each set of modules that Liger computes, whoever has put it there."""
+    layers: dict[tuple[str, ...], int] = {}
+    for wrapper in found.state.wrappers:
+        if isinstance(wrapper, LayerForward) and (names := tuple(fused_modules(wrapper.module))):
+            layers[names] = layers.get(names, 0) + 1
+    return [f"Liger's kernels compute {', '.join(names)} of {number} layers" for names, number in layers.items()]
+
+
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     hooked = sum(
         bool(m._forward_hooks or m._forward_pre_hooks)
@@ -274,6 +284,7 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
     if found.state.split_over > 1:
         notes.append(f"sequences are split over {found.state.split_over} ranks (DeepSpeed Ulysses), each streams its shard")
+    notes += _fused_layers(found)
     reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:

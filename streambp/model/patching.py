@@ -17,6 +17,7 @@ from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
+from streambp.model.fused_layers import Replaced, put_on, take_off
 from streambp.model.wrappers import BackboneForward, LayerForward, PatchState
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
@@ -37,6 +38,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     Raises:
         UnsupportedModelError: it has no decoder layers that can be streamed exactly. The model is left as it was.
         StreamBPError: it is part of a model that is patched already.
+        ConfigError: `config` names what the model does not have, or Liger's kernels where there are none for it.
 
     Layers that turn out to mix tokens elsewhere than in their attention (convolutions, recurrences) run under gradient
     checkpointing; their first call of each kind finds out, and `describe` names them.
@@ -59,13 +61,14 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for wrapper in state.wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
+    replaced = put_on(model) if config.kernels == "liger" else ()
     for wrapper in state.wrappers:
         wrapper.install()
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
         head = replaces_trls_head(causal) if config.head and causal.foreign is None else None
         if head is not None:
             head.add()
-    model._streambp = Patch(state, found.left_alone)  # type: ignore[assignment]
+    model._streambp = Patch(state, found.left_alone, replaced)  # type: ignore[assignment]
     return model
 
 
@@ -129,6 +132,7 @@ class Patch:
 
     state: PatchState
     left_alone: tuple[str, ...]
+    replaced: tuple[Replaced, ...] = ()
 
 
 def unpatch(model: Model) -> Model:
@@ -138,6 +142,7 @@ def unpatch(model: Model) -> Model:
         if found is not None:
             for wrapper in reversed(found.state.wrappers):
                 wrapper.remove()
+            take_off(found.replaced)
     return model
 
 

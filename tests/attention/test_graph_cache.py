@@ -19,6 +19,7 @@ from streambp.attention.kernels import CUDNN, FLASH, MATH
 from tests.attention.stand_in import CachedGraphs
 from tests.families import build, make_batch
 from tests.oracle import gradients, lift_float32_casts, worst_error
+from tests.tiers import thinned
 
 CHUNK = 512
 LENGTH = 3 * CHUNK + 1
@@ -63,12 +64,13 @@ def check(spans, saves, place, monkeypatch):
     assert worst_error(found, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("spans", SPANS)
+# Rows of equal spans are one graph: "two rows" has them, and "right-padded row" is a row of "right-padded".
+@pytest.mark.parametrize("spans", thinned(SPANS, lambda spans: spans not in ("plain", "right-padded row")))
 def test_recomputed(spans, float64_oracle, monkeypatch):
     check(spans, (), "kept", monkeypatch)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thinned(PLACES, lambda place: place == "streamed"))
 def test_saved(place, float64_oracle, monkeypatch):
     check("left-padded", ("attn_out",), place, monkeypatch)
 

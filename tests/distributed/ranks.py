@@ -1,16 +1,26 @@
-"""Runs a module on several ranks and brings back what they printed."""
+"""Runs a module on several ranks and brings back what they printed.
+
+[Note: ranks that are forked] A fresh Python takes seconds for its imports. Ranks are forked from one server instead, that
+imports torch and the workers' modules once for each process of tests, and does nothing with them: each rank still starts
+without a process group, without DeepSpeed and without a tensor.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -46,31 +56,52 @@ def run_split(*arguments, ranks=2):
     return json.loads(next(x for x in outputs[0].splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
 
 
+@functools.cache
+def server() -> BaseContext:
+    """[Note: ranks that are forked] Not all libraries survive a fork elsewhere than on Linux: there each rank imports."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["tests.distributed.worker", "tests.distributed.split_worker", "torch.distributed.pipelining"]
+    )
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    return context
+
+
+def as_program(module: str, arguments: tuple[str, ...], output: Path) -> None:
+    """In a rank: the module's `main` as `python -m module *arguments` calls it. What it prints goes to a file.
+
+    A file, not a pipe: a rank whose pipe is full of warnings would wait for its reader, and the other rank for it.
+    """
+    with output.open("w") as file:
+        for printed in (1, 2):
+            os.dup2(file.fileno(), printed)
+    sys.argv = [module, *arguments]
+    importlib.import_module(module).main()
+
+
 def launch(module, *arguments, ranks=2, seconds):
     """Outputs and exit codes of `python -m module RANK PORT *arguments`, killed when the time is over."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", module]
-    with contextlib.ExitStack() as stack:
-        # Files, not pipes: a rank whose pipe is full of warnings would wait for its reader, and the other rank for it.
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(rank) for rank in range(ranks)]
         processes = [
-            subprocess.Popen(
-                [*command, str(rank), port, *arguments], env=environment, stdout=file, stderr=subprocess.STDOUT
-            )
+            server().Process(target=as_program, args=(module, (str(rank), port, *arguments), file), daemon=True)
             for rank, file in enumerate(files)
         ]
         deadline = time.monotonic() + seconds
         try:
             for process in processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(0.1, deadline - time.monotonic()))
+                process.start()
+            for process in processes:
+                process.join(timeout=max(0.1, deadline - time.monotonic()))
         finally:
             for process in processes:
-                process.kill()
-        codes = [process.wait() for process in processes]
-        for file in files:
-            file.seek(0)
-        return [file.read() for file in files], codes
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        return [file.read_text() if file.exists() else "" for file in files], [process.exitcode for process in processes]

@@ -30,14 +30,15 @@ def run_script(name, *arguments, **kwargs):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, **kwargs)
 
 
-def run_here(*arguments):
-    """As `run_example`, in this process. What it exits with is the return code, and the end of stderr."""
+def run_here(*arguments, name="long_context_sft.py"):
+    """As `run_script`, in this process. What it exits with is the return code, and the end of stderr."""
     written = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
-        patch.setattr(sys, "argv", ["long_context_sft.py", *map(str, arguments)])
+        patch.setattr(sys, "argv", [name, *map(str, arguments)])
+        patch.syspath_prepend(ROOT / "examples")
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         try:
-            runpy.run_path(str(ROOT / "examples" / "long_context_sft.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         except SystemExit as end:
             return subprocess.CompletedProcess(arguments, end.code, written.getvalue(), f"{written.getvalue()}{end.code}")
     return subprocess.CompletedProcess(arguments, 0, written.getvalue(), "")
@@ -62,7 +63,7 @@ def small_run(tmp_path_factory):
     text = folder / "text.txt"
     text.write_text((ROOT / "LICENSE").read_text() * 3)
     result = run_example(
-        "--data", text, "--seq-len", 2048, "--steps", 8, "--chunk-size", 128, "--hidden-size", 64, "--layers", 2,
+        "--data", text, "--seq-len", 1024, "--steps", 8, "--chunk-size", 128, "--hidden-size", 64, "--layers", 2,
         "--vocab-size", 600, "--output", folder / "out",
     )  # fmt: skip
     return text, folder / "out", result
@@ -77,7 +78,7 @@ def test_lora_on_a_given_model(small_run, tmp_path):
     text, checkpoint, _ = small_run
     pytest.importorskip("peft")
     result = run_here(
-        "--model", checkpoint, "--data", text, "--seq-len", 1024, "--steps", 30, "--chunk-size", 128, "--lora",
+        "--model", checkpoint, "--data", text, "--seq-len", 512, "--steps", 20, "--chunk-size", 128, "--lora",
         "--learning-rate", 1e-2, "--output", tmp_path / "lora",
     )  # fmt: skip
     assert check_run(result, tmp_path / "lora") < 1

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from tests.examples.test_long_context_sft import run_script
+from tests.examples.test_long_context_sft import run_here, run_script
 
 LEARNT = {
     "sft": ("mean_token_accuracy", 0.9),
@@ -24,7 +24,7 @@ def last(output, key):
 
 
 def test_short_run(tmp_path):
-    result = run_script("dpo.py", "--steps", 2, "--chunk-size", 4, "--output", tmp_path)
+    result = run_here("--steps", 2, "--chunk-size", 4, "--output", tmp_path, name="dpo.py")
     assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "dpo.png").stat().st_size > 10_000
 

@@ -1,9 +1,10 @@
 """What offloading is to reach on one GPU, row by row: `python tests/gpu/offload_rows.py [--row NAME] [--minutes 8]`.
 
-Each row trains three steps of a Qwen3-shaped model with random weights in a process of its own, and prints the third step's
-seconds, the allocator's peak, the share of the step that compute waited for copies, and the process' host memory. The first
-pins memory, and so does the second where it saves what the first has chosen. All rows take about half an hour: those for
-which --minutes do not suffice are named, for another call.
+Each row trains three steps of a Qwen3-shaped model with random weights in a process of its own, and prints the figures of
+`paper_repro/figures.py`, the share of the third step that compute waited for copies, and the process' host memory. The
+first step pins memory, and so does the second where it saves what the first has chosen. A row fails where a gradient is not
+finite (with an optimizer: a weight), where a layer did not stream, or where no fused kernel attended on a GPU. All rows
+take about half an hour: those for which --minutes do not suffice are named, for another call.
 
 Exit code 0 if every row holds, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU, where
 nothing is measured against a bar.
@@ -16,7 +17,6 @@ import dataclasses
 import functools
 import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import streambp
+from paper_repro.figures import GIB, LONGEST_TIMELINE, run_steps, wrong_paths
 from paper_repro.rows import Deadline, add_arguments, each, print_rows, run_child
 from streambp.offload import manager_of
 
 ROOT = Path(__file__).parents[2]
-GIB = 2**30
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
@@ -138,33 +138,37 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
     model, ids = build(row, device, tiny)
     streambp.patch(model, dataclasses.replace(row.config, host_memory=None) if tiny else row.config)
     optimizer = None if row.optimizer is None else row.optimizer(model, on_gpu)
-    for _ in range(3):
-        if optimizer is None:
-            model.zero_grad(set_to_none=True)
-        before = manager_of(model).stats() if on_gpu else {"stall_out": 0.0, "stall_back": 0.0}
+    before = {"stall_out": 0.0, "stall_back": 0.0}
+
+    def forward() -> torch.Tensor:
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+            before.update(manager_of(model).stats())
+        loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    timeline = ids.shape[1] <= LONGEST_TIMELINE
+    figures = run_steps(model, forward, on_gpu, None if optimizer is None else update, timeline)
     stats = manager_of(model).stats()
-    stall = sum(stats[key] - before[key] for key in ("stall_out", "stall_back")) / seconds
-    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
+    stall = sum(stats[key] - before[key] for key in ("stall_out", "stall_back")) / figures.seconds
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    bars = zip((peak, stall, host), row.bars, strict=True)
-    paths = {layer.path for layer in streambp.describe(model).layers}
-    passed = paths == {"streams"} and (not on_gpu or all(bar is None or value <= bar for value, bar in bars))
+    problems = [*figures.problems, *wrong_paths(model)]
+    attended = [kernel for kernel in figures.ran if kernel.endswith("backward")]
+    problems += ["no fused kernel attended"] * (on_gpu and not attended)
+    measured = {"peak": figures.peak_gib or 0.0, "stalls": stall, "host": host}
+    for (what, value), bar in zip(measured.items(), row.bars, strict=True):
+        if on_gpu and bar is not None and not value <= bar:
+            problems.append(f"{what} {value:.3g} above {bar:g}")
     shown = " / ".join("-" if bar is None else f"{bar:g}" for bar in row.bars)
     return (
-        f"{name:<24}{seconds:>9.2f} s  peak {peak:6.2f} GiB  stalls {stall:6.2%}  host {host:6.1f} GiB  "
-        f"{stats['gb_per_s_out']:5.1f} out {stats['gb_per_s_back']:5.1f} back GB/s  bars {shown}  "
-        f"{'holds' if passed else 'FAILED'}, layers: {', '.join(sorted(paths))}\n    {streambp.describe(model).offload}"
-    ), passed
+        f"{name:<24}{figures}, stalls {stall:6.2%}, host {host:6.1f} GiB, "
+        f"{stats['gb_per_s_out']:5.1f} out {stats['gb_per_s_back']:5.1f} back GB/s, bars {shown}: "
+        f"{'FAILED: ' + '; '.join(problems) if problems else 'holds'}\n    {', '.join(figures.ran)}; "
+        f"{figures.buffers} gradient buffers a step; {streambp.describe(model).offload}"
+    ), not problems
 
 
 if __name__ == "__main__":

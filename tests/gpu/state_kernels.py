@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paper_repro.rows import first_line
 from streambp.chunks import Chunk
 from streambp.recurrent.documents import Documents
 from streambp.recurrent.scans import SelectiveScan
@@ -170,6 +173,36 @@ def run_selective_scan(
         return_last_state=True,
     )  # fmt: skip
     return y.mT, end
+
+
+def fallbacks(module: str, kernels: tuple[str, ...]) -> list[str]:
+    """Those of a modeling module's kernels that are torch's code, each with the reason."""
+    found = []
+    for kernel in kernels:
+        if not is_from_its_package(getattr(sys.modules[module], kernel)):
+            found.append(f"{kernel} is torch's: {missing(reference_kernels.KERNELS[kernel][0])}")
+    return found
+
+
+def is_from_its_package(function: Function) -> bool:
+    """Whether transformers' wrapper calls another function than its own. It takes its own where an import fails."""
+    while function is not None:
+        new = inspect.getclosurevars(function).nonlocals.get("is_new_implementation")
+        if new is not None:
+            return bool(new)
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def missing(package: str) -> str:
+    """Why a package is not taken."""
+    if importlib.util.find_spec(package) is None:
+        return f"there is no {package}"
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        return f"{package} cannot be imported, {type(error).__name__}: {first_line(error)}"
+    return f"{package} has no such function"
 
 
 CONVOLUTION = Kernel("lfm2", "causal_conv1d_fn", "causal_conv1d", make_convolution, run_convolution)

@@ -7,7 +7,10 @@
 3. Seconds of a Mamba 2 mixer, forward and backward: its fused kernel, which a mixer without a cache takes in training,
    and the composed path that a cache selects. Not judged, but both must give the same.
 
-Rows whose package is absent are named and do not pass. Exit code 0 if every row passes, 1 if one does not, 2 without a GPU.
+A row whose kernel transformers did not take from its package, absent or not to be imported, is named with the reason and
+does not pass; "bf16 qwen3_next" wants fla alone, and says that its convolution is torch's. fla is Triton and Python: its
+unpacked wheel on PYTHONPATH will do, and so will mamba_ssm's Python files beside an empty `selective_scan_cuda.py`, which
+its scan in Triton does not call (docs/cuda.md). Exit code 0 if every row passes, 1 if one does not, 2 without a GPU.
 `--device cpu --tiny` runs the same code with `reference_kernels` for all of them, on one draw each, which chance may make
 twice as far off.
 """
@@ -20,9 +23,9 @@ import copy
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import inspect
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -37,14 +40,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import streambp
+from paper_repro.figures import wrong_paths
 from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
 from streambp.chunks import ChunkPlan
 from streambp.recurrent.documents import Documents, telling
 from streambp.recurrent.states import StateCache
 from tests import zoo
 from tests.families import make_batch
-from tests.gpu.report import environment, wrong_paths
-from tests.gpu.state_kernels import FULL, KERNELS, TINY, Function, Kernel, Named, Sizes
+from tests.gpu.report import environment
+from tests.gpu.state_kernels import FULL, KERNELS, TINY, Function, Kernel, Named, Sizes, fallbacks
 from tests.layer import reference_kernels
 from tests.oracle import assert_as_precise, gradients, relative_l2
 from tests.packed import packed_batch
@@ -132,6 +136,8 @@ def judged(name: str, pairs: Iterator[tuple[float, float]], tiny: bool) -> Resul
 
     def watched() -> Iterator[tuple[float, float]]:
         for pair in pairs:
+            if not all(map(math.isfinite, pair)):
+                raise FloatingPointError(f"outputs or gradients are not finite: errors {pair[0]} and {pair[1]}")
             seen.append(pair)
             yield pair
 
@@ -159,10 +165,13 @@ def kernel_row(name: str, args: argparse.Namespace) -> Result:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A family, the packages that it wants, and fields of its config for dimensions that kernels take."""
+    """A family, the kernels that it must run, and fields of its config for dimensions that kernels take.
+
+    kernels: by transformers' names; what else the family has may be torch's.
+    """
 
     family: str
-    packages: tuple[str, ...]
+    kernels: tuple[str, ...]
     changes: dict[str, Any]
     told: bool = False
 
@@ -170,15 +179,19 @@ class Model:
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 2048}
 RULE_SIZES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "mlp_only_layers": [0, 1]}
 SCAN_SIZES = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 64}
+CONV, RULE, SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+FUSED_SCAN, SELECTIVE = "mamba2_split_conv1d_scan_combined", "mamba_selective_scan"
 MODELS = {
-    "bf16 qwen3_next": Model("qwen3_next", ("fla", "causal_conv1d"), {**WIDE, **RULE_SIZES}),
-    "bf16 bamba": Model("bamba", ("mamba_ssm", "causal_conv1d"), {**WIDE, **SCAN_SIZES}),
-    "bf16 lfm2": Model("lfm2", ("causal_conv1d",), WIDE),
-    "bf16 jamba": Model(
-        "jamba", ("mamba_ssm", "causal_conv1d"), {**WIDE, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 8}
-    ),
-}  # fmt: skip
-MODELS |= {f"{name} documents": dataclasses.replace(m, told=True) for name, m in MODELS.items() if m.family != "jamba"}
+    "bf16 qwen3_next": Model("qwen3_next", (RULE,), {**WIDE, **RULE_SIZES}),
+    "bf16 bamba": Model("bamba", (SCAN, CONV), {**WIDE, **SCAN_SIZES}),
+    "bf16 lfm2": Model("lfm2", (CONV,), WIDE),
+    "bf16 jamba": Model("jamba", (SELECTIVE, CONV), {**WIDE, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 8}),
+}
+MODELS |= {  # in torch a convolution goes on over the ends of documents
+    f"{name} documents": dataclasses.replace(m, kernels=tuple(dict.fromkeys((*m.kernels, CONV))), told=True)
+    for name, m in MODELS.items()
+    if m.family != "jamba"
+}
 
 
 @contextlib.contextmanager
@@ -204,7 +217,8 @@ def model_draws(row: Model, args: argparse.Namespace) -> Iterator[tuple[float, f
         else:
             batch = make_batch("plain", length=length, seed=seed)
         batch = {name: x.to(args.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-        oracle = zoo.build(row.family, torch.float32, seed, **row.changes).to(args.device)
+        rounded = zoo.build(row.family, torch.float32, seed, **row.changes).bfloat16()
+        oracle = rounded.float().to(args.device)  # the same weights on both sides
         with in_torch(oracle, row.told):
             truth = gradients(oracle, **batch)[1]
         stock = copy.deepcopy(oracle).to(torch.bfloat16)
@@ -259,17 +273,34 @@ ROWS: dict[str, Callable[[str, argparse.Namespace], Result]] = {
 }
 
 
+def kernels_of(name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """A row's modeling module, the kernels that it must run, and others that the module has, by transformers' names."""
+    if name in KERNELS:
+        family, wanted = KERNELS[name].modeling, (KERNELS[name].name,)
+    elif name in MODELS:
+        family, wanted = MODELS[name].family, MODELS[name].kernels
+    else:
+        family, wanted = "bamba", (FUSED_SCAN, SCAN, CONV)
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    others = tuple(kernel for kernel in reference_kernels.KERNELS if hasattr(module, kernel) and kernel not in wanted)
+    return module.__name__, wanted, others
+
+
 def absent(name: str) -> list[str]:
-    """The packages that a row wants and this machine lacks."""
-    of = {**{n: (kernel.package,) for n, kernel in KERNELS.items()}, **{n: model.packages for n, model in MODELS.items()}}
-    packages = of.get(name, ("mamba_ssm", "causal_conv1d"))
-    return [package for package in packages if importlib.util.find_spec(package) is None]
+    """What a row must run and cannot on this machine, each with the reason."""
+    module, wanted, _ = kernels_of(name)
+    return fallbacks(module, wanted)
 
 
 def measured(name: str, args: argparse.Namespace) -> Result:
-    if args.device != "cpu" and (lacking := absent(name)):
-        return f"{name:<34} not run: without {' and '.join(lacking)}", False
-    return ROWS[name](name, args)
+    if args.device == "cpu":
+        return ROWS[name](name, args)
+    if lacking := absent(name):
+        return f"{name:<34} not run: {'; '.join(lacking)}", False
+    module, _, others = kernels_of(name)
+    line, passed = ROWS[name](name, args)
+    also = fallbacks(module, others) if name in MODELS else []
+    return line + (f"   ({'; '.join(also)})" if also else ""), passed
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:

@@ -6,16 +6,19 @@ covers: attention/kernels.py, offload/engines.py
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 
 import pytest
 import torch
+import transformers
 
 import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
-from streambp.attention import backend, kernels, prefix
+from streambp.attention import attend, backend, kernels, prefix
+from streambp.layer import function
 from streambp.offload import manager_of
 from tests.families import build, make_batch
 from tests.gpu import offload_rows, report
@@ -72,6 +75,67 @@ def test_the_report_fails_where_other_kernels_ran(monkeypatch):
     (_, (line, passed)) = report.report(arguments(["plain auto kv"]))
     assert not passed
     assert "cpu flash did not run" in line
+
+
+def scaled(monkeypatch, number, factor, longer_than=12):
+    """Gradient `number` of attention times a factor, in chunks longer than what layers are tried with."""
+    real = attend.PrefixAttention.backward
+
+    def backward(ctx, grad):
+        found = list(real(ctx, grad))
+        if grad.shape[1] > longer_than:
+            found[number] = found[number] * factor
+        return tuple(found)
+
+    monkeypatch.setattr(attend.PrefixAttention, "backward", staticmethod(backward))
+
+
+@pytest.mark.parametrize("factor", [1.05, pytest.param(math.nan, marks=pytest.mark.full)])
+def test_an_error_row_sees_a_twentieth_of_dv(factor, monkeypatch):
+    """A truth of unrounded weights, with errors ten times as large, would let it pass."""
+    scaled(monkeypatch, 2, factor)
+    (_, (line, passed)) = report.report(arguments(["plain math kv"]))
+    assert not passed
+    assert "error above 1.15 x" in line
+
+
+def test_the_mean_of_rows_is_judged():
+    assert report.mean_row([1.0, 1.1, 0.95])[1]
+    assert not report.mean_row([1.0, 1.1, 1.12])[1]
+    assert not report.mean_row([1.0, math.nan])[1]
+
+
+def test_figures_fail_where_nothing_is_a_number(monkeypatch):
+    scaled(monkeypatch, 1, math.nan)
+    (_, (line, passed)) = report.report(arguments(["256"]))
+    assert not passed
+    assert "gradient not finite: model.embed_tokens.weight, " in line
+    assert "gradient norm nan instead of " in line
+
+
+def test_figures_fail_where_gradient_buffers_are_not_used_again(monkeypatch):
+    monkeypatch.setattr(function, "may_overwrite", lambda *_: False)
+    (_, (line, passed)) = report.report(arguments(["256"]))
+    assert not passed
+    assert "2 gradient buffers a step instead of one" in line
+
+
+def test_figures_ask_for_what_runs_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(report, "backends", lambda device: ("cudnn", "flash", "math"))
+    ran = {"cudnn", "cudnn backward", "head statistics", "head gradient", "merge"}
+    assert report.wrong_figures(1, ran, "cuda") == []
+    assert report.wrong_figures(1, ran - {"cudnn backward"}, "cuda") == ["cudnn backward did not run"]
+    assert report.wrong_figures(1, ran - {"head gradient"}, "cuda") == ["head gradient did not run in Triton"]
+    assert report.wrong_figures(1, ran | {"merge in torch"}, "cuda") == ["merge in torch ran"]
+
+
+def test_rows_say_what_they_ran_on():
+    (line, _) = report.environment("cpu")
+    assert f"torch {torch.__version__}; transformers {transformers.__version__}" in line
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        patch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+        assert "; cuDNN 91900; commit" in report.environment("cpu")[0]
 
 
 def test_a_row_that_raises_is_not_the_last(monkeypatch):
@@ -162,3 +226,25 @@ def test_the_rows_run_without_a_gpu(name):
     line, passed = offload_rows.run(name, "cpu", tiny=True)
     assert passed
     assert "to the host" in line
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("8B 65,536", "gradient not finite"),
+        pytest.param("4B full step 131,072", "weight not finite", marks=pytest.mark.full),
+    ],
+)
+def test_rows_of_offloading_fail_where_nothing_is_a_number(row, said, monkeypatch):
+    scaled(monkeypatch, 1, math.nan)
+    line, passed = offload_rows.run(row, "cpu", tiny=True)
+    assert not passed
+    assert said in line
+
+
+@pytest.mark.full
+def test_rows_of_offloading_fail_where_layers_do_not_stream(monkeypatch):
+    monkeypatch.setattr(offload_rows, "wrong_paths", lambda model: ["injected"])
+    line, passed = offload_rows.run("8B 65,536", "cpu", tiny=True)
+    assert not passed
+    assert "FAILED: injected" in line

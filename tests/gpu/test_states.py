@@ -6,6 +6,9 @@ covers: recurrent/documents.py, recurrent/scans.py
 from __future__ import annotations
 
 import argparse
+import inspect
+import math
+import sys
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from streambp.admission.probe import Verdict
 from streambp.recurrent import documents, scans
 from tests import zoo
 from tests.gpu import state_rows
+from tests.layer import reference_kernels
 from tests.versions import needs_mixer_functions
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,7 +35,7 @@ def rows(name, device="cpu", tiny=True):
 @pytest.mark.parametrize("name", state_rows.ROWS)
 def test_rows(name):
     if lacking := state_rows.absent(name):
-        pytest.skip(f"needs {' and '.join(lacking)}")
+        pytest.skip("; ".join(lacking))
     ((line, passed),) = rows(name, "cuda", tiny=False)
     assert passed, line
 
@@ -76,6 +80,52 @@ def test_the_rows_fail_where_states_are_wrong(row, owner, attribute, mutant, mon
     ((line, passed),) = rows(row)
     assert not passed, line
     assert "FAILED" in line
+
+
+@needs_mixer_functions
+@pytest.mark.parametrize("row", ["scan", "bf16 lfm2"])
+def test_the_rows_fail_where_nothing_is_a_number(row, monkeypatch):
+    real = state_rows.relative_l2, state_rows.mean
+    monkeypatch.setattr(state_rows, "relative_l2", lambda *given: real[0](*given) * math.nan)
+    monkeypatch.setattr(state_rows, "mean", lambda *given: real[1](*given) * math.nan)
+    ((line, passed),) = rows(row)
+    assert not passed
+    assert "not finite" in line
+
+
+def in_torch(monkeypatch, name):
+    """As where no package can be imported."""
+    module, wanted, others = state_rows.kernels_of(name)
+    for kernel in (*wanted, *others):
+        monkeypatch.setattr(sys.modules[module], kernel, inspect.unwrap(getattr(sys.modules[module], kernel)))
+    return module, (*wanted, *others)
+
+
+@needs_mixer_functions
+def test_a_package_that_cannot_be_imported_fails_its_row(tmp_path, monkeypatch):
+    """transformers takes its own torch code then, and a row would compare torch with torch."""
+    (tmp_path / "mamba_ssm").mkdir()
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("import of_another_abi\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mamba_ssm", raising=False)
+    in_torch(monkeypatch, "scan")
+    ((line, passed),) = rows("scan", device="cuda")
+    assert not passed
+    assert "not run: mamba2_chunk_scan is torch's: mamba_ssm cannot be imported, ModuleNotFoundError" in line
+
+
+@needs_mixer_functions
+def test_a_kernel_of_a_package_is_known_by_its_wrapper(monkeypatch):
+    model = zoo.build("bamba", torch.float32)
+    module, kernels = in_torch(monkeypatch, "bf16 bamba")
+    assert len(state_rows.fallbacks(module, kernels)) == len(kernels) > 1
+    reference_kernels.install(monkeypatch, model)
+    assert state_rows.fallbacks(module, kernels) == []
+
+
+def test_a_model_may_do_without_what_it_is_not_about():
+    assert state_rows.kernels_of("bf16 qwen3_next")[1] == ("torch_chunk_gated_delta_rule",)
+    assert set(state_rows.kernels_of("bf16 qwen3_next documents")[1]) > {"torch_chunk_gated_delta_rule"}
 
 
 @needs_mixer_functions

@@ -16,10 +16,12 @@ needs_triton = pytest.mark.skipif(not triton_fold.AVAILABLE, reason="triton is n
 NO_LOOPS = "only 0-dimensional arrays can be converted to Python scalars"  # triton 3.6, with numpy from 2.4 on
 
 
-def interpreted(module, *checks):
-    """In one process: importing takes longer than most checks."""
-    calls = "; ".join(f"print({check!r}); {check}()" for check in checks)
-    code = f"import torch; torch.set_num_threads(1); from {module} import {', '.join(checks)}; {calls}"
+def interpreted(checks):
+    """Names of modules' functions, called in one process: importing takes longer than most of them."""
+    calls = "".join(
+        f"print('{module}.{check}'); {module}.{check}()\n" for module, names in checks.items() for check in names
+    )
+    code = f"import torch; torch.set_num_threads(1)\nimport {', '.join(checks)}\n{calls}"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     if result.returncode and NO_LOOPS in result.stderr:

@@ -7,6 +7,7 @@ covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, la
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -75,14 +76,17 @@ def beside_the_loss():
     test_lazy_labels.compare(test_lazy_labels.dpo)
 
 
+@functools.cache
 def gradient_of(name):
     return lambda: check(FRAMEWORKS[name])
 
 
+@functools.cache
 def other(name):
     return lambda: check(OTHERS[name])
 
 
+@functools.cache
 def builds(name):
     return lambda: check(BUILT[name], expected=test_lazy.BUILDS)
 
@@ -179,10 +183,16 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@functools.cache
+def green(run):
+    """Without a mutant; once for all mutants of a check."""
+    run()
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, run = MUTANTS[name]
-    run()
+    green(run)
     if name == "gradients of an earlier backward":
         left_in_one_place(monkeypatch)
     if attribute == "hook":

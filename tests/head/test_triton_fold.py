@@ -10,7 +10,7 @@ import torch
 
 from streambp.head import triton_fold
 from streambp.head.blocks import Fold, Projection, fold_in_torch
-from tests.head.interpreter import hard_rows, interpreted, needs_triton
+from tests.head.interpreter import hard_rows
 from tests.seeds import seeded
 
 PROJECTIONS = (Projection(), Projection(0.3, None, 1.7), Projection(1.3, 3.0, 0.8))
@@ -58,11 +58,6 @@ def compare_hard_rows(device="cpu"):
         assert close(lse - found.mean / found.sum, entropy)
         assert close(found.squares.log() - 2 * found.sum.log(), (2 * log_p).logsumexp(-1))
         assert torch.equal(found.best, z.argmax(-1))
-
-
-@needs_triton
-def test_in_the_interpreter():
-    interpreted(__name__, "compare", "compare_hard_rows")
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from streambp.head import blocks, token_log_probs, triton_fold, triton_gradient
 from streambp.head.blocks import Projection, Softmax, Upstream, gradient_in_torch
 from streambp.head.log_probs import make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending
-from tests.head.interpreter import hard_rows, interpreted, needs_triton
+from tests.head.interpreter import hard_rows
 from tests.head.test_triton_fold import PROJECTIONS
 from tests.seeds import seeded
 
@@ -155,11 +155,6 @@ def compare_heads(device="cpu"):
             runs.append(run_heads(device))
     for ours, theirs in zip(*runs, strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-5, atol=2e-5 * theirs.float().abs().max().item())
-
-
-@needs_triton
-def test_in_the_interpreter():
-    interpreted(__name__, "compare", "compare_hard_rows", "compare_mutants", "compare_heads")
 
 
 @pytest.mark.gpu

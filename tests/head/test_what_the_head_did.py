@@ -117,10 +117,15 @@ def voxtral_realtime():
 def csm():
     """Some of the final norm's outputs go to its depth decoder as well."""
     sizes = {name: size for name, size in SIZES.items() if name not in ("bos_token_id", "eos_token_id")}
+    codec = {  # takes no part
+        "model_type": "mimi", "hidden_size": 16, "num_filters": 4, "num_hidden_layers": 1, "intermediate_size": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "codebook_size": 16, "codebook_dim": 8,
+        "vector_quantization_hidden_dimension": 8, "upsample_groups": 16, "num_quantizers": 4,
+    }  # fmt: skip
     depth = {**sizes, "backbone_hidden_size": 32, "num_codebooks": 4, "head_dim": 8}
     config = CsmConfig(
         **SIZES, num_codebooks=4, text_vocab_size=VOCABULARY, head_dim=8, codebook_pad_token_id=0, codebook_eos_token_id=1,
-        audio_token_id=3, audio_eos_token_id=4, depth_decoder_config=depth,
+        audio_token_id=3, audio_eos_token_id=4, depth_decoder_config=depth, codec_config=codec,
     )  # fmt: skip
     frames = torch.randint(5, VOCABULARY, (2, 13, 4), generator=seeded(0))
     inputs = {"input_ids": frames, "labels": frames, "attention_mask": torch.ones(2, 13, dtype=torch.long)}

@@ -47,7 +47,9 @@ def without(kind, folder):
     return {"losses": losses, "weights": {n: w.detach() for n, w in model.named_parameters()}, **metrics}
 
 
-@pytest.mark.parametrize(("kind", "flags"), [("trainer", []), ("loop", ["--at", "train"])])
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("trainer", []), pytest.param("loop", ["--at", "train"], marks=pytest.mark.full)]
+)
 def test_a_program_trains_as_without_launch(kind, flags, tmp_path, capfd):
     """The Trainer's has `model_init` and metrics on logits; the loop's models come from a config and from files."""
     assert main(["launch", "--chunk-size", "5", *flags, "--", sys.executable, PROGRAM, kind, str(tmp_path / "out")]) == 0
@@ -61,7 +63,7 @@ def test_a_program_trains_as_without_launch(kind, flags, tmp_path, capfd):
 
 
 def test_a_script_run_by_the_module(tmp_path):
-    """`python -m streambp.launch`: the hook comes when transformers is imported already."""
+    """`python -m streambp.launch`: the hook comes when transformers is imported already. The loop's models."""
     command = [sys.executable, "-m", "streambp.launch", "--chunk-size", "5", "--at", "train", PROGRAM, "loop", "out"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]

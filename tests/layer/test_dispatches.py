@@ -5,6 +5,8 @@ covers: device.py, layer/call.py, nested.py
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +19,7 @@ from streambp.offload.manager import OffloadManager
 from tests.counting import Dispatches
 from tests.layer.test_bytes import empty, qwen3_8b_layer
 from tests.offload.runs import BOTH
+from tests.tiers import thinned
 from tests.versions import SUM_WITHOUT_DATA
 
 CHUNK = 8192
@@ -90,8 +93,17 @@ def offloading(gpu_memory):
     return OffloadManager(2**40, "raise", 1, gpu_memory, engine=OnMeta(torch.device("meta")))
 
 
-@pytest.mark.parametrize("saves", [(), BOTH, ("mlp.gate_proj",)], ids=lambda saves: "+".join(saves) or "none")
-@pytest.mark.parametrize("gpu_memory", ["no offloading", None, 2**20])
+PRODUCT = ("mlp.gate_proj",)
+WAITS = ((BOTH, "no offloading"), ((), None), (BOTH, 2**20), (PRODUCT, None))  # the fast tier's
+
+
+@pytest.mark.parametrize(
+    ("saves", "gpu_memory"),
+    thinned(
+        itertools.product([(), BOTH, PRODUCT], ["no offloading", None, 2**20]),
+        lambda saves, gpu_memory: (saves, gpu_memory) in WAITS,
+    ),
+)
 def test_no_chunk_waits_for_the_device_or_sends_it_anything(saves, gpu_memory, monkeypatch):
     monkeypatch.setattr("streambp.offload.manager.host_limit", lambda wanted, set_aside=0: 2**40)
     offloader = None if gpu_memory == "no offloading" else offloading(gpu_memory)

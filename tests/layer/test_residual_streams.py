@@ -72,10 +72,14 @@ def check(stock, batch, chunk_size, path="streams", **settings):
     return found
 
 
+POOLED = (("plain", 5), ("packed", 16))
+
+
 @pytest.mark.parametrize(
     ("mode", "chunk_size"),
     [
-        pytest.param(mode, chunk_size, marks=() if chunk_size == (16 if mode == "packed" else 5) else pytest.mark.full)
+        # Left-padded in chunks of 5: check_unchanged, which the mutants start from.
+        pytest.param(mode, chunk_size, marks=() if (mode, chunk_size) in POOLED else pytest.mark.full)
         for mode in MODES
         for chunk_size in (5, 16)
     ],
@@ -142,8 +146,7 @@ def test_saving_and_offloading_change_no_bit(name, every):
 def test_padding_under_eager_attention():
     """There a query that reads nothing gets the mean over all keys, in a chunk over others."""
     stock = glm5_next("eager")
-    for mode in ("plain", "right-padded"):  # where every query reads the first token, at least
-        check(stock, make_batch(mode), 5)
+    check(stock, make_batch("right-padded"), 5)  # every query reads the first token, at least
     batch = make_batch("left-padded")
     _, expected = gradients(copy.deepcopy(stock), **batch)
     ours = patched(stock, chunk_size=5)

@@ -14,6 +14,7 @@ import streambp
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.seeds import seed_torch
+from tests.tiers import thinned
 
 GLOBS = (("mlp.gate_proj",), ("mlp.*",), ("*",), ("self_attn.[qkv]_proj", "attn_out"), ("mlp.up_proj", "kv", "attn_out"))
 
@@ -52,7 +53,7 @@ def test_gradients_are_bitwise_the_same(saves, offload):
     check(build("qwen3"), saves, offload=offload)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "phi3", "qwen2"])
+@pytest.mark.parametrize("family", thinned(["gemma3", "phi3", "qwen2"], lambda family: family == "gemma3"))
 def test_families(family):
     check(build(family), ("mlp.*",))
 

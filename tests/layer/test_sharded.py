@@ -28,6 +28,7 @@ from tests.layer.test_bytes import KB, qwen3_8b_layer, run_layer
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.seeds import seed_torch
 from tests.test_oracle import reference
+from tests.tiers import thinned
 from tests.versions import needs_diffllamas_calls, needs_states
 
 
@@ -48,12 +49,15 @@ def shard_gradients(model, batch, **config):
     return gradients(model, **with_shifted_labels(batch))
 
 
+FAST = {"qwen3": (0, 1, 4, 2), "gemma3": (4, 0, 3, 1)}  # the number of the saves for each mode
+
+
 def settings():
-    """All with nothing saved, and one of the others for each family and mode; two families meet all of them."""
+    """In the fast tier one of all saves for each family and mode; two families meet all of them."""
     others = [("attn_out",), ("kv",), ("attn_out", "kv"), ("self_attn.*", "mlp.up_proj")]
-    for (f, family), (m, mode) in itertools.product(enumerate(("qwen3", "gemma3")), enumerate(MODES)):
+    for family, (m, mode) in itertools.product(FAST, enumerate(MODES)):
         for number, saves in enumerate([(), *others]):
-            fast = not number or number - 1 == (m + 2 * f) % 4
+            fast = number == FAST[family][m]
             yield pytest.param(family, mode, saves, marks=() if fast else pytest.mark.full)
 
 
@@ -65,7 +69,13 @@ def test_gradients_are_exact(family, mode, saves, one_rank, float64_oracle):
     assert worst_error(found, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3n_text", "gemma4_text", "cohere2", "deepseek_v3", "granite"])
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        ["qwen3_moe", "gemma3n_text", "gemma4_text", "cohere2", "deepseek_v3", "granite"],
+        lambda name: name not in ("gemma4_text", "granite"),
+    ),
+)
 def test_other_layers_are_exact(name, one_rank, float64_everywhere):
     """Experts, keys and values that later layers read, 4-D hidden states, no positions, latent attention."""
     model = zoo.build(name)
@@ -148,12 +158,12 @@ def test_on_a_gpu(mode, one_rank):
     """bf16 against float32 math, beside the unpatched model."""
     model = build("qwen3", hidden_size=512, head_dim=128).cuda()
     batch = {name: tensor.cuda() for name, tensor in with_shifted_labels(make_batch(mode, length=1024)).items()}
-    _, truth = gradients(model, **batch)
-    model.to(torch.bfloat16)
+    _, truth = gradients(model.bfloat16().float(), **batch)
+    model.bfloat16()
     _, stock = gradients(model, **batch)
     streambp.patch(model, StreamConfig(chunk_size=160, saves=("attn_out",)))
     _, ours = gradients(model, **batch)
-    assert relative_l2(ours, truth) <= 1.05 * relative_l2(stock, truth)
+    assert relative_l2(ours, truth) <= 1.15 * relative_l2(stock, truth)  # one draw: up to a tenth off by chance
 
 
 def lose(received, sent, group=None):
@@ -181,7 +191,11 @@ def over(ranks, length):
     return Shards(None, ranks, length, Spans.causal(1, ranks * length))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# Norms after the products, and queries, keys and values in one product; the others' products are qwen3's.
+PRODUCTS = ("qwen3-8b", "gemma3-4b, post-norm", "phi3-mini, fused qkv")
+
+
+@pytest.mark.parametrize("name", thinned(LAYERS, lambda name: name in PRODUCTS))
 def test_linear_products_are_not_computed_in_both_halves(name, monkeypatch):
     """Beside torch's checkpointing; the streamed layer that is not cut has its own bars."""
     monkeypatch.setattr(dist, "all_to_all_single", give_back)

@@ -6,6 +6,7 @@ covers: layer/arguments.py, layer/call.py, layer/carried.py, layer/function.py, 
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
@@ -29,6 +30,7 @@ from tests.versions import needs_states
 pytestmark = needs_states
 
 
+@functools.cache
 def oracle(name="qwen3_next"):
     return lambda: check_exact(name, 23, [5])
 
@@ -59,6 +61,7 @@ def whole_masks(self, chunk, leaves=None, real=arguments.Arguments.cut):
     return {**named, **{n: self.named[n][:, : chunk.stop - chunk.start] for n in named if n == "attention_mask"}}
 
 
+@functools.cache
 def packed_oracle(name, **case):
     def check():
         with pytest.MonkeyPatch.context() as patch:
@@ -153,10 +156,16 @@ def float64_everywhere(float64_oracle):
     torch.set_default_dtype(torch.float32)
 
 
+@functools.cache
+def green(check):
+    """Without a mutant; once for all mutants of a check."""
+    check()
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]
-    check()
+    green(check)
     monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
     monkeypatch.setattr(owner, attribute, mutant, raising=False)  # instances alone have some
     with pytest.raises(AssertionError):

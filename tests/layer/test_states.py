@@ -24,6 +24,7 @@ from tests.families import make_batch
 from tests.gpu import state_rows
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.packed import packed_batch
+from tests.tiers import thinned
 from tests.versions import needs_states
 
 pytestmark = needs_states
@@ -115,7 +116,9 @@ def check_memory(name):
     assert all(state.untyped_storage().nbytes() == state.nbytes for state in seen)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", thinned(KINDS, lambda name: name in ("qwen3_next", "falcon_h1", "zaya", "recurrent_gemma", "xlstm"))
+)
 def test_what_is_kept_has_memory_of_its_own(name, float64_states):
     check_memory(name)
 
@@ -223,6 +226,7 @@ def errors_in_half_precision(name, autocast):
     """Ours in 9 chunks and the unpatched model's, against a float32 oracle."""
     for seed in itertools.count():
         oracle = zoo.build(name, dtype=torch.float32, seed=seed)
+        oracle = oracle if autocast else oracle.bfloat16().float()  # the weights of the model in half precision
         batch = make_batch("plain", length=72, seed=seed)
         truth = gradients(copy.deepcopy(oracle), **batch)[1]
         stock = oracle if autocast else oracle.to(torch.bfloat16)

@@ -188,7 +188,7 @@ def unscaled_gradients(name, patched, seed):
     return {key: p.grad for key, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["dpo", "ppo", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "grpo"))])
+@pytest.mark.parametrize("name", ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "grpo", "ppo"))])
 def test_float16_with_a_grad_scaler(name):
     assert_as_precise(scaled_errors(name, seed) for seed in itertools.count())
 

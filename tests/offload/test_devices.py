@@ -50,7 +50,7 @@ def traced(saves=BOTH, collect=False, gpu_memory=None):
     return model, engine
 
 
-@pytest.mark.parametrize("gpu_memory", [None, 1])
+@pytest.mark.parametrize("gpu_memory", [pytest.param(None, marks=pytest.mark.full), 1])
 def test_each_device_has_an_engine(two_devices, gpu_memory):
     expected = run(model_with(BOTH), SCHEDULES["1F1B"])
     model, engine = traced(gpu_memory=gpu_memory)

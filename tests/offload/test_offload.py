@@ -33,7 +33,11 @@ from tests.oracle import worst_error
 
 @pytest.mark.parametrize(
     ("mode", "saves"),
-    sampled(lambda mode, saves: mode == "plain" or saves == BOTH, ["plain", "left-padded", "packed"], SAVES),
+    sampled(
+        lambda mode, saves: (mode == "packed") == (saves == BOTH) and mode != "left-padded",
+        ["plain", "left-padded", "packed"],
+        SAVES,
+    ),
 )
 def test_gradients_are_bitwise_the_same(mode, saves):
     expected = step(model_with(saves), mode)
@@ -62,7 +66,12 @@ def test_hidden_states_that_are_not_contiguous(float64_oracle):
     assert worst_error(found, expected) <= 1e-10
 
 
-@pytest.mark.parametrize(("schedule", "saves"), sampled(lambda schedule, saves: saves == BOTH, SCHEDULES, SAVES))
+FAST = ("1F1B", "last first", "evaluation in between")  # the other two are parts of these
+
+
+@pytest.mark.parametrize(
+    ("schedule", "saves"), sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES)
+)
 def test_schedules(schedule, saves):
     expected, found = run(model_with(saves), SCHEDULES[schedule]), run(offloaded(saves), SCHEDULES[schedule])
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
@@ -80,7 +89,7 @@ def test_host_bytes_are_the_formulas_to_the_byte():
 
 
 @pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.full)])
-@pytest.mark.parametrize("gpu_memory", [None, 1])
+@pytest.mark.parametrize("gpu_memory", [pytest.param(None, marks=pytest.mark.full), 1])
 def test_many_steps_do_not_grow(gpu_memory, steps):
     model = offloaded(gpu_memory=gpu_memory)
     sizes = []

@@ -6,26 +6,26 @@ covers: offload/manager.py
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
 
+import streambp
+from tests.distributed.ranks import launch
+from tests.families import build
 from tests.seeds import seeded
 
 SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B")
 
 
-def worker(rank, schedule_name, port):
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed import pipelining
-
-    import streambp
-    from tests.families import build
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+def main():
+    """One rank's: `RANK PORT SCHEDULE`."""
+    rank, port, schedule_name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.set_num_threads(1)
     per_rank = 2 if "Interleaved" in schedule_name else 1
@@ -69,17 +69,7 @@ def worker(rank, schedule_name, port):
 
 @pytest.mark.parametrize("schedule", [SCHEDULES[1], pytest.param(SCHEDULES[0], marks=pytest.mark.full)])
 def test_gradients_are_bitwise_the_same(schedule):
-    port = 29500 + (os.getpid() + SCHEDULES.index(schedule)) % 2000
-    code = "import sys; from tests.offload.test_pipeline import worker; _, r, s, p = sys.argv; worker(int(r), s, int(p))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), schedule, str(port)], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in ranks]
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0, output[-3000:]
+    outputs, codes = launch("tests.offload.test_pipeline", schedule, seconds=240)
+    for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
+        assert code == 0, output[-3000:]
         assert f"rank {rank}:" in output

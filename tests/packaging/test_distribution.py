@@ -95,7 +95,10 @@ def test_requirements(archives):
 
 
 def test_the_wheel_alone_runs(archives, tmp_path):
-    """Elsewhere, without the project beside it: its command, and the planner's page, which needs the package's data."""
+    """Elsewhere, without the project beside it: its command, and the planner's page, which needs the package's data.
+
+    Libraries that streambp can do without are not imported with it.
+    """
     with zipfile.ZipFile(archives[0]) as wheel:
         wheel.extractall(tmp_path)
         entry = wheel.read("streambp-0.1.0.dist-info/entry_points.txt").decode()
@@ -103,6 +106,7 @@ def test_the_wheel_alone_runs(archives, tmp_path):
     assert "[axolotl.plugins]\nstreambp = streambp.integrations.axolotl:StreamPlugin" in entry
     program = (
         "import streambp, streambp.planner.page as page, sys; print(streambp.__file__)\n"
+        "import streambp.integrations.trl; assert not {'trl', 'peft', 'deepspeed', 'liger_kernel'} & set(sys.modules)\n"
         "assert '</html>' in page.part('page.html')\n"
         "from streambp.cli import main; main(['--help'])"
     )

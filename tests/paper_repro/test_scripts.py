@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import json
+import math
 import sys
+import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from paper_repro import figures, harness
 from paper_repro.harness import Job, Row, run, sweep
 from paper_repro.longest_sequence import search
 from paper_repro.losses import OBJECTIVES
-from paper_repro.methods import METHODS, Unavailable
+from paper_repro.methods import StreamBP, Unavailable
+from paper_repro.recipes import METHODS, attends
 from paper_repro.rows import Deadline, each, run_child
 from paper_repro.shapes import build, make_batch
+from streambp.attention import attend
 from tests.oracle import worst_error
 from tests.seeds import seed_of
+from tests.tiers import thinned
 
-ON_CPU = ("plain", "trl", "trl-selective", "streambp", "streambp-lean")
+ON_CPU = ("plain", "trl", "trl-selective", "axolotl", "streambp", "streambp-lean")
 CASES = [("sft", False), ("dpo", True)]
 
 
@@ -35,15 +44,20 @@ def gradients(name, objective, lora, device):
 
 
 def check(name, objective, lora, device, bar):
-    for library, needed in (("peft", lora), ("trl", name.startswith("trl"))):
+    for library, needed in (("peft", lora), ("trl", name.startswith(("trl", "axolotl")))):
         if needed:
             pytest.importorskip(library, reason=f"{library} is not installed")
     ours, reference = (gradients(which, objective, lora, device) for which in (name, "checkpointing"))
     assert worst_error(ours, reference) < bar
 
 
-@pytest.mark.parametrize(("objective", "lora"), CASES)
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize(
+    ("name", "objective", "lora"),
+    thinned(
+        [(name, *case) for name in ON_CPU for case in CASES],
+        lambda name, objective, lora: lora == (name not in ("trl-selective", "streambp-lean")),
+    ),
+)
 def test_methods_agree(name, objective, lora):
     check(name, objective, lora, "cpu", 1e-4)  # float32
 
@@ -55,16 +69,134 @@ def test_methods_agree_on_a_gpu(name, objective, lora):
     check(name, objective, lora, "cuda", 0.1)  # bf16
 
 
+def test_axolotls_recipe_attends_once_and_has_its_mlp_in_tiles():
+    """Forward keeps what attention gives; recomputation takes it, and asks the MLP for one tile at a time."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    model = build("mini", False, torch.device("cpu"), seed=seed_of(0))
+    lengths = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: lengths.append(out.shape[1]))
+    method = METHODS["axolotl"]()
+    method.prepare(model, "auto")
+    ids = make_batch(model, 600, seed=seed_of(1))
+    attended = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            attended.extend([func.name()] * attends(func))
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        with method.step(model):
+            loss = method.nll(model, ids)
+        loss.backward()
+    assert len(attended) == len(model.model.layers)
+    assert set(lengths) == {200}
+    assert len(method.stash.kept) == 2 * len(model.model.layers)  # o and lse
+
+
 def test_rows_are_stored(tmp_path):
     output = tmp_path / "rows.csv"
-    for method in ("streambp", "liger"):
-        run(Job("test", method, "mini", (64, 256), chunk_size=64, device="cpu"), output)
+    run(Job("test", "streambp", "mini", (64, 256), chunk_size=64, device="cpu"), output)
     rows = list(csv.DictReader(output.open()))
     assert list(rows[0]) == list(Row.__dataclass_fields__)
     assert [(row["method"], row["tokens"], row["status"]) for row in rows] == [
-        ("streambp", "64", "ok"), ("streambp", "256", "ok"), ("liger", "64", "needs a GPU"),
+        ("streambp", "64", "ok"), ("streambp", "256", "ok"),
     ]  # fmt: skip
     assert 0 < float(rows[0]["peak_gib"]) < float(rows[1]["peak_gib"])
+    assert float(rows[0]["gradient_norm"]) > 0
+    assert rows[0]["gradient_buffers"] == "1"
+
+
+def one_gradient_is_missing(real, model):
+    next(model.parameters()).grad = None
+    return real(model)
+
+
+def one_problem_more(real, *args):
+    return [*real(*args), "injected"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "mutant", "said"),
+    [
+        (attend.PrefixAttention, "backward", lambda real, *a: tuple(g if g is None else g * math.nan for g in real(*a)),
+         "gradient not finite: model.embed_tokens.weight, model.layers.0"),
+        (figures, "judged_gradients", one_gradient_is_missing, "no gradient of model.embed_tokens.weight"),
+        (harness, "wrong_paths", one_problem_more, "injected"),
+        (StreamBP, "missing", one_problem_more, "injected"),
+    ],
+)  # fmt: skip
+def test_a_row_whose_step_is_wrong_says_so(owner, attribute, mutant, said, monkeypatch, capfd):
+    real = getattr(owner, attribute)
+    wrapped = lambda *args: mutant(real, *args)  # noqa: E731 - one line for each kind of attribute
+    monkeypatch.setattr(owner, attribute, staticmethod(wrapped) if attribute == "backward" else wrapped)
+    harness.child(Job("test", "streambp", "mini", (64,), chunk_size=24, device="cpu"))
+    row = json.loads(capfd.readouterr().out.partition("ROW ")[2])
+    assert row["status"].startswith("failed: ")
+    assert said in row["status"]
+
+
+def test_kernels_that_did_not_run_are_missed():
+    ran = ("cudnn", "cudnn backward", "head gradient", "head statistics", "merge")
+    found = figures.Figures(1.0, 1.0, 1.0, 1.0, 0, 1.0, 1, 1.0, 1.0, ran, frozenset(["gemm"]), ())
+    assert METHODS["streambp"]().missing(found, True) == []
+    assert len(METHODS["streambp-liger"]().missing(found, True)) == 3
+    some = dataclasses.replace(found, ran=(*ran, "Liger's norm"), on_device=frozenset(["_triton_rope"]))
+    assert METHODS["streambp-liger"]().missing(some, True) == ["Liger's SwiGLU did not run"]
+    all_of_them = dataclasses.replace(some, ran=(*ran, "Liger's norm", "Liger's SwiGLU"), on_device=frozenset())
+    assert METHODS["streambp-liger"]().missing(all_of_them, True) == []
+    slow = dataclasses.replace(found, ran=("merge in torch",))
+    assert METHODS["streambp"]().missing(slow, True) == [
+        "no fused kernel attended", "head statistics did not run in Triton", "head gradient did not run in Triton",
+        "merge in torch ran",
+    ]  # fmt: skip
+    assert METHODS["streambp"]().missing(slow, False) == []
+    assert METHODS["trl"]().missing(slow, True) == ["no fused kernel attended"]
+
+
+def test_ligers_functions_are_counted_where_it_was_imported(monkeypatch):
+    class LigerRMSNormFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    ops = types.ModuleType("liger_kernel.ops")
+    ops.LigerRMSNormFunction = LigerRMSNormFunction
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    weight = torch.nn.Linear(3, 3)
+    real = vars(LigerRMSNormFunction)["forward"]
+    found = figures.run_steps(weight, lambda: weight(LigerRMSNormFunction.apply(torch.ones(2, 3))).sum(), False)
+    assert found.ran == ("Liger's norm",)
+    assert vars(LigerRMSNormFunction)["forward"] is real
+
+
+def test_kernels_that_run_at_once_are_counted_once():
+    spans = [("gemm", 0.0, 2.0), ("norm", 1.0, 3.0), ("Memcpy DtoH", 3.0, 9.0), ("gemm", 10.0, 11.0), ("norm", 10.2, 10.4)]
+    assert figures.busy(spans) == pytest.approx(4.0)
+    assert figures.busy([]) == 0.0
+
+
+def test_a_table_of_fewer_columns_gets_the_new_ones(tmp_path):
+    output = tmp_path / "rows.csv"
+    output.write_text("experiment,method,tokens\nearlier,plain,64\n")
+    row = Row(**harness.row_of(Job("test", "plain", "mini", (128,), device="cpu"), 128, "ok", seconds=1.0))
+    harness.store(row, output)
+    harness.store(row, output)
+    rows = list(csv.DictReader(output.open()))
+    assert [(row["experiment"], row["tokens"], row["seconds"]) for row in rows] == [
+        ("earlier", "64", ""), ("test", "128", "1.0"), ("test", "128", "1.0"),
+    ]  # fmt: skip
+
+
+def test_a_method_that_cannot_run_here_gives_one_row(capsys):
+    harness.child(Job("test", "liger", "mini", (64, 256), chunk_size=64, device="cpu"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ROW ")]
+    row = json.loads(line.removeprefix("ROW "))
+    assert (row["method"], row["tokens"], row["status"]) == ("liger", 64, "needs a GPU")
 
 
 @pytest.mark.parametrize(("fits", "expected"), [(5000, "4864"), (100, "0"), (10**9, "at least 16384")])
@@ -80,7 +212,11 @@ def test_search_ends_at_a_length_that_ran(monkeypatch, fits, expected):
     assert search("Qwen3-8B", False, "streambp", Options, Deadline()) == expected
 
 
-def test_a_child_that_ends_badly_gives_a_row_and_the_sweep_goes_on(tmp_path, capfd):
+def test_a_child_that_ends_badly_gives_a_row_and_the_sweep_goes_on(tmp_path, capfd, monkeypatch):
+    shape = "raise KeyError('no such shape')"  # a fresh Python with torch takes seconds to say as much
+    monkeypatch.setattr(
+        "paper_repro.harness.run_child", lambda command, *more: run_child([sys.executable, "-S", "-c", shape], *more)
+    )
     output = tmp_path / "rows.csv"
     jobs = [
         Job("test", "streambp", "no such shape", (64, 128), device="cpu"),

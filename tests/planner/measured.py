@@ -33,12 +33,12 @@ EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "jamba", "zaya")
 LAYERS = 9
 
 
-def build(family, lora):
-    """LAYERS layers whose kinds repeat, so that most of them are not counted but follow from others."""
+def build(family, lora, layers=LAYERS):
+    """Layers whose kinds repeat, so that most of them are not counted but follow from others."""
     pattern = zoo.tiny_config(family).to_dict().get("layer_types")
-    changes = {**(FAMILIES | HYBRIDS)[family], "num_hidden_layers": LAYERS}
+    changes = {**(FAMILIES | HYBRIDS)[family], "num_hidden_layers": layers}
     if pattern:
-        changes["layer_types"] = (list(pattern) * LAYERS)[:LAYERS]
+        changes["layer_types"] = (list(pattern) * layers)[:layers]
     # torch knows the shapes of grouped products in bf16 alone.
     model = zoo.build(family, torch.bfloat16 if family in EXPERTS else torch.float32, **changes)
     model.config._experts_implementation = "grouped_mm"

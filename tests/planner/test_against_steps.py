@@ -1,33 +1,39 @@
 """Predicted bytes against tracked storages of real steps on a CPU: activations alone, within one percent.
 
-covers: planner/compose.py, planner/count.py, planner/step.py, planner/survey.py
+covers: planner/compose.py, planner/count.py, planner/skeleton.py, planner/step.py, planner/survey.py
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
+import torch
 
+from streambp.planner import count, skeleton
 from streambp.planner.survey import STREAMED
-from tests.planner.measured import FAMILIES, HYBRIDS, RECIPES, build, measure, predict
+from tests.planner.measured import FAMILIES, HYBRIDS, LAYERS, RECIPES, build, measure, predict
 
 CASES = [(family, lora, how) for family in FAMILIES for lora in (False, True) for how in RECIPES]
-FAST = [
-    ("llama", True, "checkpointing"),
-    ("qwen3", False, "streambp"),
-    ("qwen3_moe", True, "saves"),
-    ("gemma3_text", False, "offload"),
-    ("olmo2", False, "streambp"),  # refuses narrow queries: an operation without data fails, and is not reported
+FAST = [  # and "streambp" in test_every_phase_is_predicted
+    ("llama", True, "checkpointing", 512),
+    ("qwen3_moe", True, "saves", 512),
+    ("gemma3_text", False, "offload", 1024),  # twice its window
 ]
 
 
-def compare(family, lora, how, length):
+@functools.cache
+def measured_step(family, lora, recipe, length, layers):
+    """Spans of a real step, and bytes of the weights: once for a prediction and the mutants of it."""
+    model = build(family, lora, layers)
+    return measure(model, recipe, length, length // 4), sum(parameter.nbytes for parameter in model.parameters())
+
+
+def compare(family, lora, how, length, layers=LAYERS):
     """Relative difference of the activations' peaks, and the measured one over the weights, which grows with the length."""
-    model = build(family, lora)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    phases, _ = predict(model, RECIPES[how], length, length // 4)
-    spans = measure(model, RECIPES[how], length, length // 4)
+    phases, _ = predict(build(family, lora, layers), RECIPES[how], length, length // 4)
+    spans, weights = measured_step(family, lora, RECIPES[how], length, layers)
     predicted, measured = max(p.peak - p.gradients for p in phases), max(_activations(spans))
     print(
         f"{family}, {'LoRA' if lora else 'full'}, {how}: predicted {predicted / 2**20:.3f} MiB, measured "
@@ -44,10 +50,11 @@ def _activations(spans):
 
 @pytest.mark.parametrize(
     ("family", "lora", "how", "length"),
-    [*((*case, 1024) for case in FAST), *(pytest.param(*case, 4096, marks=pytest.mark.full) for case in CASES)],
+    [*FAST, *(pytest.param(*case, 4096, marks=pytest.mark.full) for case in CASES)],
 )
 def test_activations_are_predicted_within_one_percent(family, lora, how, length):
-    difference, ratio = compare(family, lora, how, length)
+    # A chunk of grouped products takes long on a CPU: 5 layers, of which one is not counted but follows from another.
+    difference, ratio = compare(family, lora, how, length, 5 if (family, length) == ("qwen3_moe", 512) else LAYERS)
     assert ratio >= length / 400
     assert abs(difference) <= 0.01
 
@@ -68,12 +75,13 @@ def test_layers_with_states_are_predicted_by_their_plain_torch(family, how):
 
 def test_a_trial_that_fails_is_not_logged(caplog):
     """OLMo 2 norms all heads at once: its queries cannot be narrow. A record would keep its traceback's tensors alive."""
-    predict(build("olmo2", False), RECIPES["streambp"], 64, 16)
+    difference, _ = compare("olmo2", False, "streambp", 512, 4)
+    assert abs(difference) <= 0.01
     assert [record.name for record in caplog.records if "fake_tensor" in record.name] == []
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
-@pytest.mark.parametrize("length", [1024, pytest.param(4096, marks=pytest.mark.full)])
+@pytest.mark.parametrize("length", [512, pytest.param(4096, marks=pytest.mark.full)])
 def test_keys_on_the_host_are_predicted(length, monkeypatch):
     monkeypatch.setitem(RECIPES, "keys on the host", STREAMED[-1])
     difference, _ = compare("llama", False, "keys on the host", length)
@@ -83,10 +91,35 @@ def test_keys_on_the_host_are_predicted(length, monkeypatch):
 def test_every_phase_is_predicted():
     """Not the peak alone: all phases of a streamed step, in order, to the byte or nearly."""
     model = build("llama", False)
-    phases, _ = predict(model, RECIPES["streambp"], 1024, 256)
-    spans = measure(model, RECIPES["streambp"], 1024, 256)
+    phases, _ = predict(model, RECIPES["streambp"], 512, 128)
+    spans = measure(model, RECIPES["streambp"], 512, 128)
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
     assert [phase.name for phase in phases] == names
     worst = max(abs(phase.peak / span.peak - 1) for phase, span in zip(phases, spans, strict=True))
     print(f"worst phase: {100 * worst:.3f} %")
     assert worst <= 0.01
+
+
+def remember_as_new(self, key, func, args, kwargs, result):
+    if func is torch.ops.aten._unsafe_view.default:
+        self._known[key] = count.Known([(result.shape, result.stride(), result.dtype)], False, count.VIEW.work)
+    return count.VIEW.work
+
+
+MUTANTS = {
+    "every layer like the first": (
+        skeleton.Reduced, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0,
+        (False, "offload"),
+    ),
+    "views taken for new tensors": (count.Shapes, "remember", remember_as_new, (True, "checkpointing")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_far_from_what_was_measured(name, monkeypatch):
+    owner, attribute, mutant, case = MUTANTS[name]
+    difference, _ = compare("llama", *case, 256, 6)
+    assert abs(difference) <= 0.01
+    monkeypatch.setattr(owner, attribute, mutant)
+    difference, _ = compare("llama", *case, 256, 6)
+    assert abs(difference) > 0.01
