@@ -21,12 +21,14 @@ from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.launch.command import add_launch, split
+from streambp.planner.devices import DEFAULT, DEVICES, Rates, rates_of, write_rates
 from streambp.planner.measure import compare_step
+from streambp.planner.measure_device import measure_device
 from streambp.planner.mixers import CHOICES
 from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
 from streambp.planner.profile import Profile, Setting
-from streambp.planner.report import comparison_table, plan_table
+from streambp.planner.report import Progress, comparison_table, plan_table, rates_table
 from streambp.verify.compare import verify
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -110,11 +112,13 @@ def _add_plan(commands: Any) -> None:
         description="Count a model's training steps without weights or GPU, and say how to train it on long sequences. "
         "Exit code 0: it fits; 1: it does not; 2: the model could not be counted.",
     )
-    command.add_argument("model", metavar="MODEL", help="an id on the Hub, a checkpoint's folder, or a config.json")
+    command.add_argument(
+        "model", metavar="MODEL", nargs="?", default="", help="an id on the Hub, a checkpoint's folder, or a config.json"
+    )
     command.add_argument(
         "--seq-len", default="max", help='positions per row, such as 64k or 1M; "max": the longest that fit'
     )
-    command.add_argument("--gpu-memory", required=True, metavar="BYTES", help="of each GPU, such as 80GiB")
+    command.add_argument("--gpu-memory", metavar="BYTES", help="of each GPU, such as 80GiB")
     command.add_argument(
         "--host-memory", metavar="BYTES", help="of the whole machine, for all its GPUs (default: no limit)"
     )
@@ -151,12 +155,41 @@ def _add_plan(commands: Any) -> None:
         metavar="FILE",
         help="also write a page that plans anew for other lengths and memory; with --lora, for full training as well",
     )
+    _add_seconds(command)
     command.set_defaults(run=_run_plan)
 
 
+def _add_seconds(command: argparse.ArgumentParser) -> None:
+    """What a plan's seconds are computed from, and its cache."""
+    command.add_argument(
+        "--device",
+        metavar="NAME",
+        help=f"whose rates seconds are computed from: {', '.join(DEVICES)}, or a file of --measure-device (default: "
+        f"{DEFAULT})",
+    )
+    command.add_argument(
+        "--measure-device",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine's rates, write them to a file, and use them; without MODEL nothing is planned",
+    )
+    command.add_argument(
+        "--fused-layers",
+        action="store_true",
+        help="norms, gated activations and rotary embeddings run fused kernels (Liger)",
+    )
+    command.add_argument("--no-cache", action="store_true", help="count anew, and leave nothing for the next plan")
+
+
 def _run_plan(arguments: argparse.Namespace) -> int:
-    if arguments.html is not None:
-        _check_writable(arguments.html)
+    for option, file in (("--html", arguments.html), ("--measure-device", arguments.measure_device)):
+        if file is not None:
+            _check_writable(option, file)
+    rates = _rates(arguments)
+    if not arguments.model and arguments.measure_device is not None:
+        return FITS
+    if not arguments.model or arguments.gpu_memory is None:
+        raise ConfigError("A plan needs MODEL and --gpu-memory, such as `streambp plan Qwen/Qwen3-8B --gpu-memory 80GiB`.")
     setting = Setting(
         gpus=arguments.gpus,
         zero=arguments.zero,
@@ -164,6 +197,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         optimizer_on_host=arguments.optimizer_on_host,
         accumulate=arguments.accumulate,
     )
+    said = Progress(sys.stderr)
     counted = functools.partial(
         plan,
         arguments.model,
@@ -176,12 +210,30 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         dtype=getattr(torch, arguments.dtype),
         kernels=arguments.kernels,
         mixers=arguments.mixers,
+        rates=rates,
+        fused_layers=arguments.fused_layers,
+        cache=not arguments.no_cache,
+        said=said,
     )
-    found = counted(lora=arguments.lora, bits=arguments.bits)
+    with said:
+        found = counted(lora=arguments.lora, bits=arguments.bits)
+        others = {} if arguments.lora is None or arguments.html is None else {"every parameter": counted().profile}
     if arguments.html is not None:
-        _write_page(arguments, found, {} if arguments.lora is None else {"every parameter": counted().profile})
+        _write_page(arguments, found, others)
     print(_to_json(found) if arguments.json else plan_table(found))
     return FITS if found.choice is not None else DOES_NOT_FIT
+
+
+def _rates(arguments: argparse.Namespace) -> Rates:
+    """Of the device that was named or measured."""
+    if arguments.measure_device is None:
+        return rates_of(arguments.device or DEFAULT)
+    if arguments.device is not None:
+        raise ConfigError("--device names rates and --measure-device measures them: pass one of the two.")
+    rates = measure_device("cuda" if torch.cuda.is_available() else "cpu")
+    write_rates(rates, arguments.measure_device)
+    print(rates_table(rates, arguments.measure_device), file=sys.stderr)
+    return rates
 
 
 def _write_page(arguments: argparse.Namespace, found: Plan, others: dict[str, Profile]) -> None:
@@ -192,7 +244,7 @@ def _write_page(arguments: argparse.Namespace, found: Plan, others: dict[str, Pr
     arguments.html.write_text(page(found, name, others, training), "utf-8")
 
 
-def _check_writable(file: Path) -> None:
+def _check_writable(option: str, file: Path) -> None:
     """Raise before minutes of counting rather than after; the file is as it was."""
     new = not file.exists()
     try:
@@ -201,7 +253,7 @@ def _check_writable(file: Path) -> None:
         if new:
             file.unlink()
     except OSError as error:
-        raise StreamBPError(f"--html {file} cannot be written ({error.strerror}). Pass another file.") from error
+        raise StreamBPError(f"{option} {file} cannot be written ({error.strerror}). Pass another file.") from error
 
 
 def _add_profile(commands: Any) -> None:

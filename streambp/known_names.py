@@ -98,6 +98,10 @@ SELECTIVE_SCAN = frozenset({"delta_bias", "delta_softplus", "return_last_state"}
 CONVOLUTION = frozenset({"weight", "bias", "activation"})
 CONVOLUTION_STATE = "conv_state"  # of a convolution of one token, which is told apart by it
 # For `streambp plan`, which counts what kernels allocate: one that transformers has code for in its place as well.
+NO_PART_OF_A_STEP = ("_name_or_path", "transformers_version")  # of a configuration as a dict
+ROTARY = "apply_rotary_pos_emb"  # of a modeling file: (q, k, cos, sin) -> (q, k) turned
+GATED_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")  # of an MLP whose activation and product a kernel can fuse
+NORM = "RMSNorm"  # what names of classes end with, whose modules have one weight
 PLANNED_CONVOLUTION = frozenset({"hidden_states", *CONVOLUTION})
 PLANNED_DELTA_RULE = frozenset({"query", "key", "value", "g", "beta", "chunk_size", "initial_state"})
 PLANNED_MAMBA1 = frozenset({"xz", "x_proj_weight", "delta_proj_weight", "out_proj_weight"})

@@ -117,7 +117,7 @@ def _law(model: nn.Module, config: StreamConfig, half: bool) -> Law | str:
     recipe = Recipe("streambp", fixed)
     try:
         skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
-        return Law(survey(skeleton, [recipe], accumulating=False, tree=False).methods[0])
+        return Law(survey(skeleton, [recipe], accumulating=False, tree=False, timed=False).methods[0])
     except Exception as error:  # a count that fails must not keep a model from training
         return f"a step could not be counted: {type(error).__name__}: {error}"
 

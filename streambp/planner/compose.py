@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from streambp.planner.profile import Phase
 from streambp.planner.skeleton import Reduced
 from streambp.planner.step import Span
+from streambp.planner.work import Work
 
 Point = tuple[int, int]  # T, C
 
@@ -32,11 +33,20 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Of a whole step at one point."""
+    """Of a whole step at one point. work: by kind of phase."""
 
     host: float
-    linear_flops: float
-    attention_flops: float
+    work: Mapping[str, Work]
+
+    @property
+    def linear_flops(self) -> float:
+        """FLOPs of matrix products."""
+        return sum(work.products for work in self.work.values())
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of attention kernels."""
+        return sum(work.forward + work.backward for work in self.work.values())
 
 
 def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Totals]:
@@ -62,8 +72,27 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
         live += span.end - span.start
         gradients += span.gradients - gradients_before
         host += span.host - host_before
-    flops = [span for _, span in order]
-    return counted, Totals(host, sum(s.linear_flops for s in flops), sum(s.attention_flops for s in flops))
+    work: dict[str, Work] = {}
+    for name, span in order:
+        kind = name if span.layer is None else span.name
+        work[kind] = work.get(kind, Work()).plus(span.work)
+    return counted, Totals(host, work)
+
+
+def later(first: Sequence[Counted], begun: Sequence[Counted], again: Sequence[Counted]) -> list[Counted]:
+    """A step that adds to gradients, from a first one at the same point, and both at another point: they differ by the
+    same bytes everywhere, those of the gradients that are there already.
+
+    Raises:
+        ValueError: they do not have the same phases.
+    """
+    return [
+        dataclasses.replace(
+            here, start=here.start + second.start - one.start, peak=here.peak + second.peak - one.peak,
+            gradients=second.gradients,
+        )
+        for here, one, second in zip(first, begun, again, strict=True)
+    ]  # fmt: skip
 
 
 def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced) -> tuple[Phase, ...]:

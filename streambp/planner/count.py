@@ -2,20 +2,24 @@
 
 `LiveBytes` counts what operations allocate; it works on real tensors too, which is how its predictions are tested.
 `StepCount` adds what a step on tensors without data needs: an answer where the model looks at values, the memory that GPU
-kernels take inside of themselves, and FLOPs.
+kernels take inside of themselves, and the work of each operation.
 
 [Note: kernel workspaces] FlashAttention's backward allocates, and frees before it returns, dQ in float32 and one float32 a
 query and head; with grouped queries also dK and dV for every query head. cuDNN's does the same except for the latter.
 Memory-efficient attention's has dQ, dK and dV in float32; it is given a key head for each query head. A dispatch mode
 cannot see these, so their sizes are added here from the operators' arguments.
+
+[Note: one kernel] On tensors without data torch runs several operations where a GPU runs one kernel of Triton's, of a
+package's, or a copy. Their memory counts as it is; the bytes that they move are the kernel's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +29,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from streambp.device import has_data
+from streambp.planner.routing import LOOKED_AT, TOP_K, Routing
+from streambp.planner.work import BACKWARDS, Work, aten, tensors, work_of, workspace
 
-aten = torch.ops.aten
+_workspace = workspace
 
 
 class LiveBytes(TorchDispatchMode):
@@ -85,6 +91,22 @@ CHANGED_IN_PLACE = frozenset(getattr(aten, name).default for name in ("copy_", "
 )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Known:
+    """What is known of an operation: how its results come about, and its work.
+
+    made: shape, stride and dtype of each output, None for those that are None; or IN_PLACE, or OUT. several: a tuple.
+    """
+
+    made: Any
+    several: bool
+    work: Work
+    routed: int = 0  # pairs of a token and an expert, where this picks experts
+
+
+VIEW = Known(None, False, Work(dispatches=1))
+
+
 class Shapes:
     """Results of operations on meta tensors, remembered by the shapes of their inputs: a step repeats the same few hundred
     operations thousands of times, and most of a count's time is torch finding out their outputs' shapes.
@@ -99,26 +121,23 @@ class Shapes:
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode
-        self._known: dict[Any, Any] = {}
-        self._never: set[Any] = set()  # operations that return views
+        self.views: set[Any] = set()  # operations whose results are views of their arguments, by their schemas
+        self._known: dict[Any, Known] = {}
+        self._never: set[Any] = set()  # operations that return views although their schemas do not say so
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, or make its outputs by what is remembered of one like it."""
+    def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
+        """What is known of an operation, and the key to remember it by; None where it cannot be."""
         if func in self._never:
-            return func(*args, **kwargs)
-        key = self._key(func, args, kwargs)
-        known = None if key is None else self._known.get(key)
-        if known is Shapes.IN_PLACE:
-            return args[0]
-        if known is Shapes.OUT:
-            return kwargs["out"]
-        if known is not None:
-            made = [None if one is None else self._make(*one) for one in known[1]]
-            return tuple(made) if known[0] else made[0]
-        result = func(*args, **kwargs)
-        if key is not None:
-            self._remember(key, func, args, kwargs, result)
-        return result
+            return None, None
+        try:
+            key = (func, *map(self._part, args), *kwargs, *map(self._part, kwargs.values()))
+            return self._known.get(key), key
+        except TypeError:
+            return None, None
+
+    def make(self, known: Known) -> list[Tensor | None]:
+        """Fresh outputs."""
+        return [None if one is None else self._make(*one) for one in known.made]
 
     def _make(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         if self.mode is None:
@@ -129,16 +148,8 @@ class Shapes:
 
     def _known_kind(self, tensor: Any) -> bool:
         if self.mode is None:
-            return tensor.device.type == "meta" and type(tensor) in (Tensor, torch.nn.Parameter)
+            return tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter)
         return isinstance(tensor, FakeTensor) and tensor.constant is None
-
-    def _key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            key = (func, *map(self._part, args), *kwargs, *map(self._part, kwargs.values()))
-            hash(key)
-        except TypeError:
-            return None
-        return key
 
     def _part(self, value: Any) -> Any:
         """What an argument says about the output's shape.
@@ -154,31 +165,42 @@ class Shapes:
             return tuple(map(self._part, value)) if any(isinstance(one, Tensor) for one in value) else tuple(value)
         return type(value), "nan" if value != value else value  # nan would never be found again
 
-    def _remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+        """The work of an operation whose results were not known; from now on they are, where that is possible."""
         schema = func._schema
-        written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if written:
+        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        outputs = tensors(result)
+        view = any(x.untyped_storage()._cdata in given for x in outputs)
+        written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+        if view and not written:
+            aliases = all(out.alias_info is not None for out in schema.returns)
+            always = aliases or func is aten._unsafe_view.default  # its schema says that it makes none
+            (self.views if always else self._never).add(func)
+            return VIEW.work
+        work = work_of(func, args, kwargs, result)
+        if key is not None:
+            self._remember(key, func, args, kwargs, result, work)
+        return work
+
+    def _remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any, work: Work) -> None:
+        schema = func._schema
+        if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
             if func in CHANGED_IN_PLACE and result is args[0]:
-                self._known[key] = Shapes.IN_PLACE
+                self._known[key] = Known(Shapes.IN_PLACE, False, work)
             elif "out" in kwargs and result is kwargs["out"]:
-                self._known[key] = Shapes.OUT
+                self._known[key] = Known(Shapes.OUT, False, work)
             return
         several = isinstance(result, tuple)
         outputs = result if several else (result,)
-        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
-        views = any(
-            x.untyped_storage()._cdata in given for x in tensors(outputs)
-        )  # _unsafe_view's schema says it makes none
-        if views or any(out.alias_info is not None for out in schema.returns):
-            self._never.add(func)
-            return
+        if any(out.alias_info is not None for out in schema.returns):
+            return  # some of these are views
         if all(x is None or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
-            metadata = [None if x is None else (x.shape, x.stride(), x.dtype) for x in outputs]
-            self._known[key] = (several, metadata)
+            made = [None if x is None else (x.shape, x.stride(), x.dtype) for x in outputs]
+            self._known[key] = Known(made, several, work, result[1].numel() if func is TOP_K else 0)
 
 
 class StepCount(LiveBytes):
-    """`LiveBytes` for a step without data; `linear_flops` and `attention_flops` add up.
+    """`LiveBytes` for a step without data; `work` adds up.
 
     Args:
         kernels: "flash" or "cudnn", whose workspaces are added to the peak; None: none are. [Note: kernel workspaces]
@@ -189,45 +211,119 @@ class StepCount(LiveBytes):
         super().__init__()
         self.kernels = kernels
         self.shapes = shapes or Shapes()
-        self.linear_flops = 0
-        self.attention_flops = 0
+        self.routing = Routing()
+        self._done = Work()
+        self._times: dict[Known, int] = {}  # operations whose work is not yet in `_done`
+        self._kernel_depth = 0  # [Note: one kernel]
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation, or make its outputs, and add its FLOPs and its kernel's workspace."""
+    @property
+    def work(self) -> Work:
+        """Of everything so far."""
+        for known, times in self._times.items():
+            self._done = self._done.plus(known.work, times)
+        self._times.clear()
+        return self._done
+
+    @property
+    def linear_flops(self) -> float:
+        """Of matrix products so far."""
+        return self.work.products
+
+    @property
+    def attention_flops(self) -> float:
+        """Of attention kernels so far."""
+        return self.work.forward + self.work.backward
+
+    def add(self, work: Work) -> None:
+        """Count work that no operation stands for."""
+        self._done = self._done.plus(work)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        shapes = self.shapes
+        if func in shapes.views:
+            self._count(VIEW)
+            return func(*args, **kwargs)
+        known, key = shapes.known(func, args, kwargs)
+        if known is None:
+            return self._first(func, args, kwargs, key)
+        self._count(known)
+        if func in BACKWARDS:
+            self._workspace(func, args)
+        if known.routed:
+            self.routing.rows = known.routed
+        if known.made is Shapes.IN_PLACE:
+            return args[0]
+        if known.made is Shapes.OUT:
+            return kwargs["out"]
+        made = shapes.make(known)
+        for output in made:
+            if output is not None:
+                self._track(output.untyped_storage())
+        return tuple(made) if known.several else made[0]
+
+    def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
+        """Run an operation that is not known."""
         if func is aten._local_scalar_dense.default and not has_data(args[0]):
             return _scalar(args[0])
         if func is aten._to_copy.default and args[0].dim() == 0 and _brings_data(args[0], kwargs.get("device")):
             return torch.tensor(_scalar(args[0]), dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
-        if func in LINEAR_FLOPS:
-            self.linear_flops += LINEAR_FLOPS[func](*args, **kwargs)
-        elif func in ATTENTION:
-            self.attention_flops += _attention_flops(func, args)
-            if self.kernels is not None and func in BACKWARDS:
-                self.peak = max(self.peak, self.live + _workspace(func, args, self.kernels))
-        return self.shapes.call(func, args, kwargs)
+        if func in LOOKED_AT and not has_data(args[0]):
+            copied = func is aten._to_copy.default
+            looks = not copied or _brings_data(args[0], kwargs.get("device"))
+            found = self.routing.answer(func, args) if looks else None
+            if found is not None:
+                return found if isinstance(found, Tensor) else self._fresh(*found)
+        if func in BACKWARDS:
+            self._workspace(func, args)
+        result = super().__torch_dispatch__(func, (), args, kwargs)
+        self._count(Known(None, False, self.shapes.remember(key, func, args, kwargs, result)))
+        if func is TOP_K:
+            self.routing.rows = result[1].numel()
+        return result
+
+    def _fresh(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor without data that no operation could make."""
+        made = self.shapes.make(Known([(shape, (shape[1], 1), dtype)], False, VIEW.work))[0]
+        assert made is not None
+        self._track(made.untyped_storage())
+        self._count(VIEW)
+        return made
+
+    def _count(self, known: Known) -> None:
+        if self._kernel_depth:
+            self.add(known.work._replace(moved=0.0, dispatches=0.0))
+        else:
+            self._times[known] = self._times.get(known, 0) + 1
+
+    def _workspace(self, func: Any, args: Any) -> None:
+        if self.kernels is not None:
+            self.peak = max(self.peak, self.live + _workspace(func, args, self.kernels))
 
 
-def add_flops(number: int) -> None:
-    """Add FLOPs that no operation stands for to the counts that are running."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, StepCount):
-            mode.linear_flops += number
+def running_counts() -> list[StepCount]:
+    """The counts that are running."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepCount)]
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    found: list[Tensor] = []
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        for part in value:
-            if isinstance(part, Tensor):
-                found.append(part)
-            elif isinstance(part, tuple | list | dict) and part:
-                found += tensors(part)
-    return found
+def add_flops(number: float, moved: float = 0.0) -> None:
+    """Add FLOPs of products that no operation stands for, and bytes moved, to the counts that are running."""
+    for count in running_counts():
+        count.add(Work(number, moved=moved))
+
+
+@contextlib.contextmanager
+def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
+    """Operations within stand for one kernel, which moves these bytes and is one dispatch. [Note: one kernel]"""
+    counts = running_counts()
+    for count in counts:
+        count.add(Work(moved=moved, dispatches=1, out=out, back=back))
+        count._kernel_depth += 1
+    try:
+        yield
+    finally:
+        for count in counts:
+            count._kernel_depth -= 1
 
 
 def _brings_data(tensor: Tensor, device: Any) -> bool:
@@ -241,76 +337,3 @@ def _scalar(tensor: Tensor) -> bool | int | float:
     if tensor.dtype == torch.bool:
         return True
     return 1.0 if tensor.is_floating_point() else 1
-
-
-def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(a.shape) * b.shape[-1]
-
-
-def _addmm(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int:
-    return _mm(a, b)
-
-
-LINEAR_FLOPS: dict[Any, Callable[..., int]] = {
-    aten.mm.default: _mm,
-    aten.addmm.default: _addmm,
-    aten.addmm_.default: _addmm,
-    aten.mm.dtype: _mm,
-    aten.addmm.dtype_out: _addmm,
-    aten.bmm.default: _mm,
-    aten.baddbmm.default: _addmm,
-}
-if hasattr(aten, "_grouped_mm"):
-    LINEAR_FLOPS[aten._grouped_mm.default] = lambda a, b, *_, **__: (
-        2 * a.shape[-2] * a.shape[-1] * b.shape[-1]  # every row of a meets one matrix of b, or every column one group
-    )
-
-FORWARDS = (
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._flash_attention_forward.default,
-    aten._scaled_dot_product_efficient_attention.default,
-)
-BACKWARDS = (
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-)
-ATTENTION = frozenset(FORWARDS + BACKWARDS)
-CAUSAL_AT = {  # the position of is_causal among the arguments
-    FORWARDS[0]: 4, FORWARDS[1]: 4, FORWARDS[2]: 8, FORWARDS[3]: 6,
-    BACKWARDS[0]: 11, BACKWARDS[1]: 7, BACKWARDS[2]: 11, BACKWARDS[3]: 11,
-}  # fmt: skip
-
-
-def _shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, int, int]:
-    """Rows, H, H_kv, queries, keys, D, D_v of an attention call."""
-    q, k, v = args[1:4] if func in BACKWARDS else args[:3]
-    if func in (FORWARDS[2], BACKWARDS[2]):  # token major, [B, T, H, D] or [T, H, D]
-        rows = q.shape[0] if q.dim() == 4 else 1
-        return rows, q.shape[-2], k.shape[-2], q.shape[-3], k.shape[-3], q.shape[-1], v.shape[-1]
-    return q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-
-
-def _attention_flops(func: Any, args: Any) -> int:
-    """Two products forward; five backward, where the scores are computed again."""
-    rows, heads, _, queries, keys, size, value_size = _shapes(func, args)
-    pairs = queries * keys
-    if len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True:
-        pairs = pairs // 2 if queries == keys else pairs - queries * queries // 2
-    products = 3 * size + 2 * value_size if func in BACKWARDS else size + value_size
-    return 2 * rows * heads * pairs * products
-
-
-def _workspace(func: Any, args: Any, kernels: str) -> int:
-    """Bytes. [Note: kernel workspaces]"""
-    if func is BACKWARDS[1]:
-        return 0
-    rows, heads, kv_heads, queries, keys, size, value_size = _shapes(func, args)
-    total = 4 * rows * heads * queries * (size + 1)
-    if func is BACKWARDS[3]:
-        return total + 4 * rows * heads * keys * (size + value_size)
-    if kernels == "flash" and heads != kv_heads:
-        total += args[1].element_size() * rows * heads * keys * (size + value_size)
-    return total

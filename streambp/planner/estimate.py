@@ -10,8 +10,10 @@ import torch
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
+from streambp.planner.devices import DEFAULT, Rates, rates_of
 from streambp.planner.mixers import Mixers
 from streambp.planner.profile import Peak, Profile, Setting, flops, named, peak
+from streambp.planner.seconds import Seconds, seconds
 from streambp.planner.skeleton import Device, Skeleton, Source
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, PLAIN, streamed, survey
 
@@ -20,11 +22,12 @@ UNPATCHED = (PLAIN, CHECKPOINTING, CHECKPOINTING_HEAD)
 
 @dataclasses.dataclass(frozen=True)
 class MethodEstimate:
-    """One method's step: bytes on one rank, FLOPs over the ranks that share the sequence."""
+    """One method's step: bytes and seconds on one rank, FLOPs over the ranks that share the sequence."""
 
     name: str
     peak: Peak
     flops: float
+    seconds: Seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,10 @@ def estimate(
     device: Device = "cuda",
     kernels: Literal["cudnn", "flash"] = "cudnn",
     mixers: Mixers | None = None,
+    rates: str | Rates = DEFAULT,
+    fused_layers: bool = False,
 ) -> Estimate:
-    """Bytes and FLOPs of one training step, counted without weights and without a GPU (DESIGN.md section 6).
+    """Bytes, FLOPs and seconds of one training step, counted without weights and without a GPU (DESIGN.md section 6).
 
     Args:
         model_or_config: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model.
@@ -79,6 +84,8 @@ def estimate(
         device: "cpu" counts the kernels that a CPU would run. kernels: whose workspaces count on a GPU.
         mixers: what recurrent and convolutional layers run: the "kernels" of fla, mamba_ssm and causal_conv1d, plain
             "torch" as transformers has it, or the kernels that are "installed" here; None: kernels, and torch on a CPU.
+        rates: of the GPU, for seconds: a name in `planner.devices.DEVICES`, a file of `--measure-device`, or `Rates`.
+        fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
 
     Returns:
         Peaks of no checkpointing, checkpointing, checkpointing with a fused head, and streambp.
@@ -89,14 +96,18 @@ def estimate(
     check_length("seq_len", seq_len)
     check_length("batch_size", batch_size)
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
-    setting = setting or Setting()
-    skeleton = Skeleton(model_or_config, dtype, lora, bits, device, mixers)
+    setting, known = setting or Setting(), rates_of(rates)
+    skeleton = Skeleton(model_or_config, dtype, lora, bits, device, mixers, fused_layers)
     chunk = plan_chunks(seq_len, batch_size, chunk_size).size
     recipes = (*UNPATCHED, streamed(saves, offload))
     profile = survey(skeleton, recipes, batch_size, (seq_len, chunk), kernels)
     methods = tuple(
-        MethodEstimate(m.name, peak(profile, m, seq_len, chunk, setting), flops(m, seq_len)) for m in profile.methods
-    )
+        MethodEstimate(
+            m.name, peak(profile, m, seq_len, chunk, setting), flops(m, seq_len, chunk, setting),
+            seconds(m, seq_len, chunk, known, setting),
+        )
+        for m in profile.methods
+    )  # fmt: skip
     return Estimate(profile, setting, seq_len, chunk, methods)
 
 

@@ -131,7 +131,7 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, Kernel]]:
     """The globals of the model's code and the modules' attributes that have kernels: the namespace, the name there, the
     kernel."""
     found = []
-    for space in (*_globals_of(model), *(vars(module) for module in model.modules())):
+    for space in (*globals_of(model), *(vars(module) for module in model.modules())):
         for name, value in space.items():
             kernel = _kernel_of(value)
             if kernel is not None:
@@ -139,7 +139,8 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, Kernel]]:
     return found
 
 
-def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
+def globals_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The globals of the modules' code, torch's own left out."""
     spaces: dict[int, dict[str, Any]] = {}
     for module_type in {type(module) for module in model.modules()}:
         space = getattr(inspect.unwrap(module_type.forward), "__globals__", {})
@@ -151,7 +152,7 @@ def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
 def out_of_reach(model: nn.Module) -> list[str]:
     """The packages whose kernels the model would call, and for which nothing can stand in."""
     known = {kernel.package for _, _, kernel in mixers_of(model)}
-    imported = {package for space in _globals_of(model) for name, package in KERNEL_IMPORTS.items() if name in space}
+    imported = {package for space in globals_of(model) for name, package in KERNEL_IMPORTS.items() if name in space}
     return sorted(imported - known)
 
 

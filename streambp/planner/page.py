@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from importlib import resources
 
+from streambp.planner.devices import DEVICES
 from streambp.planner.plan import CHUNK_TOKENS, LONGEST, Plan
 from streambp.planner.profile import Profile, to_json
 
@@ -44,6 +45,7 @@ def page(plan: Plan, name: str, others: Mapping[str, Profile] | None = None, tra
         },
         "seq_len": plan.seq_len or START,
         "chunk_tokens": CHUNK_TOKENS,
+        "devices": [dataclasses.asdict(rates) for rates in ({plan.rates.name: plan.rates} | dict(DEVICES)).values()],
         "longest": LONGEST,
     }
     text = part("page.html")

@@ -1,4 +1,4 @@
-"""`plan`: what fits. From a model, a length and memory to chunk size, saves and offload; what binds, what helps."""
+"""`plan`: what fits, and how fast it is. From a model, a length and memory to chunk size, saves and offload."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch
 from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig, parse_bytes
 from streambp.errors import ConfigError
+from streambp.planner.counted import Asked, Said, counted
+from streambp.planner.devices import DEFAULT, DEVICES, Rates, rates_of
 from streambp.planner.estimate import UNPATCHED, check_length
 from streambp.planner.mixers import Mixers
 from streambp.planner.profile import Method, Peak, Profile, Setting, flops, peak
-from streambp.planner.skeleton import Device, Skeleton, Source
-from streambp.planner.survey import CHUNKS, STREAMED, survey
+from streambp.planner.seconds import Seconds, seconds, throughput
+from streambp.planner.skeleton import Device, Source
+from streambp.planner.survey import CHUNKS, STREAMED
 
 CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))  # over all rows of the batch, the largest first
 LONGEST = 2**30
@@ -38,8 +41,8 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A method with its chunk size at one length. gpu_memory: what is left over for keys and values that would wait on the
-    host otherwise; None: they stay on the device anyway."""
+    """A method with its chunk size at one length. seconds: of its step. gpu_memory: what is left over for keys and values
+    that would wait on the host otherwise; None: they stay on the device anyway."""
 
     method: str
     saves: tuple[str, ...]
@@ -48,6 +51,7 @@ class Choice:
     seq_len: int
     peak: Peak
     flops: float
+    seconds: Seconds
     gpu_memory: int | None = None
 
     @property
@@ -66,6 +70,18 @@ class Longest:
 
 
 @dataclasses.dataclass(frozen=True)
+class Timed:
+    """A method at the plan's length, with the fastest chunk size that fits, or the smallest if none does. peak: bytes."""
+
+    method: str
+    chunk_size: int
+    fits: bool
+    peak: float
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Lever:
     """Something to change, and the longest sequence then."""
 
@@ -75,8 +91,9 @@ class Lever:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """choice: the method with the least arithmetic that fits `seq_len`; None if none does. binds: what limits `longest`,
-    the longest sequence of any streamed method. levers: what would allow a longer one, least trouble first."""
+    """choice: the fastest method that fits `seq_len`; None if none does. binds: what limits `longest`, the longest sequence
+    of any streamed method. levers: what would allow a longer one, least trouble first. times: every method's, on the
+    device with these rates."""
 
     profile: Profile
     setting: Setting
@@ -86,6 +103,8 @@ class Plan:
     binds: str
     levers: tuple[Lever, ...]
     longest: tuple[Longest, ...]
+    times: tuple[Timed, ...]
+    rates: Rates
 
 
 def plan(
@@ -103,6 +122,10 @@ def plan(
     device: Device = "cuda",
     kernels: Literal["cudnn", "flash"] = "cudnn",
     mixers: Mixers | None = None,
+    rates: str | Rates = DEFAULT,
+    fused_layers: bool = False,
+    cache: bool = False,
+    said: Said | None = None,
 ) -> Plan:
     """How to train a model on sequences of `seq_len` positions a row, or on the longest that fit ("max").
 
@@ -111,10 +134,15 @@ def plan(
         host_memory: bytes of host memory for all ranks together; None: no limit.
         model_or_config, batch_size, lora, bits, dtype, device, kernels, mixers: as in `estimate`.
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
+        rates: of the GPU, for seconds: a name in `planner.devices.DEVICES`, a file of `--measure-device`, or `Rates`.
+        fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
+        cache: keep what is counted for the next plan of this model, and take it from there (`planner.counted`).
+        said: is told of progress, in words and as a part from 0 to 1.
 
     Raises:
-        StreamBPError: the model is unknown or does not stream, or an argument is out of range.
+        StreamBPError: the model or the device is unknown, the model does not stream, or an argument is out of range.
     """
+    known = rates_of(rates)
     if seq_len != "max":
         check_length("seq_len", seq_len)
     check_length("batch_size", batch_size)
@@ -123,23 +151,45 @@ def plan(
     setting = setting or Setting()
     host = None if host_memory is None else parse_bytes("host_memory", host_memory) // setting.gpus
     memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
-    skeleton = Skeleton(model_or_config, dtype, lora, bits, device, mixers)
-    profile = survey(skeleton, (*UNPATCHED, *STREAMED), batch_size, None, kernels)
-    return plan_profile(profile, seq_len, memory, setting)
+    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, fused_layers, batch_size, kernels)
+    profile = counted(asked, (*UNPATCHED, *STREAMED), cache, said)
+    return plan_profile(profile, seq_len, memory, setting, known)
 
 
-def plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting) -> Plan:
+def plan_profile(
+    profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates = DEVICES[DEFAULT]
+) -> Plan:
     """`plan` for a model that has been counted."""
     table = tuple(longest(profile, method, memory, setting) for method in profile.methods)
     best = max((row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len)
     length = best.seq_len if seq_len == "max" else seq_len
-    choice = choose(profile, [m for m in profile.methods if m.chunked], length, memory, setting) if length else None
+    chunked = [m for m in profile.methods if m.chunked]
+    choice = choose(profile, chunked, length, memory, setting, rates) if length else None
     levers = tuple(_levers(profile, best.seq_len, memory, setting))
-    return Plan(profile, setting, memory, length, choice, best.binds, levers, table)
+    times = tuple(timed(profile, m, length, memory, setting, rates) for m in profile.methods) if length else ()
+    return Plan(profile, setting, memory, length, choice, best.binds, levers, table, times, rates)
 
 
-def choose(profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting) -> Choice | None:
-    """The method with the fewest FLOPs that fits, with the largest chunk that does; of equals the one that moves least."""
+def timed(profile: Profile, method: Method, seq_len: int, memory: Memory, setting: Setting, rates: Rates) -> Timed:
+    """A method at one length."""
+    choice = choose(profile, [method], seq_len, memory, setting, rates)
+    size = choice.chunk_size if choice is not None else min(chunk_sizes(profile.batch_size)[-1], seq_len)
+    spent = choice.seconds if choice is not None else seconds(method, seq_len, size, rates, setting)
+    total = choice.peak.total if choice is not None else peak(profile, method, seq_len, size, setting).total
+    speed = throughput(spent, seq_len, profile.batch_size, setting)
+    return Timed(method.name, size if method.chunked else seq_len, choice is not None, total, spent.total, speed)
+
+
+def choose(
+    profile: Profile,
+    methods: Sequence[Method],
+    seq_len: int,
+    memory: Memory,
+    setting: Setting,
+    rates: Rates = DEVICES[DEFAULT],
+) -> Choice | None:
+    """The fastest method and chunk size that fit; of those that are as fast to half a percent, the one that moves least to
+    the host, with the largest chunk."""
     found = []
     for method in methods:
         for size in chunk_sizes(profile.batch_size):
@@ -147,9 +197,14 @@ def choose(profile: Profile, methods: Sequence[Method], seq_len: int, memory: Me
             if fits(at, memory):
                 how = (method.name, method.saves, method.offload, min(size, seq_len), seq_len)
                 left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None
-                found.append(Choice(*how, at, flops(method, seq_len), left))
-                break
-    return min(found, key=lambda c: (round(c.flops / found[0].flops, 2), c.peak.host, -c.chunk_size), default=None)
+                spent = seconds(method, seq_len, size, rates, setting)
+                found.append(Choice(*how, at, flops(method, seq_len, size, setting), spent, left))
+    fastest = min((c.seconds.total for c in found), default=0.0)
+    return min(found, key=lambda c: (round(_ratio(c, fastest), 2), c.peak.host, -c.chunk_size), default=None)
+
+
+def _ratio(choice: Choice, fastest: float) -> float:
+    return choice.seconds.total / fastest if fastest else 1.0
 
 
 def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from streambp.errors import ConfigError
+from streambp.planner.laws import Part
+from streambp.planner.work import Work
 
 FIRST, ACCUMULATING = "first", "accumulating"
 
@@ -50,7 +52,7 @@ class Method:
     keys and values of the layer at work are streamed from the host (`StreamConfig.gpu_memory`).
 
     first: phases of a step whose gradients are None at its start; accumulating: of one that adds to gradients.
-    host_*: bytes of host memory, per_chunk as in `Phase`. FLOPs: linear_flops * T + attention_flops * T^2.
+    host_*: bytes of host memory, per_chunk as in `Phase`. work: of a step, by kind of phase.
     """
 
     name: str
@@ -62,8 +64,7 @@ class Method:
     accumulating: tuple[Phase, ...]
     host_constant: float
     host_per_token: float
-    linear_flops: float
-    attention_flops: float
+    work: tuple[Part, ...]
     host_per_chunk: float = 0.0
 
     @property
@@ -235,9 +236,21 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     return Peak(totals[worst], worst, kept.weights, kept.optimizer, gradients, activations, host, totals)
 
 
-def flops(method: Method, seq_len: int) -> float:
+def work(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> dict[str, Work]:
+    """Of a step of `seq_len` positions a row in chunks of `chunk_size`, by kind of phase, over all ranks that share the
+    sequence."""
+    ranks = 1 if setting is None else setting.sequence_parallel
+    chunk = min(chunk_size * ranks, seq_len) if method.chunked else 0
+    given = method.work[0].features(seq_len, chunk) if method.work else ()  # all parts have the same blocks
+    return {part.name: part.at(given) for part in method.work}
+
+
+def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> float:
     """Of a step, over all ranks that share the sequence."""
-    return method.linear_flops * seq_len + method.attention_flops * seq_len**2
+    total = 0.0
+    for part in work(method, seq_len, chunk_size, setting).values():
+        total += part.products + part.forward + part.backward
+    return total
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
@@ -253,7 +266,8 @@ def from_json(data: Mapping[str, Any]) -> Profile:
 
     def method(value: Mapping[str, Any]) -> Method:
         phases = {name: tuple(Phase(**phase) for phase in value[name]) for name in (FIRST, ACCUMULATING)}
-        return Method(**{**value, "saves": tuple(value["saves"]), **phases})
+        parts = tuple(Part(part["name"], tuple(map(tuple, part["laws"])), part["k_block"]) for part in value["work"])
+        return Method(**{**value, "saves": tuple(value["saves"]), **phases, "work": parts})
 
     groups = tuple(Group(**group) for group in data["groups"])
     methods = tuple(method(value) for value in data["methods"])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
 
+from streambp.planner.devices import Rates
 from streambp.planner.measure import Compared
-from streambp.planner.plan import Plan
+from streambp.planner.plan import Choice, Plan
 from streambp.planner.profile import Node, Peak, Profile, Setting
+from streambp.planner.seconds import throughput
 
 GIB = 2**30
 BAR = 40
@@ -59,6 +63,7 @@ def _choice(plan: Plan) -> list[str]:
             f"{choice.seq_len:,} tokens: streambp.StreamConfig(chunk_size={choice.chunk_size}{saves}{offload}{budget})",
             f"  peak {peak.total / GIB:.1f} GiB in {peak.phase}, {peak.host / GIB:.1f} GiB of host memory, "
             f"{choice.flops / 1e15:.1f} PFLOP",
+            *_seconds(plan, choice),
         ]
     lines.append(
         f"What binds the longest sequence: {plan.binds if plan.binds == 'host memory' else f'GPU memory ({plan.binds})'}"
@@ -67,10 +72,38 @@ def _choice(plan: Plan) -> list[str]:
     return lines
 
 
+def _seconds(plan: Plan, choice: Choice) -> list[str]:
+    spent = choice.seconds
+    speed = throughput(spent, choice.seq_len, plan.profile.batch_size, plan.setting)
+    parts = {"matrix products": spent.products, "attention": spent.attention, "other kernels": spent.elementwise}
+    parts |= {"waiting": spent.waiting} if spent.waiting >= 0.005 * spent.total else {}
+    guess = ", some of its rates guessed" if plan.rates.guess else ""
+    return [
+        f"  {duration(spent.total)} a step, {speed:,.0f} tokens/s, on {plan.rates.name}{guess}: "
+        + ", ".join(f"{name} {duration(value)}" for name, value in parts.items()),
+    ]
+
+
+def duration(seconds: float) -> str:
+    """In seconds, with three digits below a hundred."""
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
 def _methods(plan: Plan) -> list[str]:
-    width = max(len(row.method) for row in plan.longest)
-    lines = [f"{'longest sequence':<{width}}  {'tokens':>11}  stopped by"]
-    lines += [f"{row.method:<{width}}  {row.seq_len:>11,}  {row.binds}" for row in plan.longest]
+    at = f"{plan.seq_len:,} tokens: GiB"
+    rows = [("longest sequence", "tokens", at, "seconds", "tokens/s")]
+    times = {timed.method: timed for timed in plan.times}
+    for row in plan.longest:
+        timed = times.get(row.method)
+        fitting = timed is not None and timed.fits
+        cells = (
+            (f"{timed.peak / GIB:.1f}", duration(timed.seconds).removesuffix(" s"), f"{timed.tokens_per_second:,.0f}")
+            if timed is not None and fitting
+            else ("too large", "-", "-")
+        )
+        rows.append((row.method, f"{row.seq_len:,}", *cells))
+    stopped = ["stopped by", *(row.binds for row in plan.longest)]
+    lines = [f"{line}  {binds}" for line, binds in zip(columns(rows), stopped, strict=True)]
     return lines + [f"not counted: {reason}" for reason in plan.profile.left_out]
 
 
@@ -103,6 +136,36 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
+
+
+def rates_table(rates: Rates, file: Path) -> str:
+    """What was measured of a device, and where it was written."""
+    return (
+        f"{rates.name}: {rates.products / 1e12:.3g} TFLOP/s in matrix products, {rates.forward / 1e12:.3g} and "
+        f"{rates.backward / 1e12:.3g} in attention forward and backward, {rates.bandwidth / 1e12:.3g} TB/s in other "
+        f"kernels, {rates.link / 1e9:.3g} GB/s to and from the host; written to {file}"
+    )
+
+
+class Progress:
+    """A bar on a terminal while a plan is counted; nothing elsewhere. Left as a context it wipes the bar."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream if stream.isatty() else None
+
+    def __call__(self, what: str, done: float) -> None:
+        if self._stream is not None:
+            full = round(BAR * done)
+            self._stream.write(f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % counting {what}")
+            self._stream.flush()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.write("\r\033[K")
+            self._stream.flush()
 
 
 def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) -> str:

@@ -27,7 +27,8 @@ from streambp.admission.stacks import find_stacks
 from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.model.patching import unpatch
-from streambp.planner.mixers import CHOICES, Mixers, standing_in
+from streambp.planner.fused_layers import fuse_layers, fused_rotary
+from streambp.planner.mixers import CHOICES, Mixers, globals_of, standing_in
 
 Device = Literal["cuda", "cpu"]
 INNER = 2
@@ -45,13 +46,21 @@ class Skeleton:
         device: what it stands for.
         mixers: what recurrent and convolutional layers are taken to run: "kernels" of their packages, transformers' plain
             "torch", or kernels where they are "installed" here; None: kernels on a GPU, torch on a CPU.
+        fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not go with it.
     """
 
     def __init__(
-        self, source: Source, dtype: torch.dtype, lora: int | None, bits: int, device: Device, mixers: Mixers | None = None
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        lora: int | None,
+        bits: int,
+        device: Device,
+        mixers: Mixers | None = None,
+        fused_layers: bool = False,
     ) -> None:
         if lora is not None and lora < 1:
             raise ConfigError(f"lora is {lora!r}; it must be the rank of the adapters, or None to train every parameter.")
@@ -66,6 +75,9 @@ class Skeleton:
                 self.model = _with_adapters(self.model, lora)
             if bits != 16:
                 _quantise(self.model, bits)
+        self.fused_layers = fused_layers
+        if fused_layers:
+            fuse_layers(self.model)
         self.model.train()
 
     @contextlib.contextmanager
@@ -91,7 +103,8 @@ class Skeleton:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """As `active`; within, the model's mixers allocate what they are taken to run."""
-        with self.active(), standing_in(self.model, self.mixers):
+        spaces = globals_of(self.model) if self.fused_layers else []
+        with self.active(), standing_in(self.model, self.mixers), fused_rotary(spaces):
             yield
 
     @property

@@ -18,7 +18,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from streambp.attention.carriers import attention_configs
 from streambp.known_names import IMPLEMENTATION
 from streambp.nested import replaced
-from streambp.planner.count import aten
+from streambp.planner.count import add_flops
+from streambp.planner.work import Work, aten
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
 FUSED = "streambp_fused"
@@ -38,8 +39,7 @@ class Span:
     end: int
     host: int
     gradients: int
-    linear_flops: int
-    attention_flops: int
+    work: Work
 
 
 class Count(Protocol):
@@ -72,22 +72,20 @@ class Phases:
         self._count, self._parameters, self._host = count, parameters, host
         self._current: tuple[str, int | None] | None = None
         self._start = 0
-        self._flops = (0, 0)
+        self._work = Work()
         self.backward = False
 
     def enter(self, name: str | None, layer: int | None = None) -> None:
         """None ends the step."""
         count = self._count
-        flops = (getattr(count, "linear_flops", 0), getattr(count, "attention_flops", 0))
+        work = getattr(count, "work", Work())
         if self._current is not None:
             gradients = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
-            linear, attention = flops[0] - self._flops[0], flops[1] - self._flops[1]
-            span = Span(
-                *self._current, self._start, count.peak, count.live, self._host(), gradients, linear, attention
-            )  # fmt: skip
+            done = work.plus(self._work, -1)
+            span = Span(*self._current, self._start, count.peak, count.live, self._host(), gradients, done)
             self.spans.append(span)
         self._current = None if name is None else (name, layer)
-        self._start, self._flops = count.live, flops
+        self._start, self._work = count.live, work
         count.reset_peak()
 
 
@@ -166,15 +164,22 @@ def _flash(
     value: Tensor,
     attention_mask: Any,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function for counting: the memory and FLOPs of causal FlashAttention; window and softcap cost
-    a fused kernel nothing."""
+    """transformers' attention function for counting: the memory and FLOPs of causal FlashAttention with the layer's window,
+    which softcap costs nothing."""
     size = value.shape[-1]
     wide = max(size, query.shape[-1])  # the kernel has one head size
     query, key, value = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
-    out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
-    return out[..., :size].transpose(1, 2), None
+    if sliding_window is None or sliding_window >= key.shape[2]:
+        out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
+        return out[..., :size].transpose(1, 2), None
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T, H, D]
+    lengths = None, None, query.shape[1], key.shape[1]
+    window = {"window_size_left": sliding_window - 1, "window_size_right": 0}
+    out = aten._flash_attention_forward(query, key, value, *lengths, 0.0, True, False, scale=scaling, **window)[0]
+    return out[..., :size], None
 
 
 class FusedHead(torch.autograd.Function):
@@ -194,7 +199,7 @@ class FusedHead(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [N, h], weight [V, h] -> a number in float32; each tile of logits is let go at once."""
         for rows, columns in FusedHead._tiles(hidden, weight):
-            rows @ columns.mT
+            add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads it
         statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
         ctx.save_for_backward(hidden, weight, statistics[0])
         return statistics[1].sum()
@@ -207,6 +212,7 @@ class FusedHead(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, columns in FusedHead._tiles(hidden, weight):
             tile = rows @ columns.mT  # [rows, columns]
+            add_flops(0, 2 * tile.nbytes)  # one kernel writes the gradient over it
             tile @ columns
             if d_weight is not None:
                 tile.mT @ rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,19 +18,21 @@ from streambp.errors import StreamBPError
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
-from streambp.offload.engines import Engine, SynchronousEngine
+from streambp.offload.engines import BACK, OUT, Engine, SynchronousEngine
 from streambp.offload.manager import OffloadManager
 from streambp.offload.stores import MicroBatch
 from streambp.offload.transfers import Entry, Holding
-from streambp.planner.compose import Point, Totals, fit, solve, unroll
-from streambp.planner.count import Shapes, StepCount
+from streambp.planner.compose import Counted, Point, Totals, fit, later, solve, unroll
+from streambp.planner.count import Shapes, StepCount, one_kernel
+from streambp.planner.kernels import launched_kernels
+from streambp.planner.laws import Part, fit_part
 from streambp.planner.mixers import assumed
-from streambp.planner.profile import Group, Method, Node, Phase, Profile
+from streambp.planner.profile import Group, Method, Node, Profile
 from streambp.planner.skeleton import Reduced, Skeleton, reduce_layers
 from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
 from streambp.planner.tree import module_tree
 
-CHUNKS = (2048, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
+CHUNKS = (4096, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
 TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their tiles are small, and there are many
 
 
@@ -42,6 +44,13 @@ class Recipe:
     config: StreamConfig | None = None
     checkpointing: bool = False
     fused_head: bool = False
+
+    @property
+    def share(self) -> int:
+        """Of a survey's time: about the chunks that are counted."""
+        if self.config is None:
+            return 2
+        return 15 if self.config.gpu_memory is None else 30
 
 
 def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> Recipe:
@@ -72,6 +81,12 @@ class UncountedHost(SynchronousEngine):
         """Allocated while the modes that count are off."""
         with _disable_current_modes(), self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext():
             return torch.empty(size, dtype=torch.uint8)
+
+    def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
+        """Counted as bytes of the link."""
+        size = target.nbytes
+        with one_kernel(0, out=size if queue == OUT else 0, back=size if queue == BACK else 0):
+            super().copy(queue, target, source)
 
 
 class CountingManager(OffloadManager):
@@ -109,12 +124,16 @@ def survey(
     kernels: str = "cudnn",
     accumulating: bool = True,
     tree: bool = True,
+    timed: bool = True,
+    said: Callable[[str, float], None] | None = None,
 ) -> Profile:
     """Count every recipe on the skeleton, whose layers are reduced for it.
 
     Args:
         at: a length and chunk size that the lines must fit best; None: lines for any length.
-        accumulating, tree: count the second regime and the modules as well.
+        accumulating, tree: count the second regime and the modules as well. timed: and all that seconds at other lengths
+            need.
+        said: is told the recipe that is counted next, and the part of the work that is done.
 
     Raises:
         StreamBPError: a streamed step cannot be counted without data (experts that look at what was routed to them, say).
@@ -124,9 +143,12 @@ def survey(
     reduced = reduce_layers(skeleton.model)
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods, left_out = [], []
-    for recipe in recipes:
+    shares = [recipe.share for recipe in recipes]
+    for number, recipe in enumerate(recipes):
+        if said is not None:
+            said(recipe.name, sum(shares[:number]) / sum(shares))
         try:
-            methods.append(_method(counter, recipe, at, accumulating))
+            methods.append(_method(counter, recipe, at, accumulating, timed))
         except Exception as error:  # whatever a model's own forward raises on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
             if isinstance(error, StreamBPError):
@@ -176,6 +198,8 @@ class Counter:
 
     def __post_init__(self) -> None:
         self.shapes = Shapes(self.skeleton.mode)
+        self._fused: bool | None = None
+        self._apart: dict[tuple[tuple[str, ...], Point], Totals] = {}
 
     @property
     def carries_states(self) -> bool:
@@ -187,11 +211,25 @@ class Counter:
         """Whether a fused kernel attends, as on a GPU in half precision without softcap."""
         if recipe.config is None:
             return True
-        count = StepCount(None)
-        with self._prepared(recipe, 8), self.skeleton.running(), count:
-            ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
-            self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
-        return count.attention_flops > 0
+        if self._fused is None:  # what is saved and where it waits changes no kernel
+            count = StepCount(None)
+            with self._prepared(recipe, 8), self.skeleton.running(), count:
+                ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
+                self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
+            self._fused = count.attention_flops > 0
+        return self._fused
+
+    def apart(self, recipe: Recipe, size: int) -> dict[Point, Totals]:
+        """Points that tell the work's laws apart: two chunks of `size`, and three of twice that. Counted once for all
+        methods that save the same, whose work differs in copies to the host alone."""
+        assert recipe.config is not None
+        saves = recipe.config.named_saves
+        points = (2 * size, size), (6 * size, 2 * size)
+        for point in points:
+            if (saves, point) not in self._apart:
+                (spans,) = self.count(recipe, point, accumulate=False)
+                self._apart[saves, point] = unroll(spans, self.reduced)[1]
+        return {point: self._apart[saves, point] for point in points}
 
     def count(self, recipe: Recipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
         """The spans of a first step and, if asked for, of a second that adds to its gradients."""
@@ -207,7 +245,7 @@ class Counter:
             return result
 
         model.zero_grad(set_to_none=True)
-        with self._prepared(recipe, point[1]) as manager, skeleton.running():
+        with self._prepared(recipe, point[1]) as manager, skeleton.running(), launched_kernels():
             steps = []
             for _ in range(1 + accumulate):
                 manager.begin()
@@ -246,18 +284,25 @@ class Counter:
         return manager
 
 
-def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bool) -> Method:
+def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
     chunked = recipe.config is not None
-    points = _points(at, chunked, counter.fused(recipe), counter.carries_states)
-    counted = [counter.count(recipe, point, accumulating) for point in points]
-    regimes: list[tuple[Phase, ...]] = []
-    totals: tuple[Totals, ...] = ()
-    for number in range(1 + accumulating):
-        phases, totals = zip(*(unroll(steps[number], counter.reduced) for steps in counted), strict=True)
-        regimes.append(fit(points, phases, counter.reduced))
-    if not accumulating:
-        regimes.append(())
+    fused = counter.fused(recipe)
+    tiles = recipe.config is not None and recipe.config.gpu_memory is not None
+    points = _points(at, chunked, fused, counter.carries_states, tiles)
+    first: list[list[Counted]] = []
+    again: list[list[Counted]] = []
+    totals: list[Totals] = []
+    for number, point in enumerate(points):
+        steps = counter.count(recipe, point, accumulating and number == 0)
+        phases, total = unroll(steps[0], counter.reduced)
+        first.append(phases)
+        totals.append(total)
+        if accumulating:
+            again.append(later(phases, first[0], unroll(steps[1], counter.reduced)[0] if number == 0 else again[0]))
+    regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
     host = solve(points, [total.host for total in totals])
+    apart = counter.apart(recipe, points[0][1]) if chunked and timed and not tiles else {}
+    k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
     config = recipe.config or StreamConfig()
     return Method(
         recipe.name,
@@ -269,27 +314,36 @@ def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bo
         tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1]),
         host[0],
         host[1],
-        *_flops(points, totals),
+        tuple(_part(name, dict(zip(points, totals, strict=True)), apart, k_block) for name in totals[0].work),
         host[3],
     )
 
 
-def _flops(points: Sequence[Point], totals: Sequence[Totals]) -> tuple[float, float]:
-    """Linear FLOPs a token and attention FLOPs a token squared, at the longest of the points."""
-    (length, _), total = max(zip(points, totals, strict=True), key=lambda pair: pair[0][0])
-    return total.linear_flops / length, total.attention_flops / length**2
+def _part(name: str, counted: dict[Point, Totals], apart: dict[Point, Totals], k_block: int) -> Part:
+    """The laws of a kind of phase; copies to the host by the method's own points alone."""
+    others = {point: total for point, total in apart.items() if point not in counted}
+    found = {point: total.work[name] for point, total in (counted | others).items()}
+    return fit_part(name, list(found), list(found.values()), k_block, len(counted))
 
 
-def _points(at: Point | None, chunked: bool, fused: bool, states: bool) -> tuple[Point, ...]:
+def _points(at: Point | None, chunked: bool, fused: bool, states: bool, tiles: bool) -> tuple[Point, ...]:
     """Where to count: lengths beyond the attention kernels' block, or up to `at` if that is shorter.
 
-    States are kept for each chunk: a third chunk size tells that number from the chunk size.
+    As few chunks as tell the lines apart: a first one, inner ones and a last. Tiles of keys from the host are several in
+    flight, and plain products have small tiles: both take more. States are kept for each chunk: a third chunk size tells
+    that number from the chunk size, and there are so many chunks that what is on its way to the host is one layer's.
     """
     small, large = CHUNKS if fused else TILED_CHUNKS
     k_block = K_BLOCK if fused else MATH.tiling.k_block or 0
     if at is not None and (fused or at[1] < large):
         small, large = max(1, at[1] // 2), at[1]
-    length = max(4 * large, large + k_block)
+    few = fused and not tiles and (at is None or at[0] >= large + k_block)
+    if few and states and chunked and large % 4 == 0 and (at is None or at[0] >= 6 * large >= large + k_block):
+        length = 6 * large
+        return (length, large), (length, large * 3 // 2), (length, large * 3 // 4), (length + large, large)
+    few = few and not states
+    small = small if few or at is not None or not fused else large // 4
+    length = max((3 if few else 4) * large, large + k_block)
     length = length if at is None else min(at[0], length)
     if not chunked:
         return (length, 0), (length + large, 0)

@@ -157,7 +157,7 @@ def test_both_budgets_keep_to_the_limit(card, monkeypatch):
 def test_a_smaller_fraction_makes_smaller_chunks(card):
     """Something like the Qwen3-8B shape at 196,608 tokens; the limit is asked for again at each forward's first layer."""
     phase = Phase("backward 0", 17.2 * GIB, 0.22 * 2**20, 200 * 2**10)
-    rule = FittingChunk(Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, 1, 1)))
+    rule = FittingChunk(Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, ())))
     card.allocated = card.reserved = int(15.3 * GIB)
     here = torch.device("cuda", 0)
     assert rule(0, 1, 196608, here) == 8192

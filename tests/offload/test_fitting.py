@@ -29,7 +29,7 @@ from tests.offload.runs import assert_same, step
 
 TOKEN = 1000.0  # bytes that the law of these tests gives each of them
 PLENTY = 1e9
-LAW = auto.Law(Method("streambp", (), "none", False, True, (Phase("all", 0.0, TOKEN),), (), 0, 0, 1, 1))
+LAW = auto.Law(Method("streambp", (), "none", False, True, (Phase("all", 0.0, TOKEN),), (), 0, 0, ()))
 ROOMS = (0.0, 3e4, 1e5, 2.5e5, PLENTY)
 
 

@@ -101,9 +101,10 @@ def test_every_phase_is_predicted():
 
 
 def remember_as_new(self, key, func, args, kwargs, result):
-    """A view taken for a new tensor."""
-    if isinstance(result, torch.Tensor) and key[0] is torch.ops.aten._unsafe_view.default:
-        self._known[key] = (False, [(result.shape, result.stride(), result.dtype)])
+    """A view taken for a new tensor; no other operation is remembered."""
+    if func is torch.ops.aten._unsafe_view.default:
+        self._known[key] = count.Known([(result.shape, result.stride(), result.dtype)], False, count.VIEW.work)
+    return count.VIEW.work
 
 
 MUTANTS = {
@@ -111,7 +112,7 @@ MUTANTS = {
         skeleton.Reduced, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0,
         (False, "offload"),
     ),
-    "views taken for new tensors": (count.Shapes, "_remember", remember_as_new, (True, "checkpointing")),
+    "views taken for new tensors": (count.Shapes, "remember", remember_as_new, (True, "checkpointing")),
 }  # fmt: skip
 
 

@@ -21,11 +21,12 @@ from streambp.planner import profile as module
 from streambp.planner.compose import solve, unroll
 from streambp.planner.count import StepCount, aten
 from streambp.planner.estimate import UNPATCHED
-from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json
+from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json, work
 from streambp.planner.skeleton import Skeleton, read_config, reduce_layers
 from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, parameter_groups, streamed, survey
 from tests import test_families, zoo
 from tests.families import build
+from tests.planner.laws import made_work
 from tests.planner.megatron import Parallelism, static_bytes
 from tests.versions import ROUTING_LOOKED_AT
 
@@ -46,7 +47,6 @@ MEASURED = {
     ("checkpointing, fused head", 65536): 51.25,
 }  # fmt: skip
 WEIGHTS = 15.3
-COUNTED_BY_DATA = ("dbrx", "jetmoe", "longcat_flash", *ROUTING_LOOKED_AT)  # their forwards look at values
 NOT_IN_HALF = ("xlstm",)  # transformers' own mixes float32 with it, unpatched as well
 # Static GiB of Qwen3-30B-A3B on 32 GPUs, as a Megatron estimator prints them (seed 001).
 MEGATRON = [
@@ -100,7 +100,7 @@ def quick(source, lora=None, bits=16):
 def made_up(**changes):
     """A profile with round numbers."""
     phases = (Phase("forward 0", 0, 10, 1), Phase("backward 0", 1000, 8, 5, gradients=400))
-    method = Method("streambp", (), "none", False, True, phases, phases[:1], 7, 2, 3, 0.5)
+    method = Method("streambp", (), "none", False, True, phases, phases[:1], 7, 2, made_work(3, 0.5))
     groups = (Group("dense", 100, 200, 100, 200), Group("expert", 400, 800, 400, 800))
     profile = Profile("made up", "bfloat16", 1, 1, groups, 50, (method,), Node("", "M", 1, 500, 0.0))
     return dataclasses.replace(profile, **changes)
@@ -189,8 +189,10 @@ def test_lines_hold_at_other_lengths(recipe):
         print(f"{name}: {(total - weights) / exact - 1:+.4%}")
         assert total - weights == pytest.approx(exact, rel=0.01)
     assert method.host_per_token * point[0] + method.host_constant == pytest.approx(totals.host, rel=0.01, abs=1)
-    assert method.linear_flops * point[0] == pytest.approx(totals.linear_flops, rel=0.02)
-    assert method.attention_flops * point[0] ** 2 == pytest.approx(totals.attention_flops, rel=0.02)
+    for name in ("forward", "head", "backward"):
+        found, counted_work = work(method, *point)[name], totals.work[name]
+        for field, exact, law in zip(found._fields, counted_work, found, strict=True):
+            assert law == pytest.approx(exact, rel=0.02, abs=1e-3), (name, field)
 
 
 def test_flops_are_those_of_the_formula():
@@ -198,8 +200,11 @@ def test_flops_are_those_of_the_formula():
     found = estimate(SMALL, 512)
     method = found.profile.method("plain")
     layers = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
-    assert method.linear_flops == pytest.approx(6 * (layers + 1000 * 128), rel=1e-3)
-    assert method.attention_flops == pytest.approx(3 * (4 + 10) * 4 * 32 / 2, rel=1e-3)
+    parts = work(method, 512, 0).values()
+    assert sum(part.products for part in parts) == pytest.approx(512 * 6 * (layers + 1000 * 128), rel=1e-3)
+    pairs = 512**2 / 2
+    assert sum(part.forward for part in parts) == pytest.approx(3 * 4 * 4 * 32 * pairs, rel=1e-3)
+    assert sum(part.backward for part in parts) == pytest.approx(3 * 10 * 4 * 32 * pairs, rel=1e-3)
     for asked in (found, found.profile):
         with pytest.raises(ConfigError, match=r"method is 'plainer'.*'plain'"):
             asked.method("plainer")
@@ -312,18 +317,21 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     "family",
-    [name if name == "xlstm" else pytest.param(name, marks=pytest.mark.full) for name in sorted(test_families.STREAMED)],
+    [
+        name if name in ("xlstm", "jetmoe") else pytest.param(name, marks=pytest.mark.full)
+        for name in sorted(test_families.STREAMED)
+    ],
 )
 def test_every_family_that_streams_can_be_counted(family):
     dtype = torch.float32 if family in NOT_IN_HALF else torch.bfloat16
     skeleton = Skeleton(zoo.tiny_config(family), dtype, None, 16, "cuda")
     skeleton.causal_lm.config._experts_implementation = "grouped_mm"
-    if family in COUNTED_BY_DATA:
+    if family in ROUTING_LOOKED_AT:
         with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
             survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
-    else:
-        found = survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
-        assert peak(found, found.methods[0], 64, 32, Setting()).activations > 0
+        return
+    found = survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
+    assert peak(found, found.methods[0], 64, 32, Setting()).activations > 0
 
 
 @pytest.mark.parametrize(

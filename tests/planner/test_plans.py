@@ -17,12 +17,13 @@ import torch
 
 import streambp
 from streambp import cli
-from streambp.planner import Memory, Setting, auto, peak, plan
+from streambp.planner import Memory, Setting, auto, counted, peak, plan
 from streambp.planner.plan import choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
 from streambp.planner.report import plan_table
 from streambp.planner.survey import streamed
 from tests.families import build, make_batch
+from tests.planner.laws import made_work
 from tests.planner.test_estimates import SMALL, made_up
 
 GIB = 2**30
@@ -31,10 +32,10 @@ planning = sys.modules["streambp.planner.plan"]  # the package's attribute of th
 
 def two_methods():
     """Streaming on the device and from the host: 20 and 5 bytes a token there, 30 on the host."""
-    born = Phase("backward 0", 1000, 0, 5, gradients=1000)
-    kept = Method("streambp", (), "none", False, True, (Phase("forward 0", 0, 20, 1), born), (), 0, 0, 3, 0.5)
-    moved = Method("streambp offload", (), "cpu", False, True, (Phase("forward 0", 0, 5, 1), born), (), 0, 30, 3, 0.5)
-    plain = Method("plain", (), "none", False, False, (Phase("head", 0, 100),), (), 0, 0, 2, 0.5)
+    born, work = Phase("backward 0", 1000, 0, 5, gradients=1000), made_work(3, 0.5)
+    kept = Method("streambp", (), "none", False, True, (Phase("forward 0", 0, 20, 1), born), (), 0, 0, work)
+    moved = Method("streambp offload", (), "cpu", False, True, (Phase("forward 0", 0, 5, 1), born), (), 0, 30, work)
+    plain = Method("plain", (), "none", False, False, (Phase("head", 0, 100),), (), 0, 0, made_work(2, 0.5))
     return made_up(methods=(plain, kept, moved))
 
 
@@ -53,7 +54,7 @@ def check_longest():
 def check_longest_with_states():
     """100 bytes a chunk and 1 a token of it: with 8,192 in a chunk almost twice as many fit as with 1,024."""
     states = Phase("backward 0", 0, 0.1, 1, per_chunk=1000)
-    profile = made_up(methods=(Method("streambp", (), "none", False, True, (states,), (), 0, 0, 3, 0.5),))
+    profile = made_up(methods=(Method("streambp", (), "none", False, True, (states,), (), 0, 0, made_work(3, 0.5)),))
     setting, memory = Setting(optimizer=0), Memory(1000 + 100_000, None, reserve=0)
     method = profile.methods[0]
     found = longest(profile, method, memory, setting)
@@ -113,6 +114,14 @@ def test_a_plan_of_a_model(monkeypatch):
     assert str(found.choice.config.offload) in table
     assert "3 x Qwen3DecoderLayer" in table
     assert all(row.method in table and f"{row.seq_len:,}" in table for row in found.longest)
+    assert " a step, " in table
+    assert "tokens/s, on H200: matrix products " in table
+    times = {timed.method: timed for timed in found.times}
+    assert times[found.choice.method].seconds == found.choice.seconds.total
+    assert {name: timed.fits for name, timed in times.items()} == {
+        name: length >= found.seq_len for name, length in rows.items()
+    }
+    assert all(f"{timed.tokens_per_second:,.0f}" in table for timed in found.times if timed.fits)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,8 @@ def printed_json(capsys):
 
 
 def test_plan_on_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(planning, "survey", lambda *_, **__: two_methods())
+    monkeypatch.setattr(counted, "survey", lambda *_, **__: two_methods())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     SMALL.save_pretrained(tmp_path)
     arguments = ["plan", str(tmp_path), "--gpu-memory", "2GiB", "--host-memory", "1GiB", "--seq-len", "8k"]
     assert cli.main([*arguments, "--json"]) == 0
@@ -191,7 +201,7 @@ def test_profile_on_the_command_line(tmp_path, capsys):
 
 def fitting():
     phase = Phase("backward 0", 1000, 10, 100)
-    return auto.FittingChunk(auto.Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, 1, 1)))
+    return auto.FittingChunk(auto.Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, ())))
 
 
 def check_chunks_fit():

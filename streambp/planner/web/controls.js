@@ -23,6 +23,7 @@ function fill_controls() {
   const choices = (values, words) => [["auto", "best"], ...[...new Set(values)].map((value) => [value, words[value] || value])];
   options(form.saves, choices(chunked.map((method) => method.saves.join("+")), { "": "nothing" }), "auto");
   options(form.offload, choices(chunked.map(offloads), { cpu: "to host", "cpu, keys": "also keys" }), "auto");
+  options(form.device, data.devices.map(({ name, guess }) => [name, guess ? `${name} (guessed)` : name]), data.devices[0].name);
   for (const stage of [0, 1, 2, 3]) {
     const radio = element("input", { type: "radio", name: "zero", value: stage, "aria-label": `ZeRO stage ${stage}` });
     radio.defaultChecked = stage === start.zero;
@@ -53,7 +54,7 @@ function read_hash(hash) {
 }
 
 function write_hash() {
-  const pairs = ["T", "gpu", "host", "gpus", "zero", "training", "optimizer", "on_host", "accumulate", "saves", "offload"].map(
+  const pairs = ["T", "gpu", "host", "gpus", "zero", "training", "optimizer", "on_host", "accumulate", "saves", "offload", "device"].map(
     (name) => [name, form[name].type === "checkbox" ? Number(form[name].checked) : form[name].value.replaceAll(",", "")],
   );
   const theme = document.documentElement.dataset.theme;
@@ -78,23 +79,28 @@ function read_controls() {
     host: Number.isNaN(host) ? null : Math.floor(Math.floor(host * GIB) / gpus),
     reserve: data.memory.reserve,
   };
-  return { profile: data.profiles[form.training.value].profile, seq_len, setting, memory };
+  const rates = data.devices.find((device) => device.name === form.device.value);
+  return { profile: data.profiles[form.training.value].profile, seq_len, setting, memory, rates };
 }
 
 /** Everything that the page shows. */
-function evaluate({ profile, seq_len, setting, memory }) {
+function evaluate({ profile, seq_len, setting, memory, rates }) {
   const { value: saves } = form.saves, { value: offload } = form.offload;
   const allowed = profile.methods.filter((method) => !method.chunked
     || ((saves === "auto" || saves === method.saves.join("+")) && (offload === "auto" || offload === offloads(method))));
   if (!allowed.some((method) => method.chunked)) return null;
   const size = chunk_sizes(profile.batch_size).at(-1);
-  const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, setting);
-  const rows = profile.methods.map((method) => ({
-    method, at: peak(profile, method, seq_len, size, setting), flops: flops(method, seq_len),
-    longest: longest(profile, method, memory, setting), chosen: plan.choice !== null && plan.choice.method === method.name,
-    offered: allowed.includes(method),
-  }));
+  const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, setting, rates);
+  const rows = profile.methods.map((method) => {
+    const fastest = choose(profile, [method], seq_len, memory, setting, rates);
+    return {
+      method, at: peak(profile, method, seq_len, size, setting), flops: flops(method, seq_len, size, setting),
+      spent: fastest ? fastest.seconds : seconds(method, seq_len, size, rates, setting), fits: fastest !== null,
+      longest: longest(profile, method, memory, setting), chosen: plan.choice !== null && plan.choice.method === method.name,
+      offered: allowed.includes(method),
+    };
+  });
   const closest = rows.filter((row) => row.offered && row.method.chunked)
     .reduce((one, other) => (other.longest.seq_len - one.longest.seq_len || one.at.total - other.at.total) > 0 ? other : one);
-  return { profile, seq_len, setting, memory, size, plan, rows, closest };
+  return { profile, seq_len, setting, memory, rates, size, plan, rows, closest };
 }

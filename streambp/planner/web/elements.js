@@ -18,6 +18,8 @@ function memory_text(bytes) {
 
 const work_text = (operations) => (operations / 1e15).toLocaleString("en-US", { maximumSignificantDigits: 3 });
 
+const time_text = (spent) => (spent >= 99.95 ? `${whole(spent)} s` : `${spent.toFixed(spent >= 9.995 ? 1 : 2)} s`);
+
 function count_text(number) {
   for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
     if (number >= size) return `${(number / size).toFixed(2)}${letter}`;

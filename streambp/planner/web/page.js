@@ -6,7 +6,8 @@ function announce() {
   clearTimeout(announcement);
   const { plan, seq_len } = shown;
   const text = plan.choice
-    ? `${whole(seq_len)} tokens fit: ${memory_text(plan.choice.peak.total)} with ${plan.choice.method}.`
+    ? `${whole(seq_len)} tokens fit: ${memory_text(plan.choice.peak.total)} with ${plan.choice.method}, `
+      + `${time_text(plan.choice.seconds.total)} a step.`
     : `${whole(seq_len)} tokens do not fit; the longest is ${whole(plan.best.seq_len)}.`;
   announcement = setTimeout(() => { by_id("announce").textContent = text; }, 500);
 }

@@ -47,8 +47,51 @@ function peak(profile, method, seq_len, chunk_size, setting) {
   };
 }
 
-function flops(method, seq_len) {
-  return method.linear_flops * seq_len + method.attention_flops * (seq_len * seq_len);
+const LOOKED_AT = 2048, QUANTITIES = ["products", "forward", "backward", "moved", "dispatches", "out", "back"];
+
+function features(tokens, chunk, k_block) {
+  const chunks = chunk ? Math.ceil(tokens / chunk) : 0;
+  let blocks = 0;
+  for (let index = 0; index < Math.min(chunks, LOOKED_AT); index += 1) {
+    const start = index * chunk, stop = Math.min(tokens, (index + 1) * chunk);
+    blocks += stop - start >= k_block ? Math.ceil(start / k_block) : Math.ceil(stop / k_block) - 1;
+  }
+  if (chunks > LOOKED_AT) blocks = (chunks - 1) * (chunks * chunk / k_block / 2);
+  return [1, tokens, chunk, chunks, tokens * chunks, tokens * chunk, tokens * tokens, blocks, chunk * blocks];
+}
+
+function work(method, seq_len, chunk_size, setting) {
+  const chunk = method.chunked ? Math.min(chunk_size * setting.sequence_parallel, seq_len) : 0;
+  const given = method.work.length ? features(seq_len, chunk, method.work[0].k_block) : [];
+  return new Map(method.work.map((part) => [part.name, Object.fromEntries(QUANTITIES.map((name, place) =>
+    [name, Math.max(0, part.laws[place].reduce((sum, coefficient, feature) => sum + coefficient * given[feature], 0))]))]));
+}
+
+function flops(method, seq_len, chunk_size, setting) {
+  let total = 0;
+  for (const part of work(method, seq_len, chunk_size, setting).values()) total += part.products + part.forward + part.backward;
+  return total;
+}
+
+function seconds(method, seq_len, chunk_size, rates, setting) {
+  const ranks = setting.sequence_parallel, phases = {};
+  let total = 0, products = 0, attention = 0, elementwise = 0, waiting = 0;
+  for (const [name, part] of work(method, seq_len, chunk_size, setting)) {
+    const product = part.products / ranks / rates.products;
+    const attended = part.forward / ranks / rates.forward + part.backward / ranks / rates.backward;
+    const moved = part.moved / ranks / rates.bandwidth, busy = product + attended + moved;
+    phases[name] = Math.max(busy, Math.max(part.out, part.back) / ranks / rates.link, part.dispatches * rates.dispatch);
+    products += product;
+    attention += attended;
+    elementwise += moved;
+    waiting += phases[name] - busy;
+    total += phases[name];
+  }
+  return { total, products, attention, elementwise, waiting, phases };
+}
+
+function throughput(spent, seq_len, batch_size, setting) {
+  return seq_len * batch_size * (setting.gpus / setting.sequence_parallel) / spent.total;
 }
 
 function usable(memory) {
@@ -85,7 +128,7 @@ function longest_with(profile, method, memory, setting, size) {
   return { method: method.name, seq_len: low, binds: beyond.total > usable(memory) ? beyond.phase : "host memory" };
 }
 
-function choose(profile, methods, seq_len, memory, setting) {
+function choose(profile, methods, seq_len, memory, setting, rates) {
   const found = [];
   for (const method of methods) {
     for (const size of chunk_sizes(profile.batch_size)) {
@@ -93,16 +136,17 @@ function choose(profile, methods, seq_len, memory, setting) {
       if (fits(at, memory)) {
         const { name, saves, offload } = method;
         found.push({
-          method: name, saves, offload, chunk_size: Math.min(size, seq_len), seq_len, peak: at, flops: flops(method, seq_len),
+          method: name, saves, offload, chunk_size: Math.min(size, seq_len), seq_len, peak: at,
+          flops: flops(method, seq_len, size, setting), seconds: seconds(method, seq_len, size, rates, setting),
           gpu_memory: method.prefix_on_host ? Math.max(1, Math.trunc(usable(memory) - at.total)) : null,
         });
-        break;
       }
     }
   }
   let best = null;
+  const fastest = Math.min(...found.map((one) => one.seconds.total));
   for (const one of found) {
-    one.order = [Number((one.flops / found[0].flops).toFixed(2)), one.peak.host, -one.chunk_size];
+    one.order = [fastest ? Number((one.seconds.total / fastest).toFixed(2)) : 1, one.peak.host, -one.chunk_size];
     const differs = best ? [0, 1, 2].find((place) => one.order[place] !== best.order[place]) : 0;
     if (!best || (differs !== undefined && one.order[differs] < best.order[differs])) best = one;
   }
@@ -131,13 +175,13 @@ function levers(profile, now, memory, setting) {
     .filter((lever) => lever.seq_len > 1.05 * now);
 }
 
-function plan_profile(profile, seq_len, memory, setting) {
+function plan_profile(profile, seq_len, memory, setting, rates) {
   const chunked = profile.methods.filter((method) => method.chunked);
   const table = profile.methods.map((method) => longest(profile, method, memory, setting));
   const streamed = table.filter((row) => chunked.some((method) => method.name === row.method));
   const best = streamed.reduce((one, other) => (other.seq_len > one.seq_len ? other : one));
   const length = seq_len === "max" ? best.seq_len : seq_len;
-  const choice = length ? choose(profile, chunked, length, memory, setting) : null;
+  const choice = length ? choose(profile, chunked, length, memory, setting, rates) : null;
   return {
     seq_len: length, choice, best, binds: best.binds, levers: levers(profile, best.seq_len, memory, setting), longest: table,
   };

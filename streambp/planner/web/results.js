@@ -17,7 +17,7 @@ function show_head() {
 }
 
 function show_verdict() {
-  const { plan, seq_len, memory, closest } = shown, { choice, best } = plan;
+  const { plan, seq_len, memory, closest, profile, setting, rates } = shown, { choice, best } = plan;
   const card = by_id("verdict"), limit = usable(memory), at = choice ? choice.peak : closest.at;
   card.dataset.fits = choice ? "yes" : "no";
   by_id("verdict-title").textContent = `${whole(seq_len)} tokens ${choice ? "fit" : "do not fit"}`;
@@ -26,11 +26,14 @@ function show_verdict() {
     ? `with ${choice.method} in chunks of ${whole(choice.chunk_size)} tokens.`
     : `${closest.method.name}, which comes closest, ${short}.`;
   const work = choice ? choice.flops : closest.flops;
+  const spent = choice ? choice.seconds : closest.spent, speed = throughput(spent, seq_len, profile.batch_size, setting);
   const host_limit = memory.host === null ? "no limit" : `of ${memory_text(memory.host)}`;
   const cells = [
     ["Peak per GPU", gib("peak", at.total), `of ${memory_text(limit)} usable`],
     ["Host per GPU", gib("host", at.host), host_limit],
     ["Longest that fits", figure("longest", best.seq_len, whole(best.seq_len)), "tokens"],
+    ["A step", figure("seconds", spent.total, time_text(spent.total)), `on ${rates.name}${rates.guess ? ", guessed" : ""}`],
+    ["Throughput", figure("tokens_per_second", speed, whole(speed)), "tokens/s"],
     ["Arithmetic", figure("flops", work, `${work_text(work)} PFLOP`), "a step"],
   ];
   by_id("figures").replaceChildren(...cells.map(([term, value, small]) =>
@@ -39,6 +42,9 @@ function show_verdict() {
   by_id("code-box").hidden = !choice;
   const pieces = choice ? config_text(choice).split(/(?<=\()/) : [];
   by_id("code").replaceChildren(...pieces.flatMap((piece) => [piece, element("wbr")]));
+  const tera = (rate) => (rate / 1e12).toPrecision(3);
+  by_id("rates").textContent = `${tera(rates.products)} TFLOP/s in products, ${tera(rates.forward)} and ${tera(rates.backward)} `
+    + `in attention, ${tera(rates.bandwidth)} TB/s; forward and backward, no optimizer.`;
   by_id("usable").textContent = `${memory_text(limit)} usable: ${Math.round(100 * memory.reserve)} % is left alone.`;
 }
 
@@ -77,7 +83,8 @@ function swatch(method) {
 function show_methods() {
   const { rows, seq_len, memory } = shown, limit = usable(memory);
   by_id("peak-head").textContent = `Peak at ${whole(seq_len)}`;
-  by_id("methods").tBodies[0].replaceChildren(...rows.map(({ method, at, flops: work, longest: reach, chosen, offered }) => {
+  by_id("methods").tBodies[0].replaceChildren(...rows.map((one) => {
+    const { method, at, flops: work, longest: reach, chosen, offered, spent, fits: fitting } = one;
     const label = element("th", { scope: "row" }, swatch(method), method.name);
     if (chosen) label.append(element("span", { class: "tag" }, "chosen"));
     const cell = (name, over, ...content) =>
@@ -86,6 +93,7 @@ function show_methods() {
     const row = element("tr", { class: chosen ? "chosen" : offered ? "" : "other" }, label,
       cell("peak", at.total > limit, gib(`peak ${key}`, at.total)),
       cell("host", memory.host !== null && at.host > memory.host, gib(`host ${key}`, at.host)),
+      cell("seconds", !fitting, figure(`seconds ${key}`, spent.total, time_text(spent.total))),
       cell("PFLOP", false, figure(`flops ${key}`, work, work_text(work))),
       cell("longest", false, figure(`longest ${key}`, reach.seq_len, whole(reach.seq_len))),
       cell("stopped by", false, binds_text(reach.binds).replace(" memory,", ",")));

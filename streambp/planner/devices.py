@@ -1,0 +1,132 @@
+"""Rates of devices that a step's seconds are computed from, by name: measured, or guessed from what datasheets say.
+
+The H200's four rates were fitted on four measured steps of an 8B model, and predict others within 5 %
+(`tests/planner/test_seconds.py`). Other devices have theirs from two shares of their datasheets. The same kernels of plain
+torch run everywhere and reach 61 % of an H200's memory bandwidth; attention reaches a share of the dense FLOP/s that
+depends on the architecture. What is marked as a guess has no measured rate behind it; `streambp plan --measure-device`
+measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from streambp.errors import ConfigError, StreamBPError
+
+DISPATCH = 11e-6  # seconds of the host for an operation of torch
+FIELDS = ("products", "forward", "backward", "bandwidth", "link")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a device sustains within a step.
+
+    products, forward, backward: FLOP/s of matrix products, and of attention forward and backward (pairs that are computed).
+    bandwidth: bytes/s of all other operations, read and written. link: bytes/s to the host, and from it at the same time.
+    dispatch: seconds of the host for an operation. guess: some of them are. source: where they come from.
+    """
+
+    name: str
+    products: float
+    forward: float
+    backward: float
+    bandwidth: float
+    link: float
+    dispatch: float = DISPATCH
+    guess: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        wrong = [field for field in (*FIELDS, "dispatch") if not getattr(self, field) > 0]
+        if wrong:
+            raise ConfigError(
+                f"{wrong[0]} of the device {self.name!r} is {getattr(self, wrong[0])!r}; it must be a positive number."
+            )
+
+
+def _row(
+    name: str,
+    products: float,
+    forward: float,
+    backward: float,
+    bandwidth: float,
+    link: float,
+    source: str,
+    guess: bool = False,
+) -> Rates:
+    """From TFLOP/s, TB/s and GB/s."""
+    rates = {"products": products, "forward": forward, "backward": backward, "bandwidth": bandwidth}
+    return Rates(name, **{field: rate * 1e12 for field, rate in rates.items()}, link=link * 1e9, guess=guess, source=source)
+
+
+GEN5, GEN4 = 48.7, 22.0  # GB/s each way with both busy: measured on an H200; as PCIe 4.0 is usually reached
+TABLE = (
+    _row("H200", 668, 597, 540, 2.94, GEN5, "fitted on four steps of an 8B model; link measured"),
+    _row("H100", 668, 597, 540, 2.04, GEN5, "SXM: the H200's compute, as published figures are equal; 61 % of 3.35 TB/s"),
+    _row("H100-PCIe", 454, 378, 340, 1.22, GEN5, "756 TFLOP/s and 2.0 TB/s, the H200's shares with a lower clock", True),
+    _row("A100", 250, 193, 172, 1.24, GEN4, "80 GB: matmul 271 (ml-engineering, MAMF), FlashAttention-2 at most 73 % and "
+         "63 % of 312 (its paper), 61 % of 2.04 TB/s"),
+    _row("A100-40GB", 250, 193, 172, 0.95, GEN4, "as the A100, 61 % of 1.56 TB/s"),
+    _row("L40S", 217, 181, 163, 0.53, GEN4, "362 TFLOP/s and 0.86 TB/s, shares of the H100 PCIe", True),
+    _row("RTX4090", 157, 149, 132, 0.61, GEN4, "165 TFLOP/s with float32 sums and 1.008 TB/s, the RTX 5090's shares", True),
+    _row("RTX5090", 210, 189, 168, 1.09, GEN5, "209.5 TFLOP/s (torch.matmul 224), FlashAttention-2 187-191 by others' "
+         "measurements, 61 % of 1.79 TB/s"),
+    _row("RTX3090", 64, 60, 53, 0.57, GEN4, "71 TFLOP/s with float32 sums and 0.936 TB/s, the RTX 5090's shares", True),
+    _row("B200", 1530, 1125, 1012, 4.9, GEN5, "2,250 TFLOP/s and 8.0 TB/s, the H200's shares", True),
+    _row("MI300X", 653, 457, 327, 3.2, GEN5, "1,307 TFLOP/s (matmul 668: ml-engineering, MAMF) and 5.3 TB/s", True),
+)  # fmt: skip
+DEVICES: Mapping[str, Rates] = {rates.name: rates for rates in TABLE}
+DEFAULT = "H200"
+
+
+def rates_of(name: str | Path | Rates) -> Rates:
+    """A device by its name in the table, or by the file that `--measure-device` wrote.
+
+    Raises:
+        ConfigError: there is none of that name, and no such file. StreamBPError: the file holds something else.
+    """
+    if isinstance(name, Rates):
+        return name
+    wanted = _plain(str(name))
+    for known, rates in DEVICES.items():
+        if _plain(known) == wanted:
+            return rates
+    if Path(name).suffix == ".json" or Path(name).is_file():
+        return read_rates(Path(name))
+    near = difflib.get_close_matches(wanted, [_plain(known) for known in DEVICES], 1)
+    hint = next((f" Did you mean {known}?" for known in DEVICES if near and _plain(known) == near[0]), "")
+    raise ConfigError(
+        f"The device {str(name)!r} is not in the table, which has {', '.join(DEVICES)}.{hint} Run `streambp plan "
+        "--measure-device FILE` on it and pass the file."
+    )
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace(" ", "").replace("_", "")
+
+
+def write_rates(rates: Rates, file: Path) -> None:
+    """As JSON, for `read_rates` here or on another machine."""
+    file.write_text(json.dumps(dataclasses.asdict(rates), indent=2) + "\n", "utf-8")
+
+
+def read_rates(file: Path) -> Rates:
+    """The rates that `write_rates` wrote.
+
+    Raises:
+        StreamBPError: the file cannot be read, or holds something else.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        numbers = {name: float(fields[name]) for name in (*FIELDS, "dispatch")}
+        return Rates(str(fields["name"]), **numbers, guess=bool(fields["guess"]), source=str(fields["source"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StreamBPError(
+            f"No rates of a device could be read from {str(file)!r} ({type(error).__name__}: {error}). `streambp plan "
+            "--measure-device FILE` writes such a file."
+        ) from error

@@ -1,0 +1,153 @@
+"""Rates of the device at hand, by seconds of the kernels that a step is made of: about three seconds and 2 GiB on a GPU.
+
+Kernels alone are faster than within a step, where they share power and heat: on an H200 products sustained 0.87 of their
+rate alone and attention 0.95. A GPU is heated for a second first, and what is measured is taken times these two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from streambp.attention.backend import choose_backend
+from streambp.attention.kernels import Kernel, Task
+from streambp.attention.spans import Block, Kind
+from streambp.planner.count import StepCount
+from streambp.planner.devices import DISPATCH, Rates
+from streambp.planner.skeleton import Device
+from streambp.planner.work import pairs
+
+SUSTAINED = {"products": 0.87, "attention": 0.95}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is measured: matrix products of [n, hidden] with [hidden, inner] and back, attention of `length` queries with
+    `heads` and `kv_heads` heads, norms of `tokens` tokens, copies of `copied` bytes; each `times` times, after `heat`
+    seconds."""
+
+    rows: tuple[int, ...]
+    hidden: int
+    inner: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    tokens: int
+    copied: int
+    times: int
+    heat: float
+
+
+GPU = Sizes((1024, 8192), 4096, 12288, 16384, 32, 8, 128, 16384, 2**28, 7, 1.0)
+CPU = Sizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
+
+
+def measure_device(kind: Device, sizes: Sizes | None = None) -> Rates:
+    """The rates of the current GPU, or of this machine's CPU.
+
+    Args:
+        sizes: None: those that say most about training steps there.
+    """
+    sizes = sizes or (GPU if kind == "cuda" else CPU)
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    clock = Clock(device, sizes.times)
+    with torch.no_grad():
+        products = _products(clock, sizes, device, dtype)
+        forward, backward = _attention(clock, sizes, device, dtype)
+        bandwidth = _bandwidth(clock, sizes, device, dtype)
+        link = _link(clock, sizes, device)
+    factor = SUSTAINED if kind == "cuda" else dict.fromkeys(SUSTAINED, 1.0)
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else "this CPU"
+    source = f"measured with torch {torch.__version__}"
+    forward, backward = forward * factor["attention"], backward * factor["attention"]
+    return Rates(name, products * factor["products"], forward, backward, bandwidth, link, DISPATCH, source=source)
+
+
+class Clock:
+    """Seconds of work on a device: the median of `times` runs."""
+
+    def __init__(self, device: torch.device, times: int) -> None:
+        self._device, self._times = device, times
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        """Of one run, the first of which is not counted."""
+        run()
+        found = []
+        for _ in range(self._times):
+            self.wait()
+            start = time.perf_counter()
+            run()
+            self.wait()
+            found.append(time.perf_counter() - start)
+        return max(statistics.median(found), 1e-9)
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _products(clock: Clock, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s, over products with many rows and few, to the inner size and back; the first heats the device."""
+    weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
+    flops = taken = 0.0
+    heated = time.perf_counter()
+    for rows in reversed(sizes.rows):
+        x = torch.randn(rows, sizes.hidden, device=device, dtype=dtype)  # [n, h]
+        while time.perf_counter() - heated < sizes.heat:
+            x @ weight
+            clock.wait()
+        taken += clock(lambda x=x: (x @ weight) @ weight.mT)  # type: ignore[misc]
+        flops += 4 * rows * sizes.hidden * sizes.inner
+    return flops / taken
+
+
+def _attention(clock: Clock, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s forward and backward of a causal block, in the kernel that streamed attention takes here."""
+    shape = (sizes.length, sizes.head_size)
+    q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
+    k, v = (torch.randn(1, sizes.kv_heads, *shape, device=device, dtype=dtype) for _ in range(2))  # [B, H_kv, T, D]
+    block = Block(Kind.CAUSAL, 0, 1, 0, sizes.length, 0, sizes.length)
+    kernel: Kernel = choose_backend("auto", q, v, 0.0).kernel(block)
+    task = Task(block, sizes.head_size**-0.5)
+    o, lse = kernel.forward(q, k, v, task)
+    flops = 2 * sizes.heads * pairs(sizes.length, sizes.length, True, None) * sizes.head_size
+    forward = clock(lambda: kernel.forward(q, k, v, task))
+    backward = clock(lambda: kernel.backward(o, q, k, v, o, lse, task))
+    return 2 * flops / forward, 5 * flops / backward
+
+
+def _bandwidth(clock: Clock, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes/s of an RMSNorm in plain torch, by the bytes that the planner counts for it. [Note: bytes moved]"""
+    x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]
+    weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
+    with StepCount(None) as count:
+        _norm(x.to("meta"), weight.to("meta"))
+    return count.work.moved / clock(lambda: _norm(x, weight))
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _link(clock: Clock, sizes: Sizes, device: torch.device) -> float:
+    """Bytes/s each way, with copies both ways at once."""
+    pinned = device.type == "cuda"
+    there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
+    host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    streams: Sequence[torch.cuda.Stream | None] = [torch.cuda.Stream(device) if pinned else None for _ in range(2)]
+
+    def copies() -> None:
+        for stream, target, source in zip(streams, (host[0], back), (there, host[1]), strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+
+    return sizes.copied / clock(copies)

@@ -1,0 +1,91 @@
+"""Seconds of a step, from its work and a device's rates.
+
+    seconds = products + attention forward + attention backward + bytes moved + what copies and the host add
+
+Four rates, fitted on measured steps. Nothing overlaps but copies and the host, which are waited for where they take longer
+than the kernels. Forward and backward alone: no optimizer, no communication between GPUs, and not the first step, which
+pins host memory (about 0.5 s a GiB) and compiles kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from streambp.planner.devices import Rates
+from streambp.planner.profile import Method, Profile, Setting, peak, work
+from streambp.planner.work import Work
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Of a step on one rank: total = products + attention + elementwise + waiting; phases: the total by kind of phase."""
+
+    total: float
+    products: float
+    attention: float
+    elementwise: float
+    waiting: float
+    phases: Mapping[str, float]
+
+
+def seconds(method: Method, seq_len: int, chunk_size: int, rates: Rates, setting: Setting | None = None) -> Seconds:
+    """Of a step of `seq_len` positions a row in chunks of `chunk_size`.
+
+    Args:
+        setting: `sequence_parallel` ranks share the work evenly; None: one rank.
+    """
+    ranks = 1 if setting is None else setting.sequence_parallel
+    products = attention = elementwise = waiting = total = 0.0
+    phases: dict[str, float] = {}
+    for name, part in work(method, seq_len, chunk_size, setting).items():
+        parts = kernels(part, rates, ranks)
+        busy = parts[0] + parts[1] + parts[2]
+        copies = max(part.out, part.back) / ranks / rates.link
+        phases[name] = max(busy, copies, part.dispatches * rates.dispatch)
+        products += parts[0]
+        attention += parts[1]
+        elementwise += parts[2]
+        waiting += phases[name] - busy
+        total += phases[name]
+    return Seconds(total, products, attention, elementwise, waiting, phases)
+
+
+def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, float]:
+    """Seconds of matrix products, of attention and of all other kernels."""
+    return (
+        part.products / ranks / rates.products,
+        part.forward / ranks / rates.forward + part.backward / ranks / rates.backward,
+        part.moved / ranks / rates.bandwidth,
+    )
+
+
+def throughput(found: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
+    """Tokens a second over all ranks."""
+    return seq_len * batch_size * (setting.gpus / setting.sequence_parallel) / found.total
+
+
+def worth(
+    profile: Profile,
+    kept: Method,
+    without: Method,
+    seq_len: int,
+    chunk_size: int,
+    rates: Rates,
+    setting: Setting | None = None,
+) -> float:
+    """Milliseconds that a step is shorter for a GiB of the device more, where a method saves what another does not.
+
+    Args:
+        kept, without: methods of the profile, the second of which saves less; both on the device.
+
+    Returns:
+        0 if it takes no memory at this length.
+    """
+    setting = setting or Setting()
+    times = [seconds(method, seq_len, chunk_size, rates, setting).total for method in (without, kept)]
+    sizes = [peak(profile, method, seq_len, chunk_size, setting).total for method in (without, kept)]
+    more = (sizes[1] - sizes[0]) / GIB
+    return 1000 * (times[0] - times[1]) / more if more > 0 else 0.0

@@ -1,0 +1,189 @@
+"""What a step's operations ask of a device: products, attention, bytes that other operations move, dispatches, copies.
+
+[Note: bytes moved] An operation reads its inputs once and writes its outputs once; what it changes in place it reads too. A
+dimension that is broadcast is read once. Views and empty tensors move nothing, fills and `copy_` do not read what they
+write, gathers and scatters move what they select twice, and a matrix product that adds to a sum moves the sum twice. The
+rest of matrix products and attention is in their FLOPs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Work(NamedTuple):
+    """Of a part of a step.
+
+    products: FLOPs of matrix products. forward, backward: FLOPs of attention kernels, of the pairs that they compute.
+    moved: bytes that all other operations read and write. dispatches: operations that torch starts.
+    out, back: bytes copied to the host and from it.
+    """
+
+    products: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    moved: float = 0.0
+    dispatches: float = 0.0
+    out: float = 0.0
+    back: float = 0.0
+
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        """The sum, the other taken so many times."""
+        return Work(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for part in value:
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif isinstance(part, tuple | list | dict) and part:
+                found += tensors(part)
+    return found
+
+
+def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(a.shape) * b.shape[-1]
+
+
+def _addmm(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int:
+    return _mm(a, b)
+
+
+LINEAR_FLOPS: dict[Any, Callable[..., int]] = {
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.addmm_.default: _addmm,
+    aten.mm.dtype: _mm,
+    aten.addmm.dtype_out: _addmm,
+    aten.bmm.default: _mm,
+    aten.baddbmm.default: _addmm,
+}
+if hasattr(aten, "_grouped_mm"):
+    LINEAR_FLOPS[aten._grouped_mm.default] = lambda a, b, *_, **__: (
+        2 * a.shape[-2] * a.shape[-1] * b.shape[-1]  # every row of a meets one matrix of b, or every column one group
+    )
+ADDS_TO_A_SUM = frozenset({aten.addmm_.default, aten.addmm.dtype_out})
+
+FORWARDS = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._flash_attention_forward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+)
+BACKWARDS = (
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+)
+ATTENTION = frozenset(FORWARDS + BACKWARDS)
+CAUSAL_AT = {  # the position of is_causal among the arguments
+    FORWARDS[0]: 4, FORWARDS[1]: 4, FORWARDS[2]: 8, FORWARDS[3]: 6,
+    BACKWARDS[0]: 11, BACKWARDS[1]: 7, BACKWARDS[2]: 11, BACKWARDS[3]: 11,
+}  # fmt: skip
+
+
+def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, int, int]:
+    """Rows, H, H_kv, queries, keys, D, D_v of an attention call."""
+    q, k, v = args[1:4] if func in BACKWARDS else args[:3]
+    if func in (FORWARDS[2], BACKWARDS[2]):  # token major, [B, T, H, D] or [T, H, D]
+        rows = q.shape[0] if q.dim() == 4 else 1
+        return rows, q.shape[-2], k.shape[-2], q.shape[-3], k.shape[-3], q.shape[-1], v.shape[-1]
+    return q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+
+
+def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
+    """Queries times the keys that each reads; causal: the last query reads up to the last key, and so on downwards; window:
+    the most keys that a query reads."""
+    found = queries * keys
+    if causal:
+        found = found // 2 if queries == keys else found - queries * queries // 2
+    if causal and window is not None and window < keys:
+        full = max(0, min(queries, keys - window))  # queries that have more keys than the window
+        rest = queries - full
+        found = full * window + rest * (keys - queries) + rest * (rest + 1) // 2
+    return found
+
+
+def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
+    """Two products forward; five backward, where the scores are computed again."""
+    rows, heads, _, queries, keys, size, value_size = _attention_shapes(func, args)
+    causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
+    left = kwargs.get("window_size_left")
+    products = 3 * size + 2 * value_size if func in BACKWARDS else size + value_size
+    return 2 * rows * heads * pairs(queries, keys, causal, None if left is None or left < 0 else left + 1) * products
+
+
+def workspace(func: Any, args: Any, kernels: str) -> int:
+    """Bytes that an attention kernel takes and gives back. [Note: kernel workspaces]"""
+    if func is BACKWARDS[1]:
+        return 0
+    rows, heads, kv_heads, queries, keys, size, value_size = _attention_shapes(func, args)
+    total = 4 * rows * heads * queries * (size + 1)
+    if func is BACKWARDS[3]:
+        return total + 4 * rows * heads * keys * (size + value_size)
+    if kernels == "flash" and heads != kv_heads:
+        total += args[1].element_size() * rows * heads * keys * (size + value_size)
+    return total
+
+
+EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+ONLY_WRITTEN = frozenset({"zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+COPIES = frozenset({"copy_"})
+SELECTED_RESULT = frozenset({"index", "index_select", "gather", "embedding"})
+SELECTED_SOURCE = {  # the position of what is written to selected places
+    "index_put_": 2, "index_put": 2, "index_add_": 3, "index_add": 3, "index_copy_": 3,
+    "scatter_": 3, "scatter": 3, "scatter_add_": 3, "scatter_add": 3, "embedding_dense_backward": 0,
+}  # fmt: skip
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes, of broadcast dimensions once."""
+    kept = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
+    return math.prod(kept) * tensor.element_size()
+
+
+def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that an operation other than a view reads and writes. [Note: bytes moved]"""
+    name = func._overloadpacket.__name__
+    written = sum(map(_size, tensors(result)))
+    if func in ADDS_TO_A_SUM:
+        return 2 * written
+    if func in LINEAR_FLOPS or func in ATTENTION or name in EMPTY:
+        return 0
+    if name in ONLY_WRITTEN:
+        return written
+    if name in COPIES:
+        return _size(args[1]) + written
+    if name in SELECTED_RESULT:
+        return 2 * written
+    if name in SELECTED_SOURCE:
+        source = args[SELECTED_SOURCE[name]] if len(args) > SELECTED_SOURCE[name] else None
+        chosen = 2 * _size(source) if isinstance(source, Tensor) else written
+        return chosen if name.endswith("_") else chosen + written
+    read = [x for name, x in kwargs.items() if name != "out"]
+    return written + sum(map(_size, tensors((args, read))))
+
+
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    """Of one operation that gave `result`."""
+    if func in LINEAR_FLOPS:
+        return Work(LINEAR_FLOPS[func](*args, **kwargs), moved=moved(func, args, kwargs, result), dispatches=1)
+    if func in ATTENTION:
+        flops = attention_flops(func, args, kwargs)
+        return Work(backward=flops, dispatches=1) if func in BACKWARDS else Work(forward=flops, dispatches=1)
+    return Work(moved=moved(func, args, kwargs, result), dispatches=1)

@@ -1,0 +1,125 @@
+"""Profiles are counted once for a model, options and code; progress is told; routing is shared evenly.
+
+covers: planner/counted.py, planner/report.py, planner/routing.py, planner/survey.py
+"""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+import streambp.planner.counted as module
+from streambp.planner import Setting
+from streambp.planner.count import StepCount, aten
+from streambp.planner.counted import Asked, counted, folder
+from streambp.planner.profile import peak, work
+from streambp.planner.report import Progress
+from streambp.planner.routing import Routing
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, streamed, survey
+from tests import zoo
+from tests.planner.test_estimates import SMALL
+from tests.planner.test_plans import two_methods
+
+
+@pytest.fixture
+def surveys(tmp_path, monkeypatch):
+    """The number of surveys so far, in a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def survey_made_up(*arguments, **named):
+        calls.append(arguments)
+        return two_methods()
+
+    monkeypatch.setattr(module, "survey", survey_made_up)
+    return calls
+
+
+def test_a_second_plan_of_a_model_counts_nothing(surveys, tmp_path):
+    SMALL.save_pretrained(tmp_path / "model")
+    first = counted(Asked(SMALL), [streamed()], cache=True)
+    assert counted(Asked(SMALL), [streamed()], cache=True) == first == two_methods()
+    assert counted(Asked(str(tmp_path / "model")), [streamed()], cache=True) == first
+    assert len(surveys) == 1
+    assert [path.parent for path in folder().iterdir()] == [tmp_path / "streambp" / "plans"]
+
+
+@pytest.mark.parametrize("change", ["options", "configuration", "recipes", "source", "torch", "a broken file", "no cache"])
+def test_another_plan_is_counted_anew(change, surveys, monkeypatch):
+    counted(Asked(SMALL), [streamed()], cache=True)
+    asked, recipes, cache = Asked(SMALL), [streamed()], True
+    if change == "options":
+        asked = Asked(SMALL, fused_layers=True)
+    if change == "configuration":
+        asked = Asked(type(SMALL)(**{**SMALL.to_dict(), "rms_norm_eps": 1e-3}))
+    if change == "recipes":
+        recipes = [streamed(("kv",))]
+    if change == "source":
+        monkeypatch.setattr(module, "_source", lambda: "changed")
+    if change == "torch":
+        monkeypatch.setattr(module, "_version", lambda package: "0.0")
+    if change == "a broken file":
+        for path in folder().iterdir():
+            path.write_text("{")
+    if change == "no cache":
+        cache = False
+    assert counted(asked, recipes, cache=cache) == two_methods()
+    assert len(surveys) == 2
+
+
+def test_a_model_that_is_built_is_always_counted(surveys):
+    model = zoo.build("qwen3", torch.bfloat16)
+    for _ in range(2):
+        counted(Asked(model), [streamed()], cache=True)
+    assert len(surveys) == 2
+    assert not folder().exists()
+
+
+def test_progress_is_told():
+    told = []
+    skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
+    survey(skeleton, [CHECKPOINTING, CHECKPOINTING_HEAD], at=(64, 32), tree=False, said=lambda *one: told.append(one))
+    assert told == [("checkpointing", 0.0), ("checkpointing, fused head", 0.5)]
+
+
+def test_a_bar_is_for_terminals_alone():
+    stream = io.StringIO()
+    with Progress(stream) as said:
+        said("streambp", 0.5)
+    assert not stream.getvalue()
+    stream.isatty = lambda: True
+    with Progress(stream) as said:
+        said("streambp", 0.5)
+    assert "██░" in stream.getvalue()
+    assert " 50 % counting streambp" in stream.getvalue()
+    assert stream.getvalue().endswith("\r\033[K")
+
+
+def test_experts_get_equal_shares():
+    """32 tokens with two experts of five each: 64 pairs, 13 of them or 12 for each expert, and all experts are picked."""
+    mask = torch.empty(2, 32, dtype=torch.long, device="meta")
+    with StepCount(None) as count:
+        for _ in range(2):
+            torch.empty(32, 5, device="meta").topk(2)
+            sizes = torch.empty(5, dtype=torch.long, device="meta").tolist()
+            assert torch.empty(5, dtype=torch.bool, device="meta").nonzero().shape == (5, 1)
+            assert mask.nonzero().shape == (13, 2)
+            assert sizes == [13, 13, 13, 13, 12]
+    assert count.routing.rows == 64
+    assert Routing().answer(aten.nonzero.default, (mask,)) is None  # nothing was routed: torch says so itself
+
+
+@pytest.mark.parametrize(
+    "family", ["jetmoe", *(pytest.param(name, marks=pytest.mark.full) for name in ("dbrx", "longcat_flash"))]
+)
+def test_experts_that_look_at_their_routing_do_the_work_of_their_shares(family):
+    """Twice the tokens are twice the products, or more where scores are products too."""
+    skeleton = Skeleton(zoo.tiny_config(family), torch.bfloat16, None, 16, "cuda")
+    profile = survey(skeleton, [streamed()], at=(512, 256), accumulating=False, tree=False)
+    method = profile.methods[0]
+    assert peak(profile, method, 512, 256, Setting(optimizer=0)).activations > 0
+    found = [work(method, length, 256)["forward"].products for length in (512, 1024)]
+    assert 1.95 <= found[1] / found[0] <= 4

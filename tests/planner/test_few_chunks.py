@@ -1,0 +1,102 @@
+"""Lines from few chunks are those from many, and from a second step at each point: the memory that the planner says.
+
+The MLPs are three times as wide as the model, as most are: where they are thin, attention makes the peak of chunks of 2,048
+tokens and not of larger ones, and lines from 4,096 and 8,192 are some percent below a count there.
+
+covers: planner/compose.py, planner/count.py, planner/survey.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+
+import streambp.planner.survey as module
+from streambp.planner.compose import fit, solve, unroll
+from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, survey
+from tests.versions import STATES_IN_CHUNKS
+
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": 4, "vocab_size": 500,
+}  # fmt: skip
+STATES = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+# Sixteen chunks where there is no count for any length: a quarter of the length beyond the kernels' block, and of a chunk.
+LENGTH, CHUNK, SMALL_CHUNK = 32_768, 8192, 2048
+TILED_LENGTH, TILED_CHUNK = 8192, 2048
+
+
+def configs():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    windows = {"sliding_window": 512, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    return {
+        "qwen3": Qwen3Config(**SHAPE),
+        "qwen3_moe": Qwen3MoeConfig(**SHAPE, **experts),
+        "gemma3": Gemma3TextConfig(**SHAPE, **windows),
+        "gemma2": Gemma2Config(**SHAPE, sliding_window=512),
+        "qwen3_5": Qwen3_5TextConfig(**SHAPE, **STATES, layer_types=["linear_attention"] * 3 + ["full_attention"]),
+    }
+
+
+def many(config, recipe):
+    """Lines through counts in four, five and sixteen chunks, with a first and a second step at each point."""
+    skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
+    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
+    length, chunk, small = (LENGTH, CHUNK, SMALL_CHUNK)
+    if not counter.fused(recipe):
+        length, chunk, small = TILED_LENGTH, TILED_CHUNK, TILED_CHUNK // 2
+    points = [(length, 0), (length + chunk, 0)]
+    if recipe.config is not None:
+        points = [(length, chunk), (length, small), (length + chunk, chunk)]
+        points += [(length, 2 * small)] if counter.carries_states else []
+    steps = [counter.count(recipe, point) for point in points]
+    regimes = []
+    for number in range(2):
+        phases, totals = zip(*(unroll(step[number], counter.reduced) for step in steps), strict=True)
+        regimes.append(fit(points, phases, counter.reduced))
+    return regimes, solve(points, [total.host for total in totals])
+
+
+def check(name, recipes):
+    config, numbers = configs()[name], 0
+    found = survey(Skeleton(config, torch.bfloat16, None, 16, "cuda"), recipes, tree=False, timed=False)
+    for method, recipe in zip(found.methods, recipes, strict=True):
+        (first, accumulating), host = many(config, recipe)
+        for ours, theirs in ((method.first, first), (method.accumulating, accumulating)):
+            assert [phase.name for phase in ours] == [phase.name for phase in theirs]
+            for one, other in zip(ours, theirs, strict=True):
+                for field in ("constant", "per_token", "per_chunk_token", "per_chunk"):
+                    numbers += 1
+                    assert getattr(one, field) == pytest.approx(getattr(other, field), abs=0.05), (method.name, one.name)
+        assert (method.host_constant, method.host_per_token) == pytest.approx(host[:2], abs=0.05)
+    print(f"{name}: {numbers} numbers")
+    assert numbers > 60
+
+
+QUICK, ALL = (STREAMED[0], STREAMED[4]), (CHECKPOINTING, *STREAMED)
+needs_states = pytest.mark.skipif(not STATES_IN_CHUNKS, reason="before transformers 5.15 such layers run whole")
+
+
+def test_lines_of_few_chunks_are_those_of_many():
+    check("qwen3", QUICK)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "gemma2", pytest.param("qwen3_5", marks=needs_states)])
+def test_lines_of_few_chunks_are_those_of_many_in_every_kind_of_model(name):
+    check(name, ALL)
+
+
+def test_two_chunks_are_too_few(monkeypatch):
+    """The comparison sees lines through fewer chunks than it takes."""
+    real = module._points
+
+    def fewer(*arguments):
+        points = real(*arguments)
+        return ((2 * CHUNK, CHUNK), (2 * CHUNK, CHUNK // 2), points[2])
+
+    monkeypatch.setattr(module, "_points", fewer)
+    with pytest.raises(AssertionError):
+        check("qwen3", QUICK)
