@@ -55,8 +55,6 @@ class LayerCall:
         rule = site.chunk_rule
         size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
         self.plan = plan_chunks(length, batch_size, size)
-        if config.chunk_size == "auto":
-            self.plan = plan_chunks(length, batch_size, site.kind.states.chunk_size(self.plan.size))
         self.configs = site.of(site.kind.attention.configs)
         self.packing = Packing(site, arguments)
         self.recorded = recorded_keys()

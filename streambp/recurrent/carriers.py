@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from streambp.chunks import Chunk
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import mixers_of
-from streambp.recurrent.states import LEAST_TOKENS, StateCache, States, take_returned, whole_blocks
+from streambp.recurrent.states import LEAST_TOKENS, StateCache, States, take_returned
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -32,10 +32,6 @@ class NoStates:
     carries = False
     least = 1
     why_not_split: str | None = None
-
-    def chunk_size(self, size: int) -> int:
-        """The chunk size that chunk_size="auto" stands for, if `size` is what the rule gives."""
-        return size
 
     def scans(self, layer: nn.Module) -> list[tuple[nn.Module, str]]:
         """As of `scans_of`."""
@@ -74,10 +70,6 @@ class StatesInCache(NoStates):
 
     def __init__(self, argument: str) -> None:
         self.argument = argument
-
-    def chunk_size(self, size: int) -> int:
-        """Whole blocks of the recurrences' kernels."""
-        return whole_blocks(size)
 
     def scans(self, layer: nn.Module) -> list[tuple[nn.Module, str]]:
         """Its recurrences that take no start state."""

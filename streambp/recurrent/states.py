@@ -29,7 +29,6 @@ from torch import Tensor
 
 from streambp.cache import ChunkCache
 
-KERNEL_BLOCK = 256  # positions: Mamba 2's kernels take as many at a time, those of the delta rules 64
 LEAST_TOKENS = 2  # of a chunk: for one token on top of a state mixers take decode kernels, which have no backward
 
 
@@ -165,8 +164,3 @@ def _join(before: Tensor, states: Tensor) -> Tensor:
 def leaves_of(states: States) -> States:
     """The same values as leaves of a new graph; floating states want a gradient, others (token ids) cannot have one."""
     return {key: state.detach().requires_grad_(state.is_floating_point()) for key, state in states.items()}
-
-
-def whole_blocks(size: int) -> int:
-    """The chunk size next below that wastes no padding in a kernel that takes blocks of positions."""
-    return size - size % KERNEL_BLOCK if size > KERNEL_BLOCK else size
