@@ -74,12 +74,13 @@ def attend_blocks(
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
     keep_wide = keep_wide and all(kernel is MATH for kernel in plan.kernels)
-    merged = MergedOutput(q, site.value_size, plan, chunk, wide=keep_wide or sink is not None)
+    size = site.value_size
+    merged, padded = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None), size != site.width
     for number, (block, k, v) in enumerate(site.visit(plan.blocks)):
         task = params.task(number, block, layout, q.device)
         queries = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
         o, lse = plan.kernels[number].forward(cut(q, *queries), k, v, task)
-        merged.add(number, narrowed(o, site.value_size), lse)
+        merged.add(number, narrowed(o, size) if padded else o, lse)
     attended = merged.result()
     attended = attended if sink is None else with_sink(attended, sink)
     return attended.rounded(q.dtype, keep_wide)
@@ -164,7 +165,8 @@ class PrefixAttention(torch.autograd.Function):
         site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
         plan: Plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD)
         summed = SummedQueries(q, plan, chunk)
-        do_wide, o_wide = widened(do, site.width), widened(o, site.width)  # [B, C, H, width]. [Note: padded values]
+        size, width = site.value_size, site.width
+        do_wide, o_wide = widened(do, width), widened(o, width)  # [B, C, H, width]. [Note: padded values]
         for number, (block, k, v) in enumerate(site.visit(plan.blocks, gradients=True)):
             task = params.task(number, block, layout, q.device)
             queries = b0, b1, t0, t1 = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
@@ -173,7 +175,7 @@ class PrefixAttention(torch.autograd.Function):
             with _in_autocast(q.device.type, ctx.autocast):  # scores computed again must fit to the forward's lse
                 dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
             summed.add(number, dq)
-            site.add(block, dk, narrowed(dv, site.value_size))
+            site.add(block, dk, dv if size == width else narrowed(dv, size))
         dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
         dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
         return summed.result(), dk_own.to(q.dtype), dv_own.to(q.dtype), dsink, None, None, None, None, None

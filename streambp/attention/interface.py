@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -54,13 +54,13 @@ def stream_attention(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
             )
             return found
-    foreign = [name for name in FOREIGN_ARGUMENTS if kwargs.get(name) is not None]
+    foreign = _given(kwargs, FOREIGN_ARGUMENTS)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     elsewhere = not isinstance(attention_mask, AttentionPoint | LazyMask) and (
         not is_causal or getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]
     )
     if elsewhere:
-        foreign += [name for name in SINKS if kwargs.get(name) is not None] + ["softcap"] * (softcap is not None)
+        foreign += _given(kwargs, SINKS) + ["softcap"] * (softcap is not None)
         # sdpa would read that as causal from the first key on, for a chunk as for the whole.
         foreign += ["no mask over keys from elsewhere"] * (attention_mask is None and is_causal)
     elif not is_causal:
@@ -77,9 +77,14 @@ def stream_attention(
     dtype = autocast_dtype(query.device.type)
     if dtype is not None:  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
-    sinks = [kwargs[name] for name in SINKS if kwargs.get(name) is not None]
+    sinks = [kwargs[name] for name in _given(kwargs, SINKS)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, *sinks)), None
+
+
+def _given(kwargs: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Those of the names that a call has a value for."""
+    return [] if kwargs.keys().isdisjoint(names) else [name for name in names if kwargs.get(name) is not None]
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:

@@ -106,8 +106,8 @@ class CallSite:
             self.packed, self.v = self.width, narrowed(self.v, self.columns).contiguous()
 
     def _unpack(self) -> None:
-        if self.packed is not None:
-            self.v, self.packed = widened(self.v, self.packed), None
+        assert self.packed is not None
+        self.v, self.packed = widened(self.v, self.packed), None
 
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
         """dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32); zeros when first asked for."""
@@ -135,7 +135,8 @@ class CallSite:
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """The blocks with views of the buffers."""
-        self._unpack()
+        if self.packed is not None:
+            self._unpack()
         if gradients:
             self.dk, self.dv = self.grow_accumulators()
         for block in blocks:

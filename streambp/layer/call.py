@@ -171,7 +171,9 @@ class LayerCall:
         Args:
             leaves, states: as in `compute`.
         """
-        named, cache = self.carried.handed_to(self.arguments.cut(chunk, leaves), chunk, point, states)
+        kind = self.site.kind
+        named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
+        named, cache = kind.states.hand(named, chunk, states, read)
         shared = self.arguments.mappings
         before = {name: dict(named[name]) for name in shared} if shared else {}
         named, starting = self.packing.entered(named, chunk, cache)
@@ -182,7 +184,7 @@ class LayerCall:
                 point.finish()
                 return None
         point.finish()
-        result = self.site.kind.states.taken(result, cache)
+        result = kind.states.taken(result, cache)
         mappings = {name: (before[name], named[name]) for name in before} if before else {}
         output = collect(*self.unwrap(result), recorded, mappings)
         output.states = {} if cache is None else cache.after

@@ -10,17 +10,16 @@ A chunk reaches both through arguments of the layer's own forward; which ones th
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
 from streambp.attention.carriers import Layout
 from streambp.attention.kv import PrefixMemory
-from streambp.attention.prefix import AttentionPoint, Prefix
-from streambp.chunks import Chunk, ChunkPlan
+from streambp.attention.prefix import Prefix
+from streambp.chunks import ChunkPlan
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Offloader, SavedTensors
-from streambp.recurrent.states import StateCache, States
+from streambp.recurrent.states import States
 
 
 class Carried:
@@ -35,7 +34,7 @@ class Carried:
     """
 
     def __init__(self, site: LayerSite, layout: Layout, length: int) -> None:
-        self.kind = site.kind
+        self.in_tiles = site.kind.attention.in_tiles
         self.layout = layout
         self.prefix = Prefix(layout.spans, length, site.config.attention)
         self.states: States = {}
@@ -47,20 +46,9 @@ class Carried:
         Args:
             saved: the store that keeps keys and values for backward; None: none does.
         """
-        if self.kind.attention.in_tiles:
+        if self.in_tiles:
             scratch = functools.partial(offloader.scratch, device)
             self.prefix.memory = PrefixMemory(plan, offloader.prefix_memory, scratch, saved)
-
-    def handed_to(
-        self, named: dict[str, Any], chunk: Chunk, point: AttentionPoint, states: States | None
-    ) -> tuple[dict[str, Any], StateCache | None]:
-        """A chunk's arguments, with what it gets from the chunks before it among them; and where its states end up.
-
-        Args:
-            states: those that the chunk starts from; None: it gets no cache.
-        """
-        named, read = self.kind.attention.hand(named, point)
-        return self.kind.states.hand(named, chunk, states, read)
 
     def drop(self) -> None:
         """Let go of it: the pass over the chunks is over."""

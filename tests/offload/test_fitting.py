@@ -48,7 +48,7 @@ def patched(monkeypatch):
     """Makes a streamed model whose saves are chosen for the memory that a `Device` says."""
 
     def make(model=None, room=PLENTY, chunk_size=5):
-        monkeypatch.setattr(auto, "_law", lambda *_: LAW)
+        monkeypatch.setattr(auto, "_law", lambda *_, **__: LAW)
         model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
         model = streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, saves="auto"))
         device = Device(room)
@@ -254,7 +254,7 @@ def test_describe_tells(patched):
 
 
 def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
-    monkeypatch.setattr(auto, "_law", lambda *_: "a reason of a test")
+    monkeypatch.setattr(auto, "_law", lambda *_, **__: "a reason of a test")
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5, saves="auto"))
     expected = seeded(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5)))
     for _ in range(2):
