@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma2Config, Gemma3TextConfig, Qwen3Config, Qwen3MoeConfig
 
 import streambp.planner.survey as module
 from streambp.planner.compose import fit, solve, unroll
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, survey
-from tests.versions import STATES_IN_CHUNKS
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "num_hidden_layers": 4, "vocab_size": 500,
 }  # fmt: skip
-STATES = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 # Sixteen chunks where there is no count for any length: a quarter of the length beyond the kernels' block, and of a chunk.
 LENGTH, CHUNK, SMALL_CHUNK = 32_768, 8192, 2048
 TILED_LENGTH, TILED_CHUNK = 8192, 2048
@@ -36,7 +34,6 @@ def configs():
         "qwen3_moe": Qwen3MoeConfig(**SHAPE, **experts),
         "gemma3": Gemma3TextConfig(**SHAPE, **windows),
         "gemma2": Gemma2Config(**SHAPE, sliding_window=512),
-        "qwen3_5": Qwen3_5TextConfig(**SHAPE, **STATES, layer_types=["linear_attention"] * 3 + ["full_attention"]),
     }
 
 
@@ -50,7 +47,6 @@ def many(config, recipe):
     points = [(length, 0), (length + chunk, 0)]
     if recipe.config is not None:
         points = [(length, chunk), (length, small), (length + chunk, chunk)]
-        points += [(length, 2 * small)] if counter.carries_states else []
     steps = [counter.count(recipe, point) for point in points]
     regimes = []
     for number in range(2):
@@ -76,7 +72,6 @@ def check(name, recipes):
 
 
 QUICK, ALL = (STREAMED[0], STREAMED[4]), (CHECKPOINTING, *STREAMED)
-needs_states = pytest.mark.skipif(not STATES_IN_CHUNKS, reason="before transformers 5.15 such layers run whole")
 
 
 def test_lines_of_few_chunks_are_those_of_many():
@@ -84,7 +79,7 @@ def test_lines_of_few_chunks_are_those_of_many():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "gemma2", pytest.param("qwen3_5", marks=needs_states)])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "gemma2"])
 def test_lines_of_few_chunks_are_those_of_many_in_every_kind_of_model(name):
     check(name, ALL)
 
