@@ -25,6 +25,7 @@ from streambp.model import fused_layers
 from tests import opaque_kernels
 from tests.families import build, make_batch
 from tests.oracle import gradients, relative_l2
+from tests.seeds import seed_torch
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 PATCHES = f"liger_kernel.transformers.{LIGERS_PATCHES}"
@@ -181,7 +182,7 @@ def test_adapters_inside(liger):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     models, batch = [], make_batch("plain")
     for _ in range(2):
-        torch.manual_seed(0)
+        seed_torch()
         settings = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         models.append(peft.get_peft_model(build("qwen3"), settings))
     stock, ours = models

@@ -26,6 +26,7 @@ from streambp.planner.profile import Method, Phase
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, step
+from tests.seeds import seed_of, seed_torch
 
 TOKEN = 1000.0  # bytes that the law of these tests gives each of them
 PLENTY = 1e9
@@ -68,7 +69,7 @@ def plain(model=None, **settings):
 
 
 def seeded(model, seed=3, **batch):
-    torch.manual_seed(seed)
+    seed_torch(seed)
     return step(model, **batch)
 
 
@@ -218,7 +219,7 @@ def test_a_backward_that_runs_out_raises_and_later_steps_save_less(patched, monk
 
 def test_many_lengths_leave_nothing_behind(patched):
     model, device = patched(room=1e5)
-    reference, lengths = plain(), random.Random(5)
+    reference, lengths = plain(), random.Random(seed_of(5))
     for _ in range(12):
         length = lengths.randint(2, 40)
         device.tokens = 2 * length
@@ -236,7 +237,7 @@ def test_micro_batches_in_any_order(patched):
     for model in (plain(), patched(room=1e5)[0]):
         seeded(model)
         model.zero_grad(set_to_none=True)
-        torch.manual_seed(0)
+        seed_torch()
         first, second = (model(**make_batch("plain", seed=seed), use_cache=False).loss for seed in (1, 2))
         first.backward()
         second.backward()
