@@ -109,7 +109,7 @@ def test_all_batches_of_three_short_rows():
 def random_rows(draw, width):
     """Branches of branches, with rows that end inside others and equal ones."""
     rows = []
-    for _ in range(draw.randrange(2, 9)):
+    for _ in range(draw.randint(2, 8)):
         start = () if not rows or draw.random() < 0.2 else draw.choice(rows)[1]
         start = start[: draw.randrange(len(start) + 1)]
         more = tuple(draw.randrange(3) for _ in range(draw.randrange(width - len(start) + 1)))
