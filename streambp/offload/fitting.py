@@ -3,7 +3,8 @@
 [Note: saves that fit] `saves="auto"` without offloading is decided when the first layer's forward of a micro-batch begins,
 from what the device has free then and from what a step without saves needs (the planner's law). Whatever else is there, an
 optimizer's states, other models, other processes, gradients of earlier micro-batches, is part of what is not free. Saves
-change no value, so that each step, each micro-batch and each rank may decide anew.
+change no value (but for rounding, in half precision where plain products attend), so that each step, each micro-batch and
+each rank may decide anew.
 
 What is saved goes by seconds spared for each byte, and within one kind to the last layers first, whose backward comes
 first. A step never saves what it cannot afford by the law. Where the law is wrong, or others take memory meanwhile,
