@@ -19,28 +19,43 @@ from streambp.head.places import taken
 
 
 @dataclasses.dataclass
-class HeadRecord:
-    """What is wanted of one forward's deferred tensors, and what happened to them.
+class HeadOutcome:
+    """What became of one forward's deferred tensors.
 
-    wanted: per-token values are; None: the loss is enough.
+    values: [N] each, of the labels.
+    hidden_states: gives [N, h], what the values were computed from, before `norm` if there is one.
+    used: a loss was computed block by block. computed: what lazy logits gave without being built.
+    built_for: the operation that needed real logits; hidden_built_for: the one that needed the output projection's input.
+    projecting: the output projection is running.
+    """
+
+    values: TokenLogProbs | None = None
+    hidden_states: Callable[[], Tensor] | None = None
+    norm: nn.Module | None = None
+    used: bool = False
+    computed: dict[str, None] = dataclasses.field(default_factory=dict)
+    built_for: str | None = None
+    hidden_built_for: str | None = None
+    projecting: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRequest:
+    """What one forward wants of its output projection.
+
+    wanted: per-token values; None: the loss is enough.
     temperature: logits are divided by it. in_float32: their products are computed in float32.
     norms: the final norms of the decoder that ends in this head; others (of an encoder's) are not deferred to it.
+    num_items: what the model's loss will divide a sum by.
     """
 
     pending: Pending
     wanted: Wanted | None = None
     temperature: float = 1.0
     in_float32: bool = False
-    values: TokenLogProbs | None = None  # [N] each
-    hidden_states: Callable[[], Tensor] | None = None  # gives [N, h], what they were computed from
-    norm: nn.Module | None = None  # and the norm that comes before the head
-    num_items: Tensor | int | None = None  # what the model's loss will divide a sum by
-    built_for: str | None = None  # the operation that needed real logits
     norms: tuple[nn.Module, ...] = ()
-    hidden_built_for: str | None = None  # the same for what comes before the output projection
-    used: bool = False  # a loss was computed block by block
-    projecting: bool = False  # the output projection is running
-    computed: dict[str, None] = dataclasses.field(default_factory=dict)  # what lazy logits gave without being built
+    num_items: Tensor | int | None = None
+    outcome: HeadOutcome = dataclasses.field(default_factory=HeadOutcome)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +65,7 @@ class Recipe:
     places: [...], where the stored ones [N, h] have those of each token; None: they have the tokens' shape. [Note: places]
     """
 
-    record: HeadRecord
+    request: HeadRequest
     norm: nn.Module | None = None
     scale_hidden: float = 1.0
     weight: Tensor | None = None
@@ -80,17 +95,18 @@ class Recipe:
 
     def projection(self) -> Projection:
         """The same in the terms of `Projection`: softcap(scale * product), softcap(z) = cap * tanh(z / cap)."""
-        temperature = self.record.temperature
+        temperature = self.request.temperature
         if not self.tanh:
             return Projection(logit_scale=self.before, temperature=temperature)
         return Projection(logit_scale=self.before * self.after, softcap=self.after, temperature=temperature)
 
     def note(self, operation: str) -> None:
         """`operation` needed the real tensor."""
-        if self.logits or self.record.projecting:
-            self.record.built_for = operation
+        outcome = self.request.outcome
+        if self.logits or outcome.projecting:
+            outcome.built_for = operation
         else:
-            self.record.hidden_built_for = operation
+            outcome.hidden_built_for = operation
 
     def inputs(self) -> list[Tensor]:
         """What a value that is made after this recipe depends on, beside its source."""
@@ -163,34 +179,34 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
     check_count(target, source.shape[0])
     assert recipe.weight is not None
     check_labels(target, full_shape(recipe.weight)[0], ignore_index)
-    record = recipe.record
+    request, outcome = recipe.request, recipe.request.outcome
     inputs = make_inputs(source, target, recipe.projection(), recipe.norm, ignore_index)
-    inputs.in_float32 = record.in_float32
+    inputs.in_float32 = request.in_float32
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)
-    one_pass = reduction != "none" and record.wanted is None and can_run_in_one_pass(source, record.pending)
-    divisor = labelled if reduction == "mean" else (record.num_items or 1)
+    one_pass = reduction != "none" and request.wanted is None and can_run_in_one_pass(source, request.pending)
+    divisor = labelled if reduction == "mean" else (request.num_items or 1)
 
     def compute(source: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
         values = (weight, bias, *inputs.norm_values())
         if not one_pass:
-            return BlockwiseLogProbs.apply(inputs, record.wanted or Wanted(), source, *values)
+            return BlockwiseLogProbs.apply(inputs, request.wanted or Wanted(), source, *values)
         one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
-        return (OnePassNLL.apply(inputs, record.pending, one / divisor, source, *values),)
+        return (OnePassNLL.apply(inputs, request.pending, one / divisor, source, *values),)
 
     if recipe.head is None:
         found = compute(source, recipe.weight, recipe.bias)
     else:
         found = within(recipe.head, source, compute)
-    record.used = True
+    outcome.used = True
     if one_pass:
         total: Any = found[0]
     else:
-        record.hidden_states, record.norm = lambda: source, recipe.norm
-        record.values = TokenLogProbs(*found)  # type: ignore[arg-type]
+        outcome.hidden_states, outcome.norm = lambda: source, recipe.norm
+        outcome.values = TokenLogProbs(*found)  # type: ignore[arg-type]
         if reduction == "none":
-            return -record.values.log_probs
-        total = -record.values.log_probs.sum()
+            return -outcome.values.log_probs
+        total = -outcome.values.log_probs.sum()
     return total if reduction == "sum" else total / labelled
 
 
@@ -214,10 +230,10 @@ def _loss_at_places(
     if len(pairs) * 4 < len(at) * 3:
         (at, labels), again = pairs.T, found
     loss = blockwise_loss(taken(source, at), plain, labels, ignore_index, reduction if again is None else "none")
-    record = recipe.record
-    if record.values is not None:
-        values = record.values if again is None else record.values.repeated(again)
-        record.values, record.hidden_states = values.at(chosen, target.shape[0]), lambda: taken(source, places)
+    outcome = recipe.request.outcome
+    if outcome.values is not None:
+        values = outcome.values if again is None else outcome.values.repeated(again)
+        outcome.values, outcome.hidden_states = values.at(chosen, target.shape[0]), lambda: taken(source, places)
     if again is not None:
         loss = loss[again]
         loss = loss if reduction == "none" else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 import streambp.lazy.token_rules as token_rules
 from streambp.errors import StreamBPError
-from streambp.head.recipe import HeadRecord, told
+from streambp.head.recipe import HeadRequest, told
 from streambp.known_names import TENSOR_HOOKS
 from streambp.lazy.head import Hub
 from streambp.lazy.hooks import note_use, refuse_late
@@ -36,13 +36,16 @@ class LazyLogits(LazyRows):
     """Rows of logits, or of what was made of them."""
 
     @classmethod
-    def of(cls, deferred: Deferred, record: HeadRecord) -> LazyRows:
-        """What a model's forward has made of its deferred hidden states, for its caller; record: of what this does."""
+    def of(cls, deferred: Deferred, request: HeadRequest) -> LazyRows:
+        """What a model's forward has made of its deferred hidden states, for its caller.
+
+        request: its outcome tells what became of them.
+        """
         source = deferred.source.reshape(-1, deferred.source.shape[-1])
-        hub = Hub(source, dataclasses.replace(deferred.recipe, record=record))
+        hub = Hub(source, dataclasses.replace(deferred.recipe, request=request))
         reading = hub.read(source, deferred.shape[:-1], deferred.recipe.places)
         made = cls.make(reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
-        made.followed = deferred.recipe.record is not record  # by the model's own loss
+        made.followed = deferred.recipe.request.outcome is not request.outcome  # by the model's own loss
         return made
 
     @classmethod
@@ -84,7 +87,7 @@ class LazyLogits(LazyRows):
 
         def real(x: LazyRows) -> Tensor:
             x = x.latest(str(func))
-            x.record.built_for = x.record.built_for or str(func)
+            x.outcome.built_for = x.outcome.built_for or str(func)
             with torch.no_grad():
                 return x.values() if x.written is None else x.written.detach()
 
@@ -117,7 +120,7 @@ def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows])
     needed = told(name, args, kwargs, has_rule=("label_smoothing",))
     for x in rows:
         if id(x) not in built:
-            x.record.built_for = x.record.built_for or needed
+            x.outcome.built_for = x.outcome.built_for or needed
             built[id(x)] = x, x.build()
     args, kwargs = tree_map_only(LazyRows, lambda x: built[id(x)][1], (args, kwargs))
     result = func(*args, **kwargs)
@@ -146,7 +149,7 @@ def _write(x: LazyRows, func: Any, name: str, args: Any, kwargs: Any, follow: bo
         if isinstance(made, LazyRows) and _alike(made, before):
             before.become(made)
             return x
-    before.record.built_for = before.record.built_for or name
+    before.outcome.built_for = before.outcome.built_for or name
     rows = tensors_in((args, kwargs), LazyRows)
     real = {id(leaf): leaf.build() for leaf in rows}
     if not before.graded:

@@ -111,7 +111,7 @@ class Hub:
 
     def __init__(self, source: Tensor, recipe: Recipe) -> None:
         assert recipe.weight is not None
-        self.recipe, self.record = recipe, recipe.record
+        self.recipe, self.outcome = recipe, recipe.request.outcome
         self.hidden = source.detach()
         self.vocabulary: int = full_shape(recipe.weight)[0]
         self.wide = torch.promote_types(source.dtype, torch.float32)

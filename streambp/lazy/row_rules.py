@@ -173,7 +173,7 @@ def _shaped(values: Any, sample: Any, x: LazyRows) -> Any:
 
 def note(x: LazyRows, name: str) -> None:
     """Remember that `name` was computed blockwise, after the operations that led to its rows; `describe` names them."""
-    x.record.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
+    x.outcome.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
 
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:

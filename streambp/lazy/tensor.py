@@ -155,9 +155,9 @@ class LazyRows(Tensor):
         return readings(self.node)[0].positions.shape
 
     @property
-    def record(self) -> Any:
-        """Of the model's call that gave the logits, for `describe` (`streambp.head.recipe.HeadRecord`)."""
-        return readings(self.node)[0].head.record
+    def outcome(self) -> Any:
+        """Of the model's call that gave the logits, for `describe` (`streambp.head.recipe.HeadOutcome`)."""
+        return readings(self.node)[0].head.outcome
 
     @property
     def graded(self) -> bool:

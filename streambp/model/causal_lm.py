@@ -22,7 +22,7 @@ from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head
 from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
-from streambp.head.recipe import HeadRecord, Recipe
+from streambp.head.recipe import HeadOutcome, HeadRequest, Recipe
 from streambp.instance_forward import InstanceForward, is_fsdp_unit, wants_gradients
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
@@ -37,24 +37,24 @@ WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call witho
 WITH_LOGITS = "builds the logits: the call had a cache"
 
 
-def _how(record: HeadRecord) -> str:
+def _how(outcome: HeadOutcome) -> str:
     """What became of the deferred tensors of a call with labels."""
-    if record.built_for is not None:
-        return f"builds the logits: the loss uses {record.built_for} on them, costs memory"
-    if not record.used:
+    if outcome.built_for is not None:
+        return f"builds the logits: the loss uses {outcome.built_for} on them, costs memory"
+    if not outcome.used:
         return "builds the logits: the model's loss does not come from its output projection, costs memory"
-    if record.hidden_built_for is not None:
-        return f"{BLOCKWISE}; the final norm's output is computed for the model's {record.hidden_built_for}"
+    if outcome.hidden_built_for is not None:
+        return f"{BLOCKWISE}; the final norm's output is computed for the model's {outcome.hidden_built_for}"
     return BLOCKWISE
 
 
-def _how_lazily(record: HeadRecord, loss: str | None) -> str:
+def _how_lazily(outcome: HeadOutcome, loss: str | None) -> str:
     """What became of lazy logits so far; of a call with labels, beside how its loss was computed."""
     before = "" if loss is None else f"{loss}; besides, "
-    if record.built_for is not None:
-        return f"{before}builds the logits: the program uses {record.built_for} on them, costs memory"
-    if record.computed:
-        return f"{before}no logits: computed blockwise for {', '.join(record.computed)}"
+    if outcome.built_for is not None:
+        return f"{before}builds the logits: the program uses {outcome.built_for} on them, costs memory"
+    if outcome.computed:
+        return f"{before}no logits: computed blockwise for {', '.join(outcome.computed)}"
     return "no logits: none were used" if loss is None else loss
 
 
@@ -81,13 +81,13 @@ class HeadUse:
     """What became of a model's head in its calls so far, for `describe`.
 
     last: how the last call computed its loss, the last one in training if there was one.
-    lazy: of that call, if its logits are computed where they are used, the record of that.
+    lazy: of that call, if its logits are computed where they are used, what became of them.
     trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
     warned: that an evaluation has no logits for its metrics.
     """
 
     last: str | None = None
-    lazy: HeadRecord | None = None
+    lazy: HeadOutcome | None = None
     trained: int = 0
     unlabelled: int = 0
     warned: bool = False
@@ -97,7 +97,7 @@ class HeadUse:
         """What `describe` says of the head: the last call's loss and what became of its lazy logits; None before a call."""
         return self.last if self.lazy is None else _how_lazily(self.lazy, self.last)
 
-    def note(self, how: str | None, training: bool, labelled: bool = True, lazy: HeadRecord | None = None) -> None:
+    def note(self, how: str | None, training: bool, labelled: bool = True, lazy: HeadOutcome | None = None) -> None:
         """Count a call and remember how it computed its loss; evaluations only until a call in training."""
         self.trained += training
         self.unlabelled += training and not labelled
@@ -167,7 +167,7 @@ class CausalLMForward(InstanceForward):
             scored = self.score(kwargs, Wanted())
             scored.output["log_probs"] = scored.tokens.log_probs
             return scored.output
-        return self._with_record(kwargs, HeadRecord(self.state.pending), hands_out=True)
+        return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True)
 
     @property
     def foreign(self) -> str | None:
@@ -195,33 +195,33 @@ class CausalLMForward(InstanceForward):
             StreamBPError: the loss takes the logits elsewhere than to cross_entropy, or another library computes it.
         """
         self.refuse_foreign()
-        record = HeadRecord(self.state.pending, wanted, temperature, in_float32)
+        request = HeadRequest(self.state.pending, wanted, temperature, in_float32)
+        outcome = request.outcome
         kwargs["return_dict"] = True  # per-token values are fields
-        output = self._with_record(kwargs, record)
-        if record.values is None:
+        output = self._with_head(kwargs, request)
+        if outcome.values is None:
             raise StreamBPError(
                 f"The loss of {type(self.module).__name__} does not go through cross_entropy on its logits "
-                f"({record.built_for}), so there are no per-token log-probabilities. Compute them from logits (call the "
+                f"({outcome.built_for}), so there are no per-token log-probabilities. Compute them from logits (call the "
                 "model without labels)."
             )
         shift_labels = kwargs.get("shift_labels")
         shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
-        tokens = record.values.view(shape)
-        flat = record.hidden_states
+        tokens = outcome.values.view(shape)
+        flat = outcome.hidden_states
         assert flat is not None
         if shift_labels is not None:
-            return Scored(output, tokens, lambda: flat().view(*shape, -1), record.norm)
-        return Scored(output, tokens.without_last(), lambda: flat().view(*shape, -1)[:, :-1], record.norm)
+            return Scored(output, tokens, lambda: flat().view(*shape, -1), outcome.norm)
+        return Scored(output, tokens.without_last(), lambda: flat().view(*shape, -1)[:, :-1], outcome.norm)
 
-    def _with_record(self, kwargs: dict[str, Any], record: HeadRecord, hands_out: bool = False) -> Any:
+    def _with_head(self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False) -> Any:
         self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
-        lazy = HeadRecord(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
-        record.norms = self.norms if lazy is None else self._steady_norms
-        record.num_items = kwargs.get("num_items_in_batch")
-        output = self._run(kwargs, record)
+        lazy = HeadRequest(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
+        norms = self.norms if lazy is None else self._steady_norms
+        output = self._run(kwargs, dataclasses.replace(request, norms=norms, num_items=kwargs.get("num_items_in_batch")))
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
-        self._note(_how(record), lazy=lazy)
+        self._note(_how(request.outcome), lazy=None if lazy is None else lazy.outcome)
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
@@ -241,18 +241,17 @@ class CausalLMForward(InstanceForward):
 
     def _lazily(self, kwargs: dict[str, Any]) -> Any:
         self._leave_cache(kwargs)
-        record = HeadRecord(self.state.pending, norms=self._steady_norms)
-        output = self._run(kwargs, record)
-        record.norms = ()
-        self._note(None, lazy=record)
-        return _hand_out(output, record)
+        request = HeadRequest(self.state.pending)
+        output = self._run(kwargs, dataclasses.replace(request, norms=self._steady_norms))
+        self._note(None, lazy=request.outcome)
+        return _hand_out(output, request)
 
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
         """One with modules inside (PEFT's) may be another one when logits are used: adapters are switched for a while."""
         return tuple(norm for norm in self.norms if not any(norm.children()))
 
-    def _note(self, how: str | None, labelled: bool = True, lazy: HeadRecord | None = None) -> None:
+    def _note(self, how: str | None, labelled: bool = True, lazy: HeadOutcome | None = None) -> None:
         self.use.note(how, self._trains, labelled, lazy)
 
     @functools.cached_property
@@ -280,17 +279,17 @@ class CausalLMForward(InstanceForward):
         self.state.check_cache(self.module.config.get_text_config(), kwargs)  # type: ignore[operator, union-attr]
         kwargs["use_cache"] = False
 
-    def _run(self, kwargs: dict[str, Any], record: HeadRecord) -> Any:
+    def _run(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
         config = self.module.config
         hidden_wanted = kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False)
         output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
         if wants_gradients(output_embeddings):
-            record.built_for = "backward hooks"
+            request.outcome.built_for = "backward hooks"
             return self.original(**kwargs)
         gathered = is_partitioned(output_embeddings.weight)
         # Under ZeRO-3 a module's weights are here only while it runs: the norm runs as ever, and the head with the loss.
-        head = HeadLater(self.module, output_embeddings, record) if gathered else DeferredHead(output_embeddings, record)
-        self.state.defer_norm = None if hidden_wanted or gathered else record
+        head = HeadLater(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
+        self.state.defer_norm = None if hidden_wanted or gathered else request
         head.install()
         try:
             return self.original(**kwargs)
@@ -319,10 +318,10 @@ class CausalLMForward(InstanceForward):
         return result
 
 
-def _hand_out(output: Any, record: HeadRecord) -> Any:
+def _hand_out(output: Any, request: HeadRequest) -> Any:
     """A model's output with logits that are computed where they are used; a single position's are real.
 
-    record: of that use; what the model's own loss did with deferred ones is in another.
+    request: its outcome is of that use; what the model's own loss did with deferred ones is in another.
     """
 
     def real_or_lazy(value: Any) -> Any:
@@ -330,7 +329,7 @@ def _hand_out(output: Any, record: HeadRecord) -> Any:
             return value
         if value.written is not None or value.recipe.weight is None or value.dim() < 2 or value.shape[-2] == 1:
             return value.build()
-        return LazyLogits.of(value, record)
+        return LazyLogits.of(value, request)
 
     if isinstance(output, tuple):
         return tuple(real_or_lazy(part) for part in output)
@@ -340,20 +339,20 @@ def _hand_out(output: Any, record: HeadRecord) -> Any:
 class DeferredHead(InstanceForward):
     """The output projection for one forward; makes its input `Deferred` where the final norm could not."""
 
-    def __init__(self, module: nn.Module, record: HeadRecord) -> None:
+    def __init__(self, module: nn.Module, request: HeadRequest) -> None:
         super().__init__(module)
-        self.record = record
+        self.request = request
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
             hidden_states = hidden_states.written
         if not isinstance(hidden_states, Deferred):
-            hidden_states = Deferred.make(hidden_states, Recipe(self.record))
-        self.record.projecting = True
+            hidden_states = Deferred.make(hidden_states, Recipe(self.request))
+        self.request.outcome.projecting = True
         try:
             result: Tensor = self.original(hidden_states)
         finally:
-            self.record.projecting = False
+            self.request.outcome.projecting = False
         if isinstance(result, Deferred) and result.written is None:
             result = result.derive(recipe=dataclasses.replace(result.recipe, logits=True))
         return result
@@ -362,11 +361,11 @@ class DeferredHead(InstanceForward):
 class HeadLater(nn.Module):
     """In the output projection's place for one forward: the projection is called when the loss is computed, not before."""
 
-    def __init__(self, model: nn.Module, head: nn.Module, record: HeadRecord) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
         super().__init__()
         self._model, self._head = [model], [head]  # in lists, so as not to become submodules
         self._name = next(name for name, child in model.named_children() if child is head)
-        self.record = record
+        self.request = request
 
     def install(self) -> None:
         """Take the output projection's place in the model."""
@@ -384,5 +383,5 @@ class HeadLater(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., h] -> deferred logits [..., V]; the projection itself is not called."""
         head = self._head[0]
-        recipe = Recipe(self.record, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
+        recipe = Recipe(self.request, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
         return Deferred.make(hidden_states, recipe)

@@ -29,7 +29,7 @@ from streambp.distributed.zero import make_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsharedError, UnsupportedModelError
 from streambp.foreign import eager
 from streambp.head.one_pass import Pending
-from streambp.head.recipe import HeadRecord, Recipe
+from streambp.head.recipe import HeadRequest, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
 from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, REPLICATE
 from streambp.layer.arguments import has_cache
@@ -74,7 +74,7 @@ class PatchState:
     root: nn.Module | None = dataclasses.field(default=None, repr=False)
     bypass: bool = False
     pending: Pending = dataclasses.field(default_factory=Pending)
-    defer_norm: HeadRecord | None = None
+    defer_norm: HeadRequest | None = None
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
     chunk_rule: object | None = None
@@ -172,8 +172,8 @@ class LayerForward(InstanceForward):
         return any(config._attn_implementation == EAGER for config in attention_configs(self.module))
 
     def _defers(self, norm: nn.Module) -> bool:
-        record = self.state.defer_norm
-        return record is not None and any(norm is own for own in record.norms) and not wants_gradients(norm)
+        request = self.state.defer_norm
+        return request is not None and any(norm is own for own in request.norms) and not wants_gradients(norm)
 
 
 def refuse_replicas() -> NoReturn:
@@ -246,7 +246,7 @@ class BackboneForward(InstanceForward):
         if state.tree is not None:
             raise UnsharedError(f"{type(self.module).__name__} runs inside another model that shares prefixes")
 
-        def over(kwargs: Mapping[str, Any], tree: Tree | None, defer: HeadRecord | None = deferred) -> Any:
+        def over(kwargs: Mapping[str, Any], tree: Tree | None, defer: HeadRequest | None = deferred) -> Any:
             state.defer_norm, state.tree = defer, tree
             try:
                 return self.original(**kwargs)
@@ -390,10 +390,10 @@ class BackboneForward(InstanceForward):
 class DeferredNorm(InstanceForward):
     """The final norm for one forward: returns a `Deferred` that remembers the norm and its input."""
 
-    def __init__(self, module: nn.Module, record: HeadRecord) -> None:
+    def __init__(self, module: nn.Module, request: HeadRequest) -> None:
         super().__init__(module)
-        self.record = record
+        self.request = request
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         self.remove()  # `Deferred` calls the module itself, block by block
-        return Deferred.make(hidden_states, Recipe(self.record, norm=self.module))
+        return Deferred.make(hidden_states, Recipe(self.request, norm=self.module))

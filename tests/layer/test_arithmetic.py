@@ -26,7 +26,7 @@ from streambp.attention import kernels
 from streambp.attention.spans import Kind
 from streambp.config import StreamConfig
 from streambp.head.one_pass import Pending
-from streambp.head.recipe import HeadRecord, Recipe
+from streambp.head.recipe import HeadRequest, Recipe
 from streambp.layer.site import LayerSite
 from streambp.lazy.standin import Deferred
 from tests.counting import LinearFlops
@@ -116,7 +116,7 @@ def test_linear_flops_of_a_qwen3_8b_step():
     with LinearFlops() as stock_head:
         F.cross_entropy(head(hidden).float(), labels).backward()
     with LinearFlops() as our_head:
-        F.cross_entropy(head(Deferred.make(hidden, Recipe(HeadRecord(Pending())))).float(), labels).backward()
+        F.cross_entropy(head(Deferred.make(hidden, Recipe(HeadRequest(Pending())))).float(), labels).backward()
     ours = 36 * layer_flops(layer, sizes, 512) + our_head.total
     stock = 36 * layer_flops(layer, sizes) + stock_head.total
     print(f"Qwen3-8B step, chunks of 512: {ours / stock:.4f} x checkpointing's Linear FLOPs")

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streambp.head import token_log_probs
 from streambp.head.one_pass import Pending
-from streambp.head.recipe import HeadRecord, Recipe
+from streambp.head.recipe import HeadRequest, Recipe
 from streambp.lazy.dispatch import LazyLogits
 from streambp.lazy.standin import Deferred
 from streambp.losses import dpo_loss, grpo_loss, ppo_loss, sft_loss
@@ -81,24 +81,24 @@ def step_on_logits(loss, length, rows=2):
     hidden = empty(rows, length, WIDTH).requires_grad_()
     weight = empty(VOCABULARY, WIDTH).requires_grad_()
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-    record = HeadRecord(Pending())
+    request = HeadRequest(Pending())
     with LiveBytes() as count:
-        logits = LazyLogits.of(Deferred.make(hidden, Recipe(record, weight=weight, logits=True)), record)
+        logits = LazyLogits.of(Deferred.make(hidden, Recipe(request, weight=weight, logits=True)), request)
         loss(logits, ids).backward()
     assert hidden.grad.shape == hidden.shape
-    return count, record
+    return count, request.outcome
 
 
 @pytest.mark.parametrize("name", ON_LOGITS)
 def test_slope_a_token_on_logits(name):
     short, long = 2048, 4096
-    (few, record), (many, _) = (step_on_logits(ON_LOGITS[name], length) for length in (short, long))
+    (few, outcome), (many, _) = (step_on_logits(ON_LOGITS[name], length) for length in (short, long))
     found = (many.peak - few.peak) / (2 * (long - short))
     print(f"{name}, on logits: head and objective beyond their input: {found / KB:.3f} KB a token")
     assert found <= 8.5 * KB
     assert many.largest == VOCABULARY * WIDTH * 4
-    assert record.computed
-    assert record.built_for is None
+    assert outcome.computed
+    assert outcome.built_for is None
 
 
 def test_slope_a_token_of_built_logits():
