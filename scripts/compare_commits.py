@@ -67,6 +67,7 @@ class Known:
 
 
 KNOWN = (
+    Known("describe names the kernels that attention took", lines=r"^[-+]attention +auto"),
     Known(
         "describe says where attention takes a row for several documents",
         modes=("packed",),

@@ -1,6 +1,6 @@
 """Whether a module's forward is its class's own or was written by another library.
 
-[Note: foreign forwards] The head's stand-ins (`lazy/standin.py`) are made for forwards that compute a loss with torch's
+[Note: foreign forwards] The head's stand-ins (`lazy/deferred.py`) are made for forwards that compute a loss with torch's
 operations, as transformers' do. A fused loss of another library hands the hidden states to an autograd.Function instead,
 or to a kernel, which need real ones. So nothing is deferred below a forward that another library wrote: whoever has put it
 there, on the class or on the instance, before `patch` or after it. A function's globals tell where it was written;

@@ -30,7 +30,7 @@ from streambp.head import blocks, log_probs, one_pass, recipe
 from streambp.layer import arguments, call, function, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
 from streambp.layer import saved as kept
-from streambp.lazy import standin as deferred
+from streambp.lazy import deferred
 from streambp.losses import masked
 from streambp.model import causal_lm
 from streambp.offload import arena, stores

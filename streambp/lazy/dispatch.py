@@ -18,18 +18,15 @@ from torch.utils._pytree import tree_map_only
 
 import streambp.lazy.token_rules as token_rules
 from streambp.errors import StreamBPError
-from streambp.head.recipe import HeadRequest, told
-from streambp.known_names import TENSOR_HOOKS
+from streambp.head.recipe import HeadRequest
+from streambp.lazy.deferred import Deferred
 from streambp.lazy.head import Hub
-from streambp.lazy.hooks import note_use, refuse_late
 from streambp.lazy.index_rules import index
 from streambp.lazy.loss_rules import cross_entropy, kl_div, nll_loss
 from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
-from streambp.lazy.standin import METADATA, Deferred, remember, takes, writes
-from streambp.lazy.tensor import LazyRows, Shared
+from streambp.lazy.standin import takes
+from streambp.lazy.tensor import LazyRows
 from streambp.nested import tensors_in
-
-METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
 
 
 class LazyLogits(LazyRows):
@@ -49,35 +46,56 @@ class LazyLogits(LazyRows):
         return made
 
     @classmethod
-    @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in METADATA_OF_ROWS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        if "input" in kwargs:
-            args = (kwargs.pop("input"), *args)
-        if isinstance(kwargs.get("out"), LazyRows):
-            raise StreamBPError(f"{name} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
-        given = args[0] if args else None
-        args, kwargs = tree_map_only(LazyRows, lambda x: x.latest(name), (args, kwargs))
+    def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a rule gives; NotImplemented where there is none."""
+        if name in ROW_RULES:
+            found = ROW_RULES[name](name, func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        rule = TOKEN_RULES.get(name)
+        if rule is None or not isinstance(args[0] if args else None, LazyRows) or not takes(rule, args, kwargs):
+            return NotImplemented
+        if args[0].classes is not None and name not in ANY_SHAPE:
+            return NotImplemented
+        if tensors_in((args[1:], kwargs), LazyRows):
+            return NotImplemented
+        return rule(*args, **kwargs)
+
+    def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation that changes this one in place: it becomes another function of rows, or real.
+
+        Under no_grad torch keeps the place in the graph of a tensor that is written to, as no other function would.
+        """
+        before = self.current()
+        if name == "detach_":
+            before.become(before.build().detach())
+            return self
         rows = tensors_in((args, kwargs), LazyRows)
-        for x in rows:
-            x.check(name)
-            x.heed()
-        refuse_late(func, name, args, kwargs, rows, Shared.instead)
-        follow = all(x.written is None and x.known() for x in rows)
-        if isinstance(given, LazyRows) and (writes(name) or name == "requires_grad_" or kwargs.get("inplace") is True):
-            return _write(given, func, name, args, kwargs, follow)
-        if follow and kwargs.get("out") is None:
-            result = _by_rule(func, name, args, kwargs)
-            if result is not NotImplemented:
-                note_use(rows, result)
-                return result
-        result = _on_real(func, name, args, kwargs, rows)
-        note_use(rows, result)
-        return result
+        follow = all(x.follows_rules() for x in rows)
+        if follow and (torch.is_grad_enabled() or not before.graded):
+            plain = plain_name(name)
+            out_of_place = getattr(Tensor, plain, None)
+            made = NotImplemented
+            if out_of_place is not None and plain in ROW_RULES:
+                made = self.by_rule(out_of_place, plain, args, kwargs)
+            if isinstance(made, LazyRows) and _alike(made, before):
+                before.become(made)
+                return self
+        before.note(name)
+        real = {id(leaf): leaf.build() for leaf in rows}
+        if not before.graded:
+            # Not as a view of something made under no_grad, which forbids writes.
+            real[id(before)] = real[id(before)].detach()
+        before.become(real[id(before)])
+        args, kwargs = tree_map_only(LazyRows, lambda leaf: real[id(leaf)], (args, kwargs))
+        result = func(*args, **kwargs)
+        if real[id(before)].shape != self.shape:
+            raise StreamBPError(
+                f"{name} changes the shape of logits in place, which a tensor that stands for them cannot. Use "
+                f"{plain_name(name)} or StreamConfig(lazy_logits=False)."
+            )
+        before.memory.watch(real[id(before)])
+        return self if result is real[id(before)] else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -87,7 +105,7 @@ class LazyLogits(LazyRows):
 
         def real(x: LazyRows) -> Tensor:
             x = x.latest(str(func))
-            x.outcome.built_for = x.outcome.built_for or str(func)
+            x.note(str(func))
             with torch.no_grad():
                 return x.values() if x.written is None else x.written.detach()
 
@@ -96,74 +114,6 @@ class LazyLogits(LazyRows):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def _by_rule(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What a rule gives; NotImplemented where there is none."""
-    if name in ROW_RULES:
-        found = ROW_RULES[name](name, func, args, kwargs)
-        if found is not NotImplemented:
-            return found
-    rule = TOKEN_RULES.get(name)
-    if rule is None or not isinstance(args[0] if args else None, LazyRows) or not takes(rule, args, kwargs):
-        return NotImplemented
-    if args[0].classes is not None and name not in ANY_SHAPE:
-        return NotImplemented
-    if tensors_in((args[1:], kwargs), LazyRows):
-        return NotImplemented
-    return rule(*args, **kwargs)
-
-
-def _on_real(func: Any, name: str, args: Any, kwargs: Any, rows: list[LazyRows]) -> Any:
-    """An operation without a rule, on real tensors."""
-    built: dict[int, tuple[LazyRows, Tensor]] = {}
-    needed = told(name, args, kwargs, has_rule=("label_smoothing",))
-    for x in rows:
-        if id(x) not in built:
-            x.outcome.built_for = x.outcome.built_for or needed
-            built[id(x)] = x, x.build()
-    args, kwargs = tree_map_only(LazyRows, lambda x: built[id(x)][1], (args, kwargs))
-    result = func(*args, **kwargs)
-    for x, real in built.values():
-        remember(x, real, result)
-        if name in TENSOR_HOOKS and x.link is not None:
-            x.link.passed_by = f"a hook ({name}) was put on"
-    return result
-
-
-def _write(x: LazyRows, func: Any, name: str, args: Any, kwargs: Any, follow: bool) -> Any:
-    """Change a stand-in in place: it becomes another function, or real.
-
-    Under no_grad torch keeps the place in the graph of a tensor that is written to, as no other function would.
-    """
-    before = x.current()
-    if name == "detach_":
-        before.become(before.build().detach())
-        return x
-    if follow and (torch.is_grad_enabled() or not before.graded):
-        plain = plain_name(name)
-        out_of_place = getattr(Tensor, plain, None)
-        made = NotImplemented
-        if out_of_place is not None and plain in ROW_RULES:
-            made = _by_rule(out_of_place, plain, args, kwargs)
-        if isinstance(made, LazyRows) and _alike(made, before):
-            before.become(made)
-            return x
-    before.outcome.built_for = before.outcome.built_for or name
-    rows = tensors_in((args, kwargs), LazyRows)
-    real = {id(leaf): leaf.build() for leaf in rows}
-    if not before.graded:
-        real[id(before)] = real[id(before)].detach()  # not as a view of something made under no_grad, which forbids writes
-    before.become(real[id(before)])
-    args, kwargs = tree_map_only(LazyRows, lambda leaf: real[id(leaf)], (args, kwargs))
-    result = func(*args, **kwargs)
-    if real[id(before)].shape != x.shape:
-        raise StreamBPError(
-            f"{name} changes the shape of logits in place, which a tensor that stands for them cannot. Use "
-            f"{plain_name(name)} or StreamConfig(lazy_logits=False)."
-        )
-    before.memory.watch(real[id(before)])
-    return x if result is real[id(before)] else result
 
 
 def plain_name(name: str) -> str:

@@ -1,76 +1,38 @@
-"""Hidden states and logits that a model computes with, but that do not exist.
+"""What tensors have in common that stand for others which do not exist.
 
-A model's own forward ends with: final norm, slice, `lm_head`, perhaps a scale or a softcap, the loss function. While a
-streamed model computes a loss, its final norm returns a `Deferred` instead: a tensor without storage that remembers the
-norm's input. Slicing it slices that input; `F.linear` turns it into deferred logits; multiplication, division and tanh
-are remembered; `F.cross_entropy` finally computes the loss block by block. So no family's head is written again here.
-Any other operation builds the real tensor and goes on with it: exact, at the memory cost that the unpatched model has;
-the operation's name is kept, for `describe`. One that writes in place does so to the real tensor, which then stands for the
-deferred one; through a slice or a view it is refused.
-
-[Note: stand-ins in a graph] What follows these rules takes the stored hidden states into autograd's graph, and never the
-stand-in. Whoever does not (an autograd.Function, a C++ extension) makes the stand-in itself an input, where the gradient
-would end: the loss right, and nothing below it trained. So a stand-in is the output of `Link`, through which every path
-from there to a parameter leads, and whose backward raises. One that was made under no_grad stays without a gradient.
+They are hidden states and logits in a model's forward (`Deferred`), and the logits that it returns (`LazyRows`). A stand-in
+has a shape, a dtype and a device, and no storage. An operation on it follows a rule, which gives another stand-in or needs
+no real tensor. Any other operation builds the real tensor and goes on with it: exact, at the memory cost that the unpatched
+model has. The operation's name is kept, for `describe`.
 
 [Note: stand-ins and memory] A real tensor that was built for an operation is let go after it, and the next operation builds
 another. That must not show. If the operation returns no tensor (a hook was registered, a pointer taken), the real one stays
-in the deferred one's place. If what it returns shares memory with the real one (`detach`, `transpose`), a write to it would
+in the stand-in's place. If what it returns shares memory with the real one (`detach`, `transpose`), a write to it would
 be missed by the next; so its version is remembered, and a stand-in of the same memory that is used after a write refuses.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from streambp.distributed.zero import full_shape
-from streambp.errors import BackwardError, StreamBPError
-from streambp.head.recipe import Recipe, blockwise_loss, told
+from streambp.errors import StreamBPError
+from streambp.head.recipe import told
 from streambp.lazy.hooks import note_use, refuse_late
 from streambp.nested import tensors_in
 
 
-class Link(torch.autograd.Function):
-    """A stand-in's place in the graph. [Note: stand-ins in a graph]"""
-
-    @staticmethod
-    def forward(ctx: Any, make: Callable[[], Deferred], *inputs: Tensor) -> Deferred:
-        """make() gives the stand-in; inputs [...] are what it would be computed from."""
-        result = make()
-        ctx.what = f"{'logits' if result.recipe.logits else 'hidden states'} {list(result.shape)}"
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Never gives a gradient. [Note: stand-ins in a graph]
-
-        Raises:
-            BackwardError: always.
-        """
-        raise BackwardError(
-            f"A gradient arrived at {ctx.what} that streambp keeps from being computed: something other than torch's own "
-            "operations took them (an autograd.Function such as a fused loss, or a kernel), and from there it would not "
-            "reach the model. Use StreamConfig(head=False), which computes them, or leave the fused loss out: streamed "
-            "models compute theirs without logits."
-        )
-
-
 class Memory:
-    """What a stand-in, its slices and its views would share. [Note: stand-ins and memory]"""
-
-    instead = "StreamConfig(head=False) for this model"
+    """What a stand-in, its slices and its views would share; writes: to any of them. [Note: stand-ins and memory]"""
 
     def __init__(self) -> None:
         self.watched: list[tuple[Tensor, int]] = []
+        self.writes = 0
 
     def watch(self, tensor: Tensor) -> None:
         """Remember the version of a tensor [...] that shares this memory; the tensor's values are not kept alive."""
@@ -79,160 +41,130 @@ class Memory:
             counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.watched.append((counter, counter._version))
 
-    def check(self, operation: str) -> None:
-        """Raise StreamBPError if a tensor that is watched was written to since."""
+    def check(self, operation: str, instead: str) -> None:
+        """Raise StreamBPError, which names what to use `instead`, if a tensor that is watched was written to since."""
         for counter, version in self.watched:
             if counter._version != version:
                 raise StreamBPError(
                     "The logits were changed in place through another tensor that shares their memory, and then used again "
-                    f"({operation}), while the loss is computed without them. Use {self.instead}."
+                    f"({operation}), while the loss is computed without them. Use {instead}."
                 )
 
 
-class Deferred(Tensor):
-    """Shape, dtype and device of a tensor [..., h] or [..., V]; `source` [..., h] and `recipe` say how to compute it.
+class StandIn(Tensor):
+    """A tensor without storage. Its class says what a rule is, and how the real one is built.
 
-    Made by `Deferred.make`. written: the real tensor, once it has taken this one's place. derived: a slice or a view of
-    another, with which it shares `memory`. cut: made under no_grad of what requires a gradient. followed: something with a
-    gradient was made of it. made_of: what it is computed from, and the versions of that.
+    memory: shared with its slices and views. written: the real tensor, once it has taken this one's place.
+    derived: it shares the memory of another. followed: something with a gradient was made of it.
+    instead: the setting with which the real tensor exists. metadata: operations that a shape, a dtype and a device answer.
     """
 
-    source: Tensor
-    recipe: Recipe
+    instead: ClassVar[str]
+    metadata: ClassVar[frozenset[Any]]
+    has_rule: ClassVar[tuple[str, ...]] = ()  # arguments of torch's losses
+
     memory: Memory
     written: Tensor | None
     derived: bool
-    cut: bool
     followed: bool
-    made_of: list[tuple[Tensor, int]]
-
-    @staticmethod
-    def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
-        width = source.shape[-1] if recipe.weight is None else full_shape(recipe.weight)[0]
-        shape = (*(source.shape[:-1] if recipe.places is None else recipe.places.shape), width)
-        self: Deferred = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
-        )  # type: ignore[attr-defined]
-        self.source, self.recipe, self.memory = source, recipe, Memory()
-        self.written, self.derived, self.cut, self.followed = None, False, False, False
-        self.made_of = [(x, x._version) for x in (source, *recipe.inputs()) if not x.is_inference()]
-        return self
-
-    @classmethod
-    def make(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
-        """One for source [..., h] that requires a gradient if what it stands for would; dtype: source's if None."""
-        inputs = (source, *recipe.inputs())
-        result: Deferred = Link.apply(lambda: cls(source, recipe, dtype), *inputs)
-        result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-        return result
 
     def build(self) -> Tensor:
         """The real tensor, differentiable if this one is, whatever grad mode it is asked for in."""
-        if self.written is not None:
-            return self.written
-        with torch.set_grad_enabled(self.requires_grad):
-            return self.recipe.build(self.source).to(self.dtype)
+        raise NotImplementedError
 
-    @property
-    def tokens(self) -> Tensor:
-        """Each token's hidden states [..., h], or where they are: its place [..., 1]. [Note: places]"""
-        return self.source if self.recipe.places is None else self.recipe.places[..., None]
-
-    def derive(self, tokens: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
-        """Another in the same dtype: of other `tokens`, as a slice or view of this one's, or by another recipe."""
-        if tokens is None:
-            return Deferred.make(self.source, recipe or self.recipe, self.dtype)
-        result = Deferred.make(*self.recipe.of(self.source, tokens), self.dtype)
-        result.derived, result.memory = True, self.memory
-        return result
+    def note(self, operation: str) -> None:
+        """`operation` needs the real tensor, for `describe`."""
+        raise NotImplementedError
 
     def check(self, operation: str) -> None:
-        """Raise if it can no longer be computed as it was, or if what shares its memory was written to."""
-        if self.written is not None:
-            return
-        self.memory.check(operation)
-        for tensor, version in self.made_of:
-            if tensor._version != version:
-                raise StreamBPError(
-                    f"{operation} asks for logits or for the final norm's output after the weights or hidden states "
-                    f"{list(tensor.shape)} that they are computed from changed, as in optimizer.step(). Keep a copy "
-                    f"(.clone()) of them before that, or use {self.memory.instead}."
-                )
+        """Raise StreamBPError if it can no longer be computed as it was, or if what shares its memory was written to."""
+        if self.written is None:
+            self.memory.check(operation, self.instead)
+
+    def latest(self, operation: str) -> StandIn:
+        """What stands for it now."""
+        return self
 
     def follows_rules(self) -> bool:
-        """Whether rules may take it: no real tensor has its place, and grad mode is off if it is `cut`."""
-        return self.written is None and not (self.cut and torch.is_grad_enabled())
+        """Whether rules may take it."""
+        raise NotImplementedError
 
-    def write_for(self, operation: str) -> None:
-        """Make the real tensor what this stands for, because `operation` is about to change it."""
-        if self.derived:
-            raise StreamBPError(
-                f"The model changes a part of its logits in place ({operation}) while its loss is computed without them. "
-                "Use StreamConfig(head=False) for this model."
-            )
-        self.written = self.build()
-        self.memory.watch(self.written)
+    @classmethod
+    def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a rule gives; NotImplemented where there is none."""
+        raise NotImplementedError
 
-    def _build_for(self, operation: str) -> Tensor:
-        self.recipe.note(operation)
-        return self.build()
+    def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation that changes this one in place."""
+        raise NotImplementedError
 
     @classmethod
     @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in METADATA:
+        if func in cls.metadata:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        rule = RULES.get(func) or METHODS.get(name)
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
-        stand_ins = tensors_in((args, kwargs), Deferred)
-        for deferred in stand_ins:
-            deferred.check(name)
-        refuse_late(func, name, args, kwargs, stand_ins, Memory.instead)
-        if args and isinstance(args[0], Deferred) and writes(name):
-            args[0].write_for(name)
-        elif rule is not None and all(deferred.follows_rules() for deferred in stand_ins):
-            result = rule(*args, **kwargs) if not kwargs or takes(rule, args, kwargs) else NotImplemented
-            if result is not NotImplemented:
-                note_use(stand_ins, result)
-                return result
-        needed = told(name, args, kwargs)
-        built = {id(deferred): (deferred, deferred._build_for(needed)) for deferred in stand_ins}
-        args, kwargs = tree_map_only(Deferred, lambda deferred: built[id(deferred)][1], (args, kwargs))
-        result = func(*args, **kwargs)
-        for deferred, real in built.values():
-            remember(deferred, real, result)
+        if isinstance(kwargs.get("out"), cls):
+            raise StreamBPError(f"{name} would write to logits that do not exist. Use {cls.instead}.")
+        given = args[0] if args else None
+        args, kwargs = tree_map_only(cls, lambda x: x.latest(name), (args, kwargs))
+        stand_ins = tensors_in((args, kwargs), cls)
+        for x in stand_ins:
+            x.check(name)
+        refuse_late(func, name, args, kwargs, stand_ins, cls.instead)
+        if isinstance(given, cls) and writes(name, kwargs):
+            return given.write(func, name, args, kwargs)
+        result = NotImplemented
+        if kwargs.get("out") is None and all(x.follows_rules() for x in stand_ins):
+            result = cls.by_rule(func, name, args, kwargs)
+        if result is NotImplemented:
+            result = cls.on_real(func, name, args, kwargs)
         note_use(stand_ins, result)
         return result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise StreamBPError(
-            f"{func} reached logits that do not exist, from where no real ones can be given to it. Use "
-            "StreamConfig(head=False) for this model."
-        )
+    def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation without a rule, on real tensors."""
+        built: dict[int, tuple[StandIn, Tensor]] = {}
+        needed = told(name, args, kwargs, cls.has_rule)
+        for x in tensors_in((args, kwargs), cls):
+            if id(x) not in built:
+                x.note(needed)
+                built[id(x)] = x, x.build()
+        args, kwargs = tree_map_only(cls, lambda x: built[id(x)][1], (args, kwargs))
+        result = func(*args, **kwargs)
+        for x, real in built.values():
+            remember(x, real, result)
+        return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-
-def remember(deferred: Any, real: Tensor, result: Any) -> None:
+def remember(stand_in: StandIn, real: Tensor, result: Any) -> None:
     """What an operation on `real` has left behind. [Note: stand-ins and memory]"""
     tensors = tensors_in(result, Tensor)
     if not tensors:
-        deferred.written = real
+        stand_in.written = real
     aliases = [tensor for tensor in tensors if torch._C._is_alias_of(tensor, real)]  # type: ignore[attr-defined]
     for tensor in (real, *aliases) if aliases or not tensors else ():
-        deferred.memory.watch(tensor)
+        stand_in.memory.watch(tensor)
 
 
-def writes(operation: str) -> bool:
-    """Whether a method of this name writes to its tensor: add_, __setitem__, __iadd__."""
-    in_place = operation.endswith("_") and not operation.endswith("__") and operation != "requires_grad_"
-    return in_place or operation in IN_PLACE
+def writes(operation: str, kwargs: Any) -> bool:
+    """Whether a method of this name changes its tensor: add_, __setitem__, __iadd__, requires_grad_, relu(inplace=True)."""
+    in_place = operation.endswith("_") and not operation.endswith("__")
+    return in_place or operation in IN_PLACE or kwargs.get("inplace") is True
+
+
+def takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether the arguments are named as the rule names them."""
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 METADATA = frozenset(
@@ -247,154 +179,6 @@ METADATA = frozenset(
 )  # fmt: skip
 
 
-def _slice(x: Deferred, index: Any) -> Any:
-    """An index that leaves the last dimension whole applies to the source as well."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(part is None for part in parts):
-        return NotImplemented
-    ellipsis = any(part is Ellipsis for part in parts)
-    consumed = sum(_dims(part) for part in parts if part is not Ellipsis)
-    reaches_last = consumed == x.dim() or (ellipsis and parts[-1] is not Ellipsis)
-    if reaches_last and not _whole(parts[-1]):
-        return NotImplemented
-    return x.derive(x.tokens[index])
-
-
-def _dims(part: Any) -> int:
-    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
-
-
-def _whole(part: Any) -> bool:
-    return isinstance(part, slice) and part == slice(None)
-
-
-def _take_along_dim(x: Deferred, indices: Any, dim: int | None = None) -> Any:
-    """Positions [..., n, 1] of each row."""
-    if dim is None or dim % x.dim() == x.dim() - 1 or indices.shape[-1] != 1:
-        return NotImplemented
-    return x.derive(torch.take_along_dim(x.tokens, indices, dim % x.dim()))
-
-
-def _same(x: Deferred, *args: Any, **kwargs: Any) -> Any:
-    return x
-
-
-def _float(x: Deferred, *args: Any, **kwargs: Any) -> Any:
-    wide = torch.promote_types(x.source.dtype, torch.float32)
-    if wide == x.dtype:
-        return x
-    return Deferred.make(x.source, x.recipe, wide)
-
-
-def _to(x: Deferred, *args: Any, **kwargs: Any) -> Any:
-    """Only casts up and moves to where the tensor is; the loss is computed in float32 or wider anyway."""
-    wanted = [*args, *kwargs.values()]
-    dtypes = [w for w in wanted if isinstance(w, torch.dtype)]
-    devices = [torch.device(w) for w in wanted if isinstance(w, str | torch.device)]
-    if any(isinstance(w, Tensor) for w in wanted) or any(d.type != x.device.type for d in devices):
-        return NotImplemented
-    if any(torch.promote_types(d, x.source.dtype) != d for d in dtypes):
-        return NotImplemented
-    return Deferred.make(x.source, x.recipe, dtypes[0]) if dtypes and dtypes[0] != x.dtype else x
-
-
-def _view(x: Deferred, *shape: Any) -> Any:
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if isinstance(sizes, torch.dtype) or sizes[-1] not in (-1, x.shape[-1]):
-        return NotImplemented
-    if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel():  # tokens would end up in the last dimension
-        return NotImplemented
-    return x.derive(x.tokens.reshape(*sizes[:-1], x.tokens.shape[-1]))
-
-
-def _flatten(x: Deferred, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim in (-1, x.dim() - 1):
-        return NotImplemented
-    return x.derive(x.tokens.flatten(start_dim, end_dim))
-
-
-def _multiply(x: Any, other: Any) -> Any:
-    if isinstance(other, Deferred):
-        x, other = other, x
-    if isinstance(other, bool) or not isinstance(other, int | float):
-        return NotImplemented
-    return x.derive(recipe=x.recipe.scaled(float(other)))
-
-
-def _divide(x: Any, other: Any, **kwargs: Any) -> Any:
-    if kwargs or not isinstance(x, Deferred) or isinstance(other, bool) or not isinstance(other, int | float) or not other:
-        return NotImplemented
-    return x.derive(recipe=x.recipe.scaled(1.0 / other))
-
-
-def _tanh(x: Deferred) -> Any:
-    if x.recipe.weight is None or x.recipe.tanh:
-        return NotImplemented
-    return x.derive(recipe=dataclasses.replace(x.recipe, tanh=True))
-
-
-def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(x, Deferred) or x.recipe.weight is not None or (x.recipe.scale_hidden != 1.0 and bias is not None):
-        return NotImplemented
-    recipe = dataclasses.replace(
-        x.recipe, weight=weight, bias=bias, before=x.recipe.scale_hidden, scale_hidden=1.0
-    )  # (c * hidden) @ W^T = c * (hidden @ W^T)
-    return Deferred.make(x.source, recipe)
-
-
-def _cross_entropy(
-    x: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
-    if not isinstance(x, Deferred) or isinstance(target, Deferred):  # soft targets
-        return NotImplemented
-    if unusual or x.recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
-        return NotImplemented
-    return blockwise_loss(x.source, x.recipe, target, ignore_index, reduction)
-
-
-def takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether the arguments are named as the rule names them."""
-    try:
-        inspect.signature(rule).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-RULES: dict[Any, Callable[..., Any]] = {
-    torch.mul: _multiply,
-    torch.div: _divide,
-    torch.tanh: _tanh,
-    torch.take_along_dim: _take_along_dim,
-    F.linear: _linear,
-    F.cross_entropy: _cross_entropy,
-}
-
 IN_PLACE = frozenset(
     {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
 )
-
-# By name: torch passes whatever stands under that name in `Tensor`, which others may have wrapped.
-METHODS: dict[str, Callable[..., Any]] = {
-    "__getitem__": _slice,
-    "contiguous": _same,
-    "float": _float,
-    "to": _to,
-    "view": _view,
-    "reshape": _view,
-    "flatten": _flatten,
-    "mul": _multiply,
-    "__mul__": _multiply,
-    "__rmul__": _multiply,
-    "div": _divide,
-    "__truediv__": _divide,
-    "tanh": _tanh,
-}

@@ -21,20 +21,13 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, StreamBPError
-from streambp.known_names import DDP_SINK, PRE_BACKWARD, SCALING_HOOK
+from streambp.known_names import DDP_SINK, PRE_BACKWARD, SCALING_HOOK, TENSOR_HOOKS
 from streambp.lazy.expression import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, result
-from streambp.lazy.standin import Memory
+from streambp.lazy.standin import METADATA, Memory, StandIn
+from streambp.nested import tensors_in
 
-
-class Shared(Memory):
-    """What stand-ins of the same memory know of each other. writes: to any of them."""
-
-    instead = "StreamConfig(lazy_logits=False)"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes = 0
+METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
 
 
 class Link(torch.autograd.Function):
@@ -107,25 +100,24 @@ def _hooked(leaf: Node, hook: Callable[[Tensor], Tensor | None]) -> Node:
     return dataclasses.replace(leaf, handle=Hooked.apply(leaf.head, hook, leaf.handle))
 
 
-class LazyRows(Tensor):
+class LazyRows(StandIn):
     """Shape, dtype and device of [*tokens, W] values; `node` says what they are.
 
-    Made by `make`. classes: the dimension of the W, if it is not the last. written: the real tensor, once it has taken this
-    one's place. derived: it shares the memory of another. seen: the writes to that memory that it knows of. now: what it is
-    since it was written to. link: its own place in the graph. followed: something with a gradient was made of it.
+    Made by `make`. classes: the dimension of the W, if it is not the last. seen: the writes to its memory that it knows of.
+    now: what it is since it was written to. link: its own place in the graph.
     """
+
+    instead = "StreamConfig(lazy_logits=False)"
+    metadata = METADATA_OF_ROWS
+    has_rule = ("label_smoothing",)
 
     node: Node
     width: int
     classes: int | None
-    memory: Shared
-    written: Tensor | None
-    derived: bool
     seen: int
     now: LazyRows | None
     link: Any
     heeded: bool
-    followed: bool
 
     @staticmethod
     def __new__(cls, node: Node, width: int, dtype: torch.dtype, classes: int | None = None) -> LazyRows:
@@ -136,7 +128,7 @@ class LazyRows(Tensor):
             cls, shape, dtype=dtype, device=reading.head.hidden.device, requires_grad=False
         )  # type: ignore[attr-defined]
         self.node, self.width, self.classes = node, width, classes
-        self.memory, self.seen, self.link = Shared(), 0, None
+        self.memory, self.seen, self.link = Memory(), 0, None
         self.written, self.derived, self.now, self.heeded, self.followed = None, False, None, False, False
         return self
 
@@ -200,15 +192,32 @@ class LazyRows(Tensor):
             )
         return self.current()
 
+    def note(self, operation: str) -> None:
+        """`operation` needs the real tensor, for `describe`, which names the first."""
+        self.outcome.built_for = self.outcome.built_for or operation
+
+    @classmethod
+    def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation without a rule, on real tensors."""
+        result = super().on_real(func, name, args, kwargs)
+        for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
+            if x.link is not None:
+                x.link.passed_by = f"a hook ({name}) was put on"
+        return result
+
+    def follows_rules(self) -> bool:
+        """Whether rules may take it: no real tensor has its place, nor something unknown its place in the graph."""
+        return self.written is None and self.known()
+
     def check(self, operation: str) -> None:
-        """Raise if another that shares its memory was written to."""
-        if self.written is None:
-            self.memory.check(operation)
+        """Raise StreamBPError if another that shares its memory was written to."""
+        super().check(operation)
         if self.seen != self.memory.writes:
             raise StreamBPError(
                 "Logits were changed in place through a part or a view of them, and then used again as a whole, or the "
-                f"other way round ({operation}), while they are computed where they are used. Use {self.memory.instead}."
+                f"other way round ({operation}), while they are computed where they are used. Use {self.instead}."
             )
+        self.heed()
 
     def heed(self) -> None:
         """Have an engine's node that stands before it in the graph run in backward, for what is made of it from now on."""

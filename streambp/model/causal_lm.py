@@ -26,8 +26,8 @@ from streambp.head.recipe import HeadOutcome, HeadRequest, Recipe
 from streambp.instance_forward import InstanceForward, is_fsdp_unit, wants_gradients
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
+from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
-from streambp.lazy.standin import Deferred
 from streambp.model.callers import computes_its_own_loss, warn_of_missing_predictions
 from streambp.model.padding import warn_of_labels_after_padding
 from streambp.model.wrappers import PatchState, wants_cache

@@ -34,7 +34,7 @@ from streambp.instance_forward import InstanceForward, wants_gradients
 from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, REPLICATE
 from streambp.layer.arguments import has_cache
 from streambp.layer.site import LayerSite
-from streambp.lazy.standin import Deferred
+from streambp.lazy.deferred import Deferred
 from streambp.model.packing import warn_of_documents
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell

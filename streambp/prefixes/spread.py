@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, UnsharedError
-from streambp.lazy.standin import Deferred
+from streambp.lazy.deferred import Deferred
 from streambp.prefixes.tree import Tree
 
 

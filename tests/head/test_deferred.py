@@ -1,6 +1,6 @@
 """Losses that models and users write on logits that do not exist: computed exactly, and without logits where possible.
 
-covers: lazy/standin.py
+covers: lazy/deferred.py
 """
 
 from __future__ import annotations

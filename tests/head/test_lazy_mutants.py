@@ -17,7 +17,7 @@ from streambp.lazy import dispatch as lazy
 from streambp.lazy import expression as rows
 from streambp.lazy import head as hub
 from streambp.lazy import hooks as late_hooks
-from streambp.lazy import loss_rules, row_rules, seen
+from streambp.lazy import loss_rules, row_rules, seen, standin
 from streambp.lazy import tensor as lazy_rows
 from streambp.model import causal_lm
 from tests.head import test_lazy, test_lazy_labels
@@ -153,14 +153,14 @@ MUTANTS = {
     ),
     "writes unseen by others": (lazy_rows.LazyRows, "become", unseen, is_refused(WRITES["through a part"])),
     "writes through real tensors unseen": (
-        lazy_rows.Shared, "watch", lambda self, tensor: None, is_refused(WRITES["through data"]),
+        lazy_rows.Memory, "watch", lambda self, tensor: None, is_refused(WRITES["through data"]),
     ),
     "writes by a Function unseen": (
         lazy_rows.LazyRows, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
     ),
     "hooks that see nothing": (late_hooks, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
-    "what was made of logits forgotten": (lazy, "note_use", lambda *_: None, lost(like_torch.asked_for)),
-    "hooks that a Function passes by": (lazy, "TENSOR_HOOKS", (), lost(like_torch.hooked_before_a_function)),
+    "what was made of logits forgotten": (standin, "note_use", lambda *_: None, lost(like_torch.asked_for)),
+    "hooks that a Function passes by": (lazy_rows, "TENSOR_HOOKS", (), lost(like_torch.hooked_before_a_function)),
     "a mask as it is later": (rows.Beside, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
     "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
     "weights written by a pointer": (seen.Seen, "changed", lambda self: None, is_refused_before_backward),

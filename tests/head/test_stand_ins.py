@@ -1,6 +1,6 @@
 """What takes the place of a stand-in in a graph is right or raises: no path loses a gradient without a word.
 
-covers: lazy/standin.py
+covers: lazy/deferred.py, lazy/standin.py
 """
 
 from __future__ import annotations

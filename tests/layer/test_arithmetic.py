@@ -1,6 +1,6 @@
 """Linear FLOPs of a step against torch's non-reentrant checkpointing; attention pairs against the spans.
 
-covers: attention/kernels.py, attention/spans.py, head/one_pass.py, head/recipe.py, layer/site.py, lazy/standin.py
+covers: attention/kernels.py, attention/spans.py, head/one_pass.py, head/recipe.py, layer/site.py, lazy/deferred.py
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from streambp.config import StreamConfig
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest, Recipe
 from streambp.layer.site import LayerSite
-from streambp.lazy.standin import Deferred
+from streambp.lazy.deferred import Deferred
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.oracle import gradients

@@ -1,6 +1,6 @@
 """Memory of the objectives with their head, counted on meta: h = 4096, a vocabulary of 151,936, bf16.
 
-covers: head/__init__.py, head/one_pass.py, head/recipe.py, lazy/dispatch.py, lazy/standin.py
+covers: head/__init__.py, head/one_pass.py, head/recipe.py, lazy/dispatch.py, lazy/deferred.py
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from streambp.head import token_log_probs
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest, Recipe
+from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
-from streambp.lazy.standin import Deferred
 from streambp.losses import dpo_loss, grpo_loss, ppo_loss, sft_loss
 from streambp.planner.count import LiveBytes
 from tests.head import losses_on_logits
