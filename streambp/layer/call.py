@@ -69,8 +69,11 @@ class LayerCall:
         self.plan = move_ends(self.plan, barriers)
         if self.packing.barriers:
             self.plan = self.plan.avoiding(merged((*barriers, *self.packing.barriers)))
-        if site.kind.states.least > 1:
-            self.plan = self.plan.with_least(site.kind.states.least)
+        least = site.kind.states.least
+        if arguments.forks:
+            self.plan = self.plan.forked(arguments.forks, least)
+        elif least > 1:
+            self.plan = self.plan.with_least(least)
         self.kept = self._keep()
 
     def _carry(self) -> Carried:

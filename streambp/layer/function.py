@@ -30,7 +30,7 @@ from streambp.layer.reuse import mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
 from streambp.layer.side_effects import KEEPS, Origin, is_kept
 from streambp.layer.site import CallReport, LayerSite
-from streambp.recurrent.states import leaves_of
+from streambp.recurrent.states import States, leaves_of
 
 
 @dataclasses.dataclass
@@ -76,12 +76,13 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         for chunk in call.plan:
             if keep:
                 call.kept.snapshot()
+            states = call.carried.start(call.plan, chunk)
             hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
             original = hidden_chunk.clone() if keep and call.site.overwritten.inputs else hidden_chunk
             if keep:
-                call.kept.keep_states(chunk, call.carried.states)
-            output, attended = _forward_chunk(call, hidden_chunk, original, chunk, keep)
-            call.carried.states = output.states
+                call.kept.keep_states(chunk, states)
+            output, attended = _forward_chunk(call, hidden_chunk, original, chunk, states, keep)
+            call.carried.end(call.plan, chunk, output.states)
             if keep:
                 call.kept.keep(chunk, original, attended)
             whole.put(None, output.hidden_states, chunk)
@@ -99,13 +100,13 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
 
 
 def _forward_chunk(
-    call: LayerCall, hidden_chunk: Tensor, original: Tensor, chunk: Chunk, keep: bool
+    call: LayerCall, hidden_chunk: Tensor, original: Tensor, chunk: Chunk, states: States, keep: bool
 ) -> tuple[ChunkOutput, list[Attended]]:
     """A chunk's output and attention results, without a graph; once more without saves if there is no memory for them.
     [Note: saves that fit]"""
     exhausted = False
     try:
-        return _computed(call, hidden_chunk, chunk, keep)
+        return _computed(call, hidden_chunk, chunk, states, keep)
     except torch.OutOfMemoryError:
         exhausted = keep and call.site.chooser is not None and call.site.chooser.let_go(call.kept)
         if not exhausted:
@@ -113,12 +114,14 @@ def _forward_chunk(
     call.kept.random[-1].restore()
     if hidden_chunk is not original:
         hidden_chunk.copy_(original)
-    return _computed(call, hidden_chunk, chunk, keep)
+    return _computed(call, hidden_chunk, chunk, states, keep)
 
 
-def _computed(call: LayerCall, hidden_chunk: Tensor, chunk: Chunk, keep: bool) -> tuple[ChunkOutput, list[Attended]]:
+def _computed(
+    call: LayerCall, hidden_chunk: Tensor, chunk: Chunk, states: States, keep: bool
+) -> tuple[ChunkOutput, list[Attended]]:
     with call.kept.capturing() if keep else contextlib.nullcontext():
-        output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=call.carried.states)
+        output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     return output, attended
 
@@ -295,10 +298,10 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
         output, _ = call.compute(x, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     outputs, upstream = work.grads.of(output, chunk)
-    for key, grad in call.carried.upstream.items():  # [Note: states]
+    for key, grad in call.carried.upstream.pop(chunk.index, {}).items():  # [Note: states]
         if output.states[key].requires_grad:
             outputs.append(output.states[key])
-            upstream.append(grad)
+            upstream.append(grad.to(output.states[key].dtype))
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
     starts = {key: state for key, state in states.items() if state.requires_grad}
     wanted = [*targets, *starts.values(), *work.shadows]
@@ -311,7 +314,8 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     if last:
         refuse_kept(call, kept)
     first, second = len(targets), len(targets) + len(starts)
-    call.carried.upstream = {k: grad for k, grad in zip(starts, found[first:second], strict=True) if grad is not None}
+    through = {key: grad for key, grad in zip(starts, found[first:second], strict=True) if grad is not None}
+    call.carried.went_on(call.plan, chunk, through)
     work.inputs.add(chunk, found[:first])
     work.sums.add(found[second:])
 

@@ -4,7 +4,8 @@
     attn_out.i  output and logsumexp of attention call i, with lse.i      by `saves`
     k.i, v.i    keys and values of attention call i                       by `saves`, where they leave the device
     product.n#i the output of call i of the Linear n                      by `saves`
-    state.i     state i that the chunk started from                       always, but for the first chunk
+    state.i     state i that the chunk started from                       always, but for the first chunk; once for all
+                                                                          that start from it, with the first of them
     random      the random state that the chunk started from              always
 
 All but the random states go into a store, on the device or on the host.
@@ -85,16 +86,23 @@ class Kept:
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
         """Save the states that a chunk starts from."""
-        self._state_keys = list(states)
-        for number, state in enumerate(states.values()):
-            self.store.put(f"state.{number}", chunk.index, state)
+        self._state_keys = list(states) or self._state_keys
+        if states and self._state_chunk(chunk.index) == chunk.index:
+            for number, state in enumerate(states.values()):
+                self.store.put(f"state.{number}", chunk.index, state)
+
+    def _state_chunk(self, index: int) -> int | None:
+        """The chunk with which a chunk's start states are kept: the first that has them; None: it starts anew."""
+        before = self.plan.before[index] if self._state_keys else None
+        return None if before is None else self.plan.behind[before][0]
 
     def states(self, chunk: Chunk, again: bool = False) -> States:
         """The states that a chunk starts from; again: they will be asked for once more."""
-        if chunk.index == 0 or not self._state_keys:
+        kept = self._state_chunk(chunk.index)
+        if kept is None:
             return {}
-        read = self.store.peek if again else self.store.take
-        return {key: read(f"state.{number}", chunk.index) for number, key in enumerate(self._state_keys)}
+        read = self.store.peek if again or kept != chunk.index else self.store.take
+        return {key: read(f"state.{number}", kept) for number, key in enumerate(self._state_keys)}
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk: hidden_chunk [..., B, C, h], without a graph, and what its attention
@@ -226,7 +234,9 @@ class Kept:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
         sites, chunks = range(self.carried.prefix.calls or 0), range(len(self.plan))
         order: list[Access] = []
-        states = [f"state.{number}" for number in range(len(self._state_keys))]
+        names = [f"state.{number}" for number in range(len(self._state_keys))]
+        kept = [(chunk, self._state_chunk(chunk)) for chunk in chunks]
+        starts = {chunk: [] if at is None else [(name, at) for name in names] for chunk, at in kept}
         tiled: list[Access] = []  # the first tiles; each visit of one announces the next
         if self.moves_kv:
             for site, resident in enumerate(self.carried.prefix.resident_tiles(backward=True)):
@@ -235,13 +245,13 @@ class Kept:
                 else:
                     tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
         elif "kv" not in self.saves and sites:
-            order += [(name, chunk) for chunk in chunks[:-1] for name in ("x", *(states if chunk else ()))]
+            order += [access for chunk in chunks[:-1] for access in (("x", chunk), *starts[chunk])]
         products = [[name for name in self.product_names if self.store.has(name, chunk)] for chunk in chunks]
         attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
         for chunk in reversed(chunks):
-            order += [(name, chunk) for name in ("x", *(states if chunk else ()), *products[chunk], *attended)]
+            order += [("x", chunk), *starts[chunk], *((name, chunk) for name in (*products[chunk], *attended))]
             order += tiled if chunk == chunks[-1] else []
-        return order, 1 + len(states) + max(map(len, products)) + len(attended)
+        return order, 1 + len(names) + max(map(len, products)) + len(attended)
 
     def restore_kv(self) -> bool:
         """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""

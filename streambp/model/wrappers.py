@@ -151,7 +151,7 @@ class LayerForward(InstanceForward):
         if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
             return self.original(*args, **kwargs)
         if self.state.shards is None:
-            output = stream_layer(self.site, args, kwargs, self.state.packed_rows)
+            output = stream_layer(self.site, args, kwargs, self.state.packed_rows, forks=tree.forks if tree else ())
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
         if tree is not None:
@@ -246,17 +246,18 @@ class BackboneForward(InstanceForward):
         if state.tree is not None:
             raise UnsharedError(f"{type(self.module).__name__} runs inside another model that shares prefixes")
 
-        def over(kwargs: Mapping[str, Any], tree: Tree | None, defer: HeadRecord | None = deferred) -> Any:
-            state.defer_norm, state.tree = defer, tree
+        def over(kwargs: Mapping[str, Any], tree: Tree | None, trial: bool = False) -> Any:
+            state.defer_norm, state.tree, packed_rows = None if trial else deferred, tree, state.packed_rows
+            state.packed_rows = packed_rows if tree is None and not trial else None
             try:
                 return self.original(**kwargs)
             finally:
-                state.tree = None
+                state.tree, state.packed_rows = None, packed_rows
 
         if self.prefixes is None or state.shards is not None:
             return over(kwargs, None)
-        on_trial = functools.partial(over, defer=None)
-        return self.prefixes.call(kwargs, over, on_trial, self._sites, state.labels)
+        on_trial, documents = functools.partial(over, trial=True), state.packed_rows is not None
+        return self.prefixes.call(kwargs, over, on_trial, self._sites, state.labels, documents)
 
     @contextlib.contextmanager
     def _layers_known(self) -> Iterator[None]:

@@ -252,8 +252,6 @@ def rows_instead(stock, batch, expected=None, **settings):
 @pytest.mark.parametrize(
     ("family", "mode", "why"),
     [
-        ("lfm2", "plain", "keeps states"),
-        ("qwen3_next", "plain", "keeps states"),
         ("bloom", "plain", "takes no position_ids|attends by itself"),
         ("llama4_text", "plain", "asks its cache for positions"),
         ("opt", "padded", "gave something else than rows"),
