@@ -130,7 +130,7 @@ def policy_loss(model, batch, **given):
     logits = model(input_ids=batch["input_ids"], attention_mask=real(batch), use_cache=False, **given).logits
     log_probs = torch.log_softmax(logits[:, PROMPT - 1 : -1], -1)
     scored = log_probs.gather(-1, batch["input_ids"][:, PROMPT:, None])[..., 0]
-    weights = torch.linspace(-1, 1, len(scored))[:, None] * real(batch)[:, PROMPT:]
+    weights = torch.linspace(-1, 2, len(scored))[:, None] * real(batch)[:, PROMPT:]
     loss = (scored.exp() * weights).sum()
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
