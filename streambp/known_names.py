@@ -66,7 +66,8 @@ HUB_KERNEL = ("flash_attn_forward", "supports_flash_attn")  # by what a register
 MASKING = "transformers.masking_utils"  # the module of transformers' own mask functions
 DEPRECATION = "transformers.utils.deprecation"  # the module of decorators that transformers' own functions have at times
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")  # both in a model that is an encoder or a decoder
-FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")  # of attention functions: change numbers, and are refused
+FOREIGN_ARGUMENTS = ("position_bias", "block_indices")  # of attention functions: change numbers, and are refused
+PICKS = "indices"  # of attention functions: [B, S, k], the keys that an indexer picked for each query
 SINKS = ("s_aux", "sinks")  # of attention functions: [H], logits of one more key
 
 # ---- transformers: what layers call on their caches, and how they are built
@@ -83,6 +84,9 @@ STATE_PROTOCOL = (CONV_UPDATE, RECURRENT_UPDATE, "set_linear_cache", OWN_SCAN)
 SHARES_LAYERS = "num_kv_shared_layers"  # Gemma 3n and 4: a config's number of layers that read the keys of earlier ones
 SHARED_LAYERS = "shared_layers"  # through the cache, until 5.5
 INDEXER = "Indexer"  # a part of the class's name of what picks keys in sparse attention
+INDEXER_UPDATE = "update_indexer"  # what one calls on its cache, which collects its keys
+INDEX_HEADS = "n_heads"  # of an indexer: it has scores in so many heads
+INDEX_TOPK = "index_topk"  # of an indexer: it picks so many keys for a query
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")  # of backbones, by attribute
 READ_ALWAYS = ("config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")  # by attention functions
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of layers; trainers switch them at any time

@@ -329,7 +329,7 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 
 def _agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device) -> bool:
     """Whether the index function reads the first and last key of every span, and neither neighbour outside."""
-    first, last = _edges(spans, device)  # [B, T] each; an empty span has last < first
+    first, last = edges(spans, device)  # [B, T] each; an empty span has last < first
     query = torch.arange(spans.length, device=device).expand_as(first)
     row = torch.arange(len(spans.rows), device=device)[:, None].expand_as(first)
     head = torch.zeros_like(row)
@@ -346,7 +346,8 @@ def _agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device:
     return bool(torch.where(empty, nothing, right).all())
 
 
-def _edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first and the last key that each query reads, [B, T] each in int64; a query that reads none has last < first."""
     first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long)  # [B, T]
     last = torch.full_like(first, -1)
     query = torch.arange(spans.length)

@@ -4,6 +4,7 @@
     attn_out.i  output and logsumexp of attention call i, with lse.i      by `saves`
     k.i, v.i    keys and values of attention call i                       by `saves`, where they leave the device
     product.n#i the output of call i of the Linear n                      by `saves`
+    picks.i     the keys that indexer i picked for each query             always. [Note: indexers]
     state.i     state i that the chunk started from                       always, but for the first chunk
     random      the random state that the chunk started from              always
 
@@ -50,6 +51,7 @@ class Kept:
         self.products: list[str] = []
         self.product_names: list[str] = []
         self._state_keys: list[Key] = []
+        self._indexers = 0
         self._captured: list[tuple[str, Tensor, int]] = []
 
     def save_to(self, offloader: Offloader) -> None:
@@ -70,7 +72,7 @@ class Kept:
         self.saves, self.products = (), []
         self._captured.clear()
         assert isinstance(self.store, InMemory)
-        self.store.keep_only(lambda name: name == "x" or name.startswith("state."))
+        self.store.keep_only(lambda name: name == "x" or name.startswith(("state.", "picks.")))
         if not at_work:
             self.carried.prefix.drop_buffers()
 
@@ -104,6 +106,9 @@ class Kept:
             UnsupportedModelError: the layer has written to something that is to be saved.
         """
         self.store.put("x", chunk.index, hidden_chunk)
+        self._indexers = len(self.carried.prefix.picked)
+        for indexer, picks in enumerate(self.carried.prefix.picked):
+            self.store.put(f"picks.{indexer}", chunk.index, picks)
         self.keep_products(chunk)
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
@@ -127,7 +132,7 @@ class Kept:
             if name not in overwritten.products
         }
         return Cost(
-            x=hidden_chunk.nbytes,
+            x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.picked),
             attn_out=0 if overwritten.attended else sum(part.o.nbytes + part.lse.nbytes for part in attended),
             kv=(chunk.stop - chunk.start) * sum(size.keys for size in prefix.sizes_seen),
             attention_flops=sum(prefix.flops(chunk, part) for part in attended),
@@ -236,12 +241,13 @@ class Kept:
                     tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
         elif "kv" not in self.saves and sites:
             order += [(name, chunk) for chunk in chunks[:-1] for name in ("x", *(states if chunk else ()))]
+        picks = [f"picks.{indexer}" for indexer in range(self._indexers)]
         products = [[name for name in self.product_names if self.store.has(name, chunk)] for chunk in chunks]
         attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
         for chunk in reversed(chunks):
-            order += [(name, chunk) for name in ("x", *(states if chunk else ()), *products[chunk], *attended)]
+            order += [(name, chunk) for name in ("x", *picks, *(states if chunk else ()), *products[chunk], *attended)]
             order += tiled if chunk == chunks[-1] else []
-        return order, 1 + len(states) + max(map(len, products)) + len(attended)
+        return order, 1 + len(picks) + len(states) + max(map(len, products)) + len(attended)
 
     def restore_kv(self) -> bool:
         """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""
@@ -250,6 +256,10 @@ class Kept:
             return False
         self.carried.prefix.find_saved()
         return True
+
+    def picks(self, chunk: Chunk) -> list[Tensor]:
+        """[B, C, k], the keys that each indexer picked for the chunk, for the last time."""
+        return [self.store.take(f"picks.{indexer}", chunk.index) for indexer in range(self._indexers)]
 
     def attended(self, chunk: Chunk) -> list[Attended] | None:
         """What the chunk's attention calls gave, for the last time; None if it was not kept."""

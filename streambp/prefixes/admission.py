@@ -60,6 +60,8 @@ def why_not(module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite]
             return f"{name} keeps states, which a branch would have to start from"
         if not site.kind.attention.readable_apart or site.kind.counts_positions:
             return f"{name} attends by itself, or asks its cache for positions"
+        if site.kind.attention.picks_keys:
+            return f"{name} picks the keys that its queries read"
     return None
 
 

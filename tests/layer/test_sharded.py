@@ -29,7 +29,7 @@ from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.seeds import seed_torch
 from tests.test_oracle import reference
 from tests.tiers import thinned
-from tests.versions import needs_diffllamas_calls, needs_states
+from tests.versions import needs_diffllamas_calls, needs_indexers, needs_states
 
 
 @pytest.fixture
@@ -242,6 +242,7 @@ def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
         ("qwen3", {"attention_dropout": 0.1}, "attention dropout"),
         ("gpt_oss", {}, "attention sink"),
         pytest.param("diffllama", {}, "attended 2 times", marks=needs_diffllamas_calls),
+        pytest.param("deepseek_v32", {}, "compares all keys of the sequence", marks=needs_indexers),
         ("gptj", {}, "attends by itself"),
         pytest.param("lfm2", {}, "goes on from a state", marks=needs_states),
         ("llama4_text", {"attention_chunk_size": 8}, "sliding window"),

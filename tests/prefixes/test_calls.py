@@ -26,6 +26,7 @@ from tests.families import VOCABULARY
 from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
 from tests.prefixes.batches import MODES, PROMPT, counted, make_batch, real
 from tests.seeds import seeded
+from tests.versions import needs_indexers
 
 LEAST_HERE = 8
 MOES = {"gpt_oss": {"output_router_logits": True}, "qwen3_moe": {"output_router_logits": True}}
@@ -256,6 +257,7 @@ def rows_instead(stock, batch, expected=None, **settings):
         ("qwen3_next", "plain", "keeps states"),
         ("bloom", "plain", "takes no position_ids|attends by itself"),
         ("llama4_text", "plain", "asks its cache for positions"),
+        pytest.param("deepseek_v32", "plain", "picks the keys that its queries read", marks=needs_indexers),
         ("opt", "padded", "gave something else than rows"),
     ],
 )
