@@ -84,7 +84,8 @@ STATE_PROTOCOL = (CONV_UPDATE, RECURRENT_UPDATE, "set_linear_cache", OWN_SCAN)
 SHARES_LAYERS = "num_kv_shared_layers"  # Gemma 3n and 4: a config's number of layers that read the keys of earlier ones
 SHARED_LAYERS = "shared_layers"  # through the cache, until 5.5
 INDEXER = "Indexer"  # a part of the class's name of what picks keys in sparse attention
-INDEXER_UPDATE = "update_indexer"  # what one calls on its cache, which collects its keys
+# What one calls on its cache, which collects its keys, and on its scores, with a mask of bools.
+INDEXER_CALLS = ("update_indexer", "masked_fill")
 INDEX_HEADS = "n_heads"  # of an indexer: it has scores in so many heads
 INDEX_TOPK = "index_topk"  # of an indexer: it picks so many keys for a query
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")  # of backbones, by attribute

@@ -23,7 +23,7 @@ from streambp.known_names import (
     INDEX_HEADS,
     INDEX_TOPK,
     INDEXER,
-    INDEXER_UPDATE,
+    INDEXER_CALLS,
     MASK_MAKERS,
     PICKED,
     PICKS,
@@ -303,7 +303,7 @@ def _hands_picks(attention: nn.Module) -> bool:
     if UPDATE not in _names(attention) or biases_positions(attention) or not any(PICKS in names for names in keywords):
         return False
     return bool(indexers or PICKED in _locals(attention)) and all(
-        INDEXER_UPDATE in _names(indexer) and hasattr(indexer, INDEX_HEADS) and hasattr(indexer, INDEX_TOPK)
+        set(INDEXER_CALLS) <= set(_names(indexer)) and hasattr(indexer, INDEX_HEADS) and hasattr(indexer, INDEX_TOPK)
         for indexer in indexers
     )
 

@@ -128,7 +128,7 @@ class Prefix:
 
     def pack(self) -> None:
         """K and V are kept as they are for a later backward pass: without the zeros behind V. [Note: padded values]"""
-        self.index_keys = {}
+        self.index_keys, self.picked = {}, []
         for site in self.sites:
             if isinstance(site, CallSite):
                 site.pack()
@@ -186,7 +186,8 @@ class Prefix:
 
     def drop_buffers(self) -> None:
         """Let go of K, V and their accumulators; a refill or `find_saved` brings K and V back."""
-        self.sites, self.filled_until, self._scratch, self.index_keys = [], 0, None, {}
+        self.sites, self.filled_until, self._scratch = [], 0, None
+        self.index_keys, self.picked = {}, []
 
 
 class AttentionCall(NamedTuple):
@@ -244,8 +245,16 @@ class ChunkMask(AttentionPoint):
         self.attended: list[Attended] = []
         self.call = 0
 
+    __iter__ = None  # `0.0 in mask` would never end
+
     def __getitem__(self, index: Any) -> ChunkMask:
-        """Itself, for a layer that hands a part of its mask to its indexer, which takes no other notice of it."""
+        """Itself, for a layer that hands a part of its mask to its indexer, which takes no other notice of it.
+
+        Raises:
+            TypeError: the layer has none, so that it reads its mask itself.
+        """
+        if not self.takes_picks:
+            raise TypeError(f"'{type(self).__name__}' object is not subscriptable")
         return self
 
     def attend(self, given: AttentionCall) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streambp.admission.stacks import find_stacks, states_argument
+from streambp.admission.stacks import find_stacks, kind_of, states_argument
 from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
@@ -204,13 +204,18 @@ class Counter:
     @property
     def carries_states(self) -> bool:
         """Whether a layer hands states from chunk to chunk."""
-        stacks = find_stacks(self.skeleton.model).stacks
-        return any(states_argument(layer) is not None for stack in stacks for layer in stack.layers)
+        return any(states_argument(layer) is not None for layer in self._layers)
+
+    @property
+    def _layers(self) -> list[nn.Module]:
+        return [layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers]
 
     def fused(self, recipe: Recipe) -> bool:
-        """Whether a fused kernel attends, as on a GPU in half precision without softcap."""
+        """Whether a fused kernel attends, as on a GPU in half precision without softcap and without picked keys."""
         if recipe.config is None:
             return True
+        if any(kind_of(layer).attention.picks_keys for layer in self._layers):  # of few tokens all are picked
+            return False
         if self._fused is None:  # what is saved and where it waits changes no kernel
             count = StepCount(None)
             with self._prepared(recipe, 8), self.skeleton.running(), count:

@@ -18,7 +18,9 @@ from streambp.admission.probe import Verdict
 from streambp.admission.stacks import kind_of
 from streambp.attention import indexers, interface, picked
 from streambp.attention.carriers import OverCache, Picking, ThroughInterface
+from streambp.attention.prefix import ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
+from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.saved import Kept
 from tests import zoo
@@ -221,7 +223,7 @@ def test_a_mask_of_picks():
     """Padding below, rows of one chunk, and picks outside of a block."""
     layout = Spans.causal(2, 9, window=4)
     picks = torch.tensor([[[0, 3], [4, 2], [7, 7]], [[1, 5], [3, 0], [5, 6]]])  # [B, C, k]
-    mask = picked.PickedMask.of(layout, 9, streambp.chunks.Chunk(0, 5, 8), picks)
+    mask = picked.PickedMask.of(layout, 9, Chunk(0, 5, 8), picks)
     below = picked.visible(layout, 5, 8, 1, 7, torch.device("cpu"))
     tile = mask.tile(5, 8, 1, 7, torch.device("cpu"))
     assert tile.shape == (2, 1, 3, 6)
@@ -229,6 +231,15 @@ def test_a_mask_of_picks():
         read = key + 1 in picks[row, query] and query + 5 - 4 < key + 1 <= query + 5
         assert bool(tile[row, 0, query, key]) == read
         assert bool(below[row, 0, query, key]) == (query + 5 - 4 < key + 1 <= query + 5)
+
+
+def test_a_layer_without_an_indexer_cannot_read_its_mask():
+    point = ChunkMask(Prefix(Spans.causal(1, 4), 4, "auto"), Chunk(0, 0, 4), Stage.FORWARD)
+    for read in (lambda: point[:, 0], lambda: 0.0 in point, lambda: list(point)):
+        with pytest.raises(TypeError):
+            read()
+    point.takes_picks = True
+    assert point[:, 0] is point
 
 
 def test_picks_of_a_layer_that_has_no_indexer():
