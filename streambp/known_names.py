@@ -184,6 +184,10 @@ TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS = (
 )  # fmt: skip
 ASKS_TRLS_HEAD = "fused_lm_head"  # the argument by which trainers ask it
 OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # fields that its output may have
+# Of trainers that generate: the method that gives a step its micro-batch, and the attribute with all of a generation batch.
+PREPARES, ROLLOUTS = "_prepare_inputs", "_buffered_inputs"
+PROMPTS = ("prompt_ids", "prompt_mask")  # [B, P], what these have of each row's prompt
+IMAGES_OF_ROWS = "num_images"  # how many images each row has, which are not row by row then
 # Settings of GRPOConfig that PPO, which derives from it, has no use for.
 GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")
 
