@@ -16,6 +16,7 @@ from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
 IGNORED = -100  # a label that is none
+ONE_ROW = "the last call has one row or none"
 
 
 class SharedPrefixes:
@@ -71,8 +72,9 @@ class SharedPrefixes:
         self, kwargs: Mapping[str, Any], on_trial: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
     ) -> Tree | str:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-        if isinstance(ids, Tensor) and ids.shape[0] < 2:
-            return "the last call has one row or none"
+        alone = isinstance(ids, Tensor) and ids.shape[0] < 2
+        if alone and not _several_ranks():
+            return ONE_ROW
         if not self.takes_positions:
             return f"{type(self.module).__name__} takes no position_ids"
         reason = why_not(self.module, kwargs, sites())
@@ -81,6 +83,8 @@ class SharedPrefixes:
         plain, padded = self.trials.verdicts_of(kwargs, on_trial)
         if plain is not None and padded is not None:
             return plain
+        if alone:  # other ranks may have more rows, and have made their trials with this one
+            return ONE_ROW
         assert ids is not None
         tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids))
         reason = plain if isinstance(tree, str) or not any(tree.padding()) else padded
@@ -88,15 +92,17 @@ class SharedPrefixes:
 
     def _refuse_on_ranks(self, error: Exception) -> None:
         """One rank alone must not begin its forward again, for whose weights the others would have to be there."""
-        if (
-            torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-            and torch.distributed.get_world_size() > 1
-        ):
+        if _several_ranks():
             raise StreamBPError(
                 f"This batch's rows cannot be computed as a tree of prefixes: {error}. That was found while the model ran, "
                 "where other ranks wait for this one. Set StreamConfig(share_prefixes=False)."
             ) from error
+
+
+def _several_ranks() -> bool:
+    return (
+        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    )
 
 
 def _labelled(labels: tuple[Any, Any], kwargs: Mapping[str, Any], ids: Tensor) -> Tensor | None:

@@ -60,8 +60,8 @@ def computed(monkeypatch):
     """(tokens of the rows, different ones, tokens that were computed) of every call of a backbone that may share."""
     found = []
 
-    def find(ids, mask=None, positions=None, labelled=None):
-        tree = find_tree(ids, mask, positions, labelled, least=1, saves=0.0)
+    def find(ids, mask=None, *args, **more):
+        tree = find_tree(ids, mask, *args, **{**more, "least": 1, "saves": 0.0})
         rows, different = counted({"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask})
         found.append((rows, different, tree.tokens if isinstance(tree, Tree) else rows))
         return tree

@@ -399,6 +399,21 @@ def test_one_rank_among_several_does_not_begin_again(monkeypatch):
         ours(**batch)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_with_one_row_makes_the_trials_of_the_others(ranks, monkeypatch):
+    """Under ZeRO-3 a trial gathers weights, which takes all ranks; the others may have more rows."""
+    ours, batch = sharing(build("llama")), {name: value[:1] for name, value in make_batch("padded").items()}
+    tried = []
+    real_try = admission.Trials._try
+    monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    for _ in range(2):
+        ours(**batch)
+        assert told(ours) == "the last call has one row or none"
+    assert len(tried) == (2 if ranks > 1 else 0)  # without padding and with it
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_with_nothing_shared_the_step_is_that_of_rows(family):
     """To the bit; random ids begin with the same token now and then."""
