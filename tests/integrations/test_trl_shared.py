@@ -35,6 +35,8 @@ from trl import (
 )
 
 from streambp.integrations.trl import StreamDPOConfig, StreamDPOTrainer, StreamGRPOConfig, StreamGRPOTrainer
+from tests.families import build
+from tests.integrations import test_ppo
 from tests.integrations.test_trl import (  # noqa: F401  # the fixtures
     LORA,
     STREAMED,
@@ -215,3 +217,21 @@ def test_trainers_that_keep_no_groups(tmp_path, cut, checkpoint):  # noqa: F811
     made.args.max_steps = 2
     made.train()
     assert cut
+
+
+@pytest.mark.full
+def test_ppo_shares_its_prompts(tmp_path, computed, cut):
+    """Against our own trainer with rows: TRL has none. A minibatch is a rollout of eight prompts, four rows each."""
+    settings = {"num_generations": 4, "steps_per_generation": 1, "max_steps": 3, "learning_rate": 0.1, "optim": "sgd"}
+
+    def run(**more):
+        trainer = test_ppo.make(tmp_path, build("qwen3", torch.float64), **settings, **more)
+        trainer.train()
+        return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+    expected = run()
+    assert not computed
+    found = run(stream_share_prefixes=True)
+    assert cut
+    assert worst_error(found, expected) <= 1e-9
+    assert as_counted(computed) > 1.3
