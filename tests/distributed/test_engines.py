@@ -219,3 +219,13 @@ def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
             ours = row[when]["single process"]["gradients"]
             print(case, "patched", when, f"error {ours:.3e}, unpatched {stock:.3e}, ratio {ours / stock:.3f}")
             assert 1e-3 < ours <= HALF * stock
+
+
+@pytest.mark.full
+def test_a_rank_with_one_row_gathers_for_the_trials_of_the_other():
+    """It shares nothing, but the model is tried at the first call of every rank."""
+    (row,) = run("ddp", [{**ON_ONE_RANK, "engine": "fsdp", "alone": True}])
+    found = row["before"]
+    for reference in ("unpatched", "single process"):
+        assert all(value <= bars_of({})[name] for name, value in found[reference].items()), row
+    assert "were computed as" in found["shared"][0]
