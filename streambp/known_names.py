@@ -101,6 +101,7 @@ CONVOLUTION_STATE = "conv_state"  # of a convolution of one token, which is told
 NO_PART_OF_A_STEP = ("_name_or_path", "transformers_version")  # of a configuration as a dict
 ROTARY = "apply_rotary_pos_emb"  # of a modeling file: (q, k, cos, sin) -> (q, k) turned
 GATED_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")  # of an MLP whose activation and product a kernel can fuse
+ACTIVATIONS = ("act_fn", "activation_fn")  # of an MLP or of experts
 NORM = "RMSNorm"  # what names of classes end with, whose modules have one weight
 PLANNED_CONVOLUTION = frozenset({"hidden_states", *CONVOLUTION})
 PLANNED_DELTA_RULE = frozenset({"query", "key", "value", "g", "beta", "chunk_size", "initial_state"})
@@ -200,6 +201,12 @@ UNSLOTH = "unsloth"  # modules whose forwards cannot be cut
 LIGER = "liger_kernel"
 LIGERS_PATCHES = "monkey_patch"  # of liger_kernel.transformers: the module of the functions that apply its kernels
 LIGERS_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"  # these functions by a config's model_type
+LIGERS_NORM = (
+    "variance_epsilon",
+    "offset",
+    "casting_mode",
+)  # of a norm: eps, what is added to its weight, its rounding
+LIGERS_ROUNDINGS = ("llama", "gemma")  # before the product with the weight, after it
 NOT_OF_LAYERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")  # their arguments for what is replaced elsewhere
 
 # ---- packages by what is theirs; `streambp` is ours

@@ -18,7 +18,7 @@ from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
-from streambp.known_names import COMPILED
+from streambp.known_names import COMPILED, LIGER
 from streambp.layer.site import LayerSite
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.fused_layers import fused_modules
@@ -35,6 +35,7 @@ BLOCKS = MappingProxyType(
     }
 )
 CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
+LIGERS = "Liger's kernels"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 
@@ -293,12 +294,18 @@ def _outermost(head: CausalLMForward) -> str:
 
 
 def _fused_layers(found: Patch) -> list[str]:
-    """A line for each set of modules that Liger computes, whoever has put it there."""
-    layers: dict[tuple[str, ...], int] = {}
+    """A line for each set of modules that another library's kernels compute, whoever has put it there."""
+    layers: dict[tuple[str, tuple[str, ...]], int] = {}
     for wrapper in found.state.wrappers:
-        if isinstance(wrapper, LayerForward) and (names := tuple(fused_modules(wrapper.module))):
-            layers[names] = layers.get(names, 0) + 1
-    return [f"Liger's kernels compute {', '.join(names)} of {number} layers" for names, number in layers.items()]
+        if isinstance(wrapper, LayerForward):
+            for home, names in fused_modules(wrapper.module).items():
+                layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
+    notes = [
+        f"{LIGERS if home == LIGER else f'forwards of {home}'} compute {', '.join(names)} of {number} layers"
+        for (home, names), number in layers.items()
+    ]
+    left = found.fused.left
+    return notes + ([f"{LIGERS} compute otherwise than {', '.join(left)}, which stay as they are"] if left else [])
 
 
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:

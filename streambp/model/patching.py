@@ -17,7 +17,7 @@ from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
-from streambp.model.fused_layers import Replaced, put_on, take_off
+from streambp.model.fused_layers import Fused, put_on
 from streambp.model.wrappers import BackboneForward, LayerForward, PatchState
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
@@ -61,14 +61,14 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for wrapper in state.wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
-    replaced = put_on(model) if config.kernels == "liger" else ()
+    fused = put_on(model) if config.kernels == "liger" else Fused()
     for wrapper in state.wrappers:
         wrapper.install()
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
         head = replaces_trls_head(causal) if config.head and causal.foreign is None else None
         if head is not None:
             head.add()
-    model._streambp = Patch(state, found.left_alone, replaced)  # type: ignore[assignment]
+    model._streambp = Patch(state, found.left_alone, fused)  # type: ignore[assignment]
     return model
 
 
@@ -132,7 +132,7 @@ class Patch:
 
     state: PatchState
     left_alone: tuple[str, ...]
-    replaced: tuple[Replaced, ...] = ()
+    fused: Fused = dataclasses.field(default_factory=Fused)
 
 
 def unpatch(model: Model) -> Model:
@@ -142,7 +142,7 @@ def unpatch(model: Model) -> Model:
         if found is not None:
             for wrapper in reversed(found.state.wrappers):
                 wrapper.remove()
-            take_off(found.replaced)
+            found.fused.take_off()
     return model
 
 
