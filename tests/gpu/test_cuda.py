@@ -21,7 +21,7 @@ from streambp.attention import attend, backend, kernels, prefix
 from streambp.layer import function
 from streambp.offload import manager_of
 from tests.families import build, make_batch
-from tests.gpu import offload_rows, report
+from tests.gpu import offload_rows, report, script
 from tests.oracle import relative_l2
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -130,12 +130,12 @@ def test_figures_ask_for_what_runs_on_a_gpu(monkeypatch):
 
 
 def test_rows_say_what_they_ran_on():
-    (line, _) = report.environment("cpu")
+    ((line, _),) = script.environment("cpu")
     assert f"torch {torch.__version__}; transformers {transformers.__version__}" in line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         patch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-        assert "; cuDNN 91900; commit" in report.environment("cpu")[0]
+        assert "; cuDNN 91900; commit" in next(script.environment("cpu"))[0]
 
 
 def test_a_row_that_raises_is_not_the_last(monkeypatch):
