@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import streambp
-from paper_repro.figures import GIB, LONGEST_TIMELINE, run_steps, wrong_paths
+from paper_repro.figures import GIB, LONGEST_TIMELINE, Figures, run_steps, wrong_paths
 from paper_repro.rows import Deadline, Result, each, run_child
 from streambp.offload import manager_of
 from tests.gpu import script
@@ -152,12 +153,7 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
     stall = sum(stats[key] - before[key] for key in ("stall_out", "stall_back")) / figures.seconds
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     problems = [*figures.problems, *wrong_paths(model)]
-    attended = [kernel for kernel in figures.ran if kernel.endswith("backward")]
-    problems += ["no fused kernel attended"] * (on_gpu and not attended)
-    measured = {"peak": figures.peak_gib or 0.0, "stalls": stall, "host": host}
-    for (what, value), bar in zip(measured.items(), row.bars, strict=True):
-        if on_gpu and bar is not None and not value <= bar:
-            problems.append(f"{what} {value:.3g} above {bar:g}")
+    problems += missed(row, figures, stall, host) if on_gpu else []
     shown = " / ".join("-" if bar is None else f"{bar:g}" for bar in row.bars)
     return (
         f"{name:<24}{figures}, stalls {stall:6.2%}, host {host:6.1f} GiB, "
@@ -165,6 +161,16 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
         f"{'FAILED: ' + '; '.join(problems) if problems else 'holds'}\n    {', '.join(figures.ran)}; "
         f"{figures.buffers} gradient buffers a step; {streambp.describe(model).offload}"
     ), not problems
+
+
+def missed(row: Row, figures: Figures, stall: float, host: float) -> list[str]:
+    """What a GPU is asked for: a fused kernel that attended, and the row's bars."""
+    problems = [] if any(kernel.endswith("backward") for kernel in figures.ran) else ["no fused kernel attended"]
+    peak = math.nan if figures.peak_gib is None else figures.peak_gib
+    for what, value, bar in zip(("peak", "stalls", "host"), (peak, stall, host), row.bars, strict=True):
+        if bar is not None and not value <= bar:
+            problems.append(f"{what} {value:.3g} above {bar:g}")
+    return problems
 
 
 if __name__ == "__main__":
