@@ -20,6 +20,7 @@ from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward
+from streambp.layer.graphs import can_keep_graph
 from streambp.layer.oom import explained
 from streambp.layer.outputs import deliver
 from streambp.layer.reuse import counts_when_alone
@@ -101,7 +102,7 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
         else:
-            call.kept.choose(call.rows)
+            call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
         hidden_states = reduced_after_backward(site.of(reductions_of), hidden_states)
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []

@@ -180,6 +180,12 @@ class Prefix:
         keys, width = saved or self._scratch, self._width(index)
         return TiledSite(index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width)
 
+    def begin_backward(self, again: bool) -> None:
+        """A chunk is differentiated; again: for the second time. [Note: once for each chunk]"""
+        for site in self.sites:
+            if isinstance(site, CallSite):
+                site.begin_backward(again)
+
     def drop_buffers(self) -> None:
         """Let go of K, V and their accumulators; a refill or `find_saved` brings K and V back."""
         self.sites, self.filled_until, self._scratch = [], 0, None

@@ -37,6 +37,7 @@ class LayerCall:
     extras: the extra outputs, in the order in which the layer's Function returns them.
     look: what the layer is made of as the call begins; seen: when its forward is over. [Note: fingerprint]
     parameters: the layer's, in their slots as the call begins.
+    wanted: whether the input and each differentiable argument wants a gradient; known when the layer's Function runs.
     """
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
@@ -64,6 +65,7 @@ class LayerCall:
         self.look: Look = site.fingerprint.latest(site.layer)
         self.seen: Seen | None = None
         self.parameters: Parameters
+        self.wanted: tuple[bool, list[bool]]
         self.carried = self._carry()
         barriers = self.carried.layout.barriers
         self.plan = move_ends(self.plan, barriers)

@@ -52,6 +52,12 @@ class UnreadProducts:
     states: bool = True
 
 
+def never_read(situations: Iterable[UnreadProducts]) -> Labels:
+    """Linears whose output no recomputation needs, in whichever of these situations; none if there are no situations."""
+    found = [unread.recompute for unread in situations]
+    return frozenset.intersection(*found) if found else frozenset()
+
+
 @dataclasses.dataclass(frozen=True)
 class UnreadInHalves:
     """The same for a layer that is cut at its attention: Linears whose products are not needed for queries alone, for what

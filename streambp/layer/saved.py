@@ -13,7 +13,8 @@ All but the random states go into a store, on the device or on the host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,13 @@ from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
 from streambp.layer.cost import Cost, Product, Watch
-from streambp.layer.products import Sums, captured, known, matching
+from streambp.layer.products import Sums, captured, known, matching, never_read
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, InMemory, Offloader, SavedTensors
 from streambp.recurrent.states import Key, States
+
+GRAPH = "everything"  # among what is saved: the call's graph. [Note: kept graphs]
 
 
 class Kept:
@@ -49,6 +52,8 @@ class Kept:
         self.linears: dict[str, nn.Linear] = {}
         self.products: list[str] = []
         self.product_names: list[str] = []
+        self.keeps_graph = False
+        self.graph: Any = None  # of `layer.graphs`, from forward to backward. [Note: kept graphs]
         self._state_keys: list[Key] = []
         self._captured: list[tuple[str, Tensor, int]] = []
 
@@ -60,14 +65,16 @@ class Kept:
         self.saves, self.named = (self.saves, True) if chosen is None else (chosen, False)
         self.watch = offloader.watch(length, self.site.unread)
 
-    def choose(self, rows: int) -> None:
+    def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """What is saved is chosen for the memory that the device has left, if nothing else says it."""
         if self.site.chooser is not None:
-            self.saves, self.named = self.site.chooser.saves(self, rows), False
+            saves = self.site.chooser.saves(self, rows, can_keep_graph)
+            self.keeps_graph = GRAPH in saves
+            self.saves, self.named = () if self.keeps_graph else saves, False
 
     def give_up(self, at_work: bool) -> None:
         """Keep only what backward cannot compute again. at_work: the layer's forward is running."""
-        self.saves, self.products = (), []
+        self.saves, self.products, self.keeps_graph, self.graph = (), [], False, None
         self._captured.clear()
         assert isinstance(self.store, InMemory)
         self.store.keep_only(lambda name: name == "x" or name.startswith("state."))
@@ -150,7 +157,8 @@ class Kept:
     def find_products(self) -> None:
         """Which Linears `saves` names; within `LayerCall.streaming`, where no engine's hooks stand in the way.
 
-        What the layer overwrites is not kept. [Note: writes through pointers]
+        What the layer overwrites is not kept, nor what its backward was seen to leave unread.
+        [Note: writes through pointers]
 
         Raises:
             UnsupportedModelError: the user has named something that the layer overwrites.
@@ -167,6 +175,8 @@ class Kept:
             self.products = [name for name in products if name not in overwritten.products]
             if self.named and len(self.products) < len(products):
                 raise self._product_overwritten(*(name for name in products if name in overwritten.products))
+            unread = never_read(self.site.unread.values())
+            self.products = [name for name in self.products if name not in unread]
 
     def _attended_overwritten(self) -> UnsupportedModelError:
         return UnsupportedModelError(

@@ -182,7 +182,7 @@ def _chosen(found: Patch) -> str:
         return f"auto: nothing ({found.state.saves_rule})"
     choosers = (w.site.chooser for w in found.state.wrappers if isinstance(w, LayerForward))
     chosen = next((chooser.latest for chooser in choosers if chooser is not None), None)
-    return "auto: nothing yet, the first step sees what there is to save" if chosen is None else str(chosen)
+    return "auto: nothing yet" if chosen is None else str(chosen)
 
 
 def _describe_attention(found: Patch) -> str:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from streambp.admission.registry import refuse_foreign_attention
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
-from streambp.config import SAVES, StreamConfig
+from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import FINAL_NORMS
@@ -85,8 +85,10 @@ def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...]
         state.wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
         norm = _final_norm(stack.backbone)
         for layer in stack.layers:
-            last = layer is stack.layers[-1]
-            state.wrappers.append(LayerForward(layer, state, layers.index(layer), norm if last else None))
+            left = len(stack.layers) - stack.layers.index(layer)
+            wrapper = LayerForward(layer, state, layers.index(layer), norm if left == 1 else None)
+            wrapper.site.config = state.config.of_layer(left)
+            state.wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
     for module in model.modules():
         if _is_causal_lm(module) and id(module) not in backbones:
@@ -114,8 +116,15 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def _check_products(found: Found, config: StreamConfig) -> None:
-    """Every glob among `saves` must name a Linear of some layer."""
+    """Every glob among `saves` must name a Linear of some layer, and no more of the last layers than there are."""
     layers = [layer for stack in found.stacks for layer in stack.layers]
+    most = max(len(stack.layers) for stack in found.stacks)
+    for name in config.named_saves:
+        count = name.partition(LAST)[2]
+        if count and int(count) > most:
+            raise ConfigError(
+                f"saves names {name!r}, the last {count} layers; the model has {most}. Leave {LAST} out for all."
+            )
     names = {name: None for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear}
     for glob in config.products:
         if not matching(names, [glob]):

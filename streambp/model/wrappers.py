@@ -362,7 +362,7 @@ class BackboneForward(InstanceForward):
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if ulysses is None or tokens is None or not ulysses.splits(self.module.training):
             return None
-        agreed = int(keeps_kv(self.state.config))
+        agreed = sum(keeps_kv(site.config) for site in self._sites())
         batch_size, length = tokens.shape[:2]
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         shards = gather_shards(ulysses.group, batch_size, length, positions, mask, agreed)

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from streambp.admission.stacks import find_stacks, states_argument
 from streambp.attention.kernels import K_BLOCK, MATH
-from streambp.config import StreamConfig
-from streambp.errors import StreamBPError
+from streambp.config import LAST, StreamConfig
+from streambp.errors import ConfigError, StreamBPError
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
@@ -54,7 +54,13 @@ class Recipe:
 
 
 def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> Recipe:
-    """A streamed recipe; its name says how."""
+    """A streamed recipe; its name says how.
+
+    Raises:
+        ConfigError: some layers alone are to save something.
+    """
+    if any(LAST in name for name in saves):
+        raise ConfigError(f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what follows out.")
     parts = [f"saves {'+'.join(saves)}"] if saves else []
     parts += ["offload"] if offload != "none" else []
     return Recipe(f"streambp {', '.join(parts)}".strip(), StreamConfig(saves=saves, offload=offload))  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ class ShardedKept(Kept):
         """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
         self.store = offloader.open(self.site.index, self.device, self.plan.length)
 
-    def choose(self, rows: int) -> None:
+    def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """Nothing: what a rank would choose by its own memory differs. [Note: equal exchanges]"""
 
     def accesses(self) -> tuple[list[Access], int]:
