@@ -88,7 +88,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             if keep:
                 call.kept.keep(chunk, original, attended)
             del output, attended
-    call.site.attended = call.carried.prefix.used or call.site.attended  # a graph that is kept notes nothing
+    if call.kept.graph is None:  # one that is kept is made as in backward, which notes nothing
+        call.site.attended = call.carried.prefix.used
     if keep:
         call.kept.store.seal(*call.kept.accesses(), call.carried.prefix.backward_bytes)
     if not keep or "kv" not in call.kept.saves or call.kept.moves_kv:

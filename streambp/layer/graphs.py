@@ -4,7 +4,8 @@
 forward makes the graph that backward differentiates, and nothing is recomputed. The graph stands in front of the layer's
 own input and the parameters' shadows, as a recomputation's does, so that the rest of backward is the same; if it is let go
 of, backward recomputes. It is kept only where that cannot be told apart from a recomputation: no hooks and no engine's
-hooks inside, no states, no autocast, and nothing written through pointers.
+hooks inside, no states, no autocast, nothing written through pointers, and nobody who takes what graphs save (a checkpoint
+around the model).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.distributed.engines import engine_hooks
+from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.call import LayerCall
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.side_effects import Origin
@@ -45,9 +47,12 @@ class Graph:
 def can_keep_graph(call: LayerCall) -> bool:
     """[Note: kept graphs]"""
     site, autocast = call.site, torch.is_autocast_enabled(call.device.type)
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return not (
         len(call.plan) > 1
         or autocast
+        or hooked
+        or is_fsdp_unit(call.layer)
         or site.overwritten.inputs
         or site.kind.states.carries
         or not site.linears

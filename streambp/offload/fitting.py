@@ -100,12 +100,14 @@ class LayerSeen:
         unread = never_read(self.unread.values())
         products = {name: product for name, product in self.cost.products.items() if name not in unread}
         cost = dataclasses.replace(self.cost, products=products)
-        return LayerCost(self.device, cost, self.graph + self.cost.kv, self.tokens, self.length, len(self.unread))
+        graph = self.graph + self.cost.kv if self.graph else 0.0  # not seen where another forward came before backward
+        return LayerCost(self.device, cost, graph, self.tokens, self.length, len(self.unread))
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """A layer's cost, of a call of so many tokens over all rows, and as many in a row. graph: bytes, if all is kept."""
+    """A layer's cost, of a call of so many tokens over all rows, and as many in a row. graph: bytes, if all is kept; 0: not
+    known."""
 
     device: torch.device
     cost: Cost
@@ -291,8 +293,9 @@ class FittingSaves:
                 self._plan[candidate.index].append(candidate)
                 room -= candidate.bytes
         for index, cost in sorted(here.items(), reverse=True) if whole else ():
-            size = cost.graph * tokens / cost.tokens
-            more = size - sum(candidate.bytes for candidate in self._plan[index])
+            named = sum(candidate.bytes for candidate in self._plan[index])
+            size = max(named, cost.graph * tokens / cost.tokens)
+            more = size - named
             if cost.graph and more <= room and len(self._plan[index]) == sum(c.index == index for c in found):
                 self._plan[index] = [Candidate(index, GRAPH, size, 0.0)]
                 room -= more

@@ -156,6 +156,8 @@ patch.__doc__ = patching.patch.__doc__
 
 def _law(model: nn.Module, config: StreamConfig, layers: list[LayerForward]) -> Law | HostLaw | str:
     """What a step takes; why it is not known, where it cannot be counted without data."""
+    if any(is_partitioned(parameter) for parameter in model.parameters()):
+        return "parameters that ZeRO-3 has divided cannot be counted"
     if free_memory(_device(model)) is None:
         return HostLaw.of(model, [wrapper.module for wrapper in layers])
     return counted(model, config)
@@ -163,8 +165,6 @@ def _law(model: nn.Module, config: StreamConfig, layers: list[LayerForward]) -> 
 
 def counted(model: nn.Module, config: StreamConfig) -> Law | str:
     """What a step in half precision takes on a GPU; why not, where it cannot be counted without data."""
-    if any(is_partitioned(parameter) for parameter in model.parameters()):
-        return "parameters that ZeRO-3 has divided cannot be counted"
     if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
         return "weights in half precision would let the device's memory decide"
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
