@@ -22,7 +22,7 @@ from streambp.offload.engines import BACK, OUT, Engine, SynchronousEngine
 from streambp.offload.manager import OffloadManager
 from streambp.offload.stores import MicroBatch
 from streambp.offload.transfers import Entry, Holding
-from streambp.planner.compose import Counted, Point, Totals, fit, later, solve, unroll
+from streambp.planner.compose import Counted, Point, Totals, fit, growth, later, solve, unroll
 from streambp.planner.count import Shapes, StepCount, one_kernel
 from streambp.planner.kernels import launched_kernels
 from streambp.planner.laws import Part, fit_part
@@ -200,6 +200,7 @@ class Counter:
         self.shapes = Shapes(self.skeleton.mode)
         self._fused: bool | None = None
         self._apart: dict[tuple[tuple[str, ...], Point], Totals] = {}
+        self.growth: list[Counted] = []  # of streamed steps that add to gradients
 
     @property
     def carries_states(self) -> bool:
@@ -292,13 +293,16 @@ def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bo
     first: list[list[Counted]] = []
     again: list[list[Counted]] = []
     totals: list[Totals] = []
-    for number, point in enumerate(points):
-        steps = counter.count(recipe, point, accumulating and number == 0)
+    more = counter.growth if chunked else []
+    for point in points:
+        steps = counter.count(recipe, point, accumulating and not more)
         phases, total = unroll(steps[0], counter.reduced)
         first.append(phases)
         totals.append(total)
         if accumulating:
-            again.append(later(phases, first[0], unroll(steps[1], counter.reduced)[0] if number == 0 else again[0]))
+            more = more or growth(phases, unroll(steps[1], counter.reduced)[0])
+            again.append(later(phases, more))
+    counter.growth = more if chunked else counter.growth
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
     host = solve(points, [total.host for total in totals])
     apart = counter.apart(recipe, points[0][1]) if chunked and timed and not tiles else {}
@@ -343,9 +347,10 @@ def _points(at: Point | None, chunked: bool, fused: bool, states: bool, tiles: b
         return (length, large), (length, large * 3 // 2), (length, large * 3 // 4), (length + large, large)
     few = few and not states
     small = small if few or at is not None or not fused else large // 4
+    short = few and at is None
     length = max((3 if few else 4) * large, large + k_block)
     length = length if at is None else min(at[0], length)
     if not chunked:
         return (length, 0), (length + large, 0)
-    points = (length, large), (length, small), (length + large, large)
+    points = (length, large), (3 * small if short else length, small), (length + large, large)
     return (*points, (length, 2 * small if 2 * small < large else max(1, small // 2))) if states else points
