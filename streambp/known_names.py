@@ -147,6 +147,11 @@ FSDP_OFFLOADED = "offload_to_cpu"  # of one of these
 FSDP1 = "FullyShardedDataParallel"  # the class of FSDP1, which is refused
 FLAT_PARAMETER = "_is_flat_param"  # marks its parameters
 CONTEXT_PARALLEL = "torch.distributed"  # where `scaled_dot_product_attention` comes from under context parallelism
+GATHER = ("all_gather_single", "all_gather_into_tensor")  # of torch.distributed; the second up to torch 2.12
+REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
+CONTEXT_PARALLEL_MESH = "device_mesh"  # what that function closes over
+CONTEXT_PARALLEL_OPTIONS = "_cp_options"  # a global of its module
+CONTEXT_PARALLEL_BALANCED = "enable_load_balance"  # of these: whether each rank holds two parts, early and late
 
 # ---- DeepSpeed
 
@@ -166,6 +171,8 @@ ULYSSES_GROUP, ULYSSES_ATTENTION, ULYSSES_NOT_IN_EVAL = "process_group", "attn",
 
 # ---- accelerate
 
+# The function that hangs hooks on attention under context parallelism, which take its mask away.
+DROPS_MASKS = "_attach_context_parallel_hooks"
 ACCELERATE_HOOK, ACCELERATE_FORWARD = "_hf_hook", "_old_forward"  # of a module with device_map: its hook, its own forward
 
 # ---- peft

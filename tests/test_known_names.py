@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging import version
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.tensor.experimental import _attention as ring
 from torch.nn.parallel import distributed as ddp
 
 from streambp import known_names
@@ -66,7 +68,7 @@ def of_torch():
     (leaf, _), *_ = (weight * 2).grad_fn.next_functions
     node = ddp._DDPSink._backward_cls
     compiled = (torch.compile(nn.Linear(1, 1)), torch.compile(lambda x: x))
-    of_objects = (nn.Module(), weight, node, torch.nn.modules.module, *compiled)
+    of_objects = (nn.Module(), weight, node, torch.nn.modules.module, dist, ring, ring._cp_options, *compiled)
     named = (node, fsdp.FSDPModule, fsdp.FullyShardedDataParallel, torch.distributed)
     names = {leaf.name(), *(value.__name__ for value in named)}
     return names.union(*map(dir, of_objects), *(vars(o) for o in compiled), words("torch"))
@@ -102,11 +104,12 @@ CHECKED = {
     ("torch", of_torch): """
         MODULE_HOOKS FORWARD_HOOKS MODULE_TABLES GLOBAL_HOOKS TENSOR_HOOKS UNSEEN_WRITES REPLICATE COMPILED COMPILED_FROM
         USE_COUNT ACCUMULATE_GRAD FUNCTION_OF_NODE DDP_SINK FSDP_UNIT FSDP_GROUPS FSDP_PARAMETERS FSDP_OFFLOADED FSDP1
-        FLAT_PARAMETER CONTEXT_PARALLEL""",
+        FLAT_PARAMETER CONTEXT_PARALLEL CONTEXT_PARALLEL_MESH CONTEXT_PARALLEL_OPTIONS
+        CONTEXT_PARALLEL_BALANCED GATHER REDUCE_SCATTER""",
     ("deepspeed", None): """
         Z3_LEAF PARTITIONED FULL_SHAPE GRADIENT_HOOKED ZERO_OPTIMIZERS OFFLOADS_PARAMETERS OFFLOADS_STATES ZERO_COUNTERS
         PRE_BACKWARD SCALING_HOOK ULYSSES_GROUP ULYSSES_ATTENTION ULYSSES_NOT_IN_EVAL""",
-    ("accelerate", None): "ACCELERATE_HOOK ACCELERATE_FORWARD",
+    ("accelerate", None): "ACCELERATE_HOOK ACCELERATE_FORWARD DROPS_MASKS",
     ("peft", None): "ALORA_OFFSETS FOR_ONE_FORWARD CPT_FORWARD PEFT_CHECKPOINTING",
     ("trl", None): """
         TRLS_HEAD TRLS_FORWARD TRLS_TEMPERATURE TRLS_IN_FLOAT32 TRLS_OUTPUTS ASKS_TRLS_HEAD OPTIONAL_OUTPUTS GRPOS_OWN""",

@@ -14,11 +14,12 @@ from streambp.attention.backend import Used
 from streambp.attention.kernels import MATH
 from streambp.attention.spans import Kind
 from streambp.chunks import AUTO_RULE
+from streambp.distributed.engines import belongs_to_engine
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
-from streambp.known_names import COMPILED
+from streambp.known_names import COMPILED, FORWARD_HOOKS
 from streambp.layer.site import LayerSite
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.fused_layers import fused_modules
@@ -303,15 +304,16 @@ def _fused_layers(found: Patch) -> list[str]:
 
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     hooked = sum(
-        bool(m._forward_hooks or m._forward_pre_hooks)
+        any(not belongs_to_engine(hook) for table in FORWARD_HOOKS for hook in getattr(m, table).values())
         for wrapper in found.state.wrappers
         if isinstance(wrapper, LayerForward)
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
-    if found.state.split_over > 1:
-        notes.append(f"sequences are split over {found.state.split_over} ranks (DeepSpeed Ulysses), each streams its shard")
+    if found.state.split is not None:
+        split = found.state.split
+        notes.append(f"sequences are split over {split.size} ranks ({split.by}), each streams its shard")
     notes += _fused_layers(found)
     reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)
