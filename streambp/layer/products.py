@@ -33,7 +33,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.device import has_data
-from streambp.known_names import GLOBAL_HOOKS
+from streambp.distributed.engines import drops_masks
+from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
 
 Labels = frozenset[str]
 
@@ -69,7 +70,7 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     {} if anything watches the inside of the layer: a forward hook must see true values in recomputations too.
     """
     inner = [module for module in layer.modules() if module is not layer]
-    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in inner):
+    if any(not drops_masks(hook) for m in inner for table in MODULE_HOOKS for hook in getattr(m, table).values()):
         return {}
     return {
         name: module
