@@ -241,7 +241,7 @@ def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [16, 64])
-@pytest.mark.parametrize(("room", "of_shard", "of_whole"), [(1, 46, 2.6), (2**50, 50, 16)])
+@pytest.mark.parametrize(("room", "of_shard", "of_whole"), [(1, 46, 2.6), (2**50, 51, 16)])
 def test_bytes_where_keys_are_gathered(room, of_shard, of_whole, ranks, monkeypatch):
     """KB a token of the shard, and a token of the whole sequence: one kv head at a time, and all eight at once."""
     arrived = types.SimpleNamespace(wait=lambda: None)
