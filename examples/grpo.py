@@ -19,7 +19,12 @@ def main() -> None:
     model, tokenizer = model_and_tokenizer(args)
     draw = random.Random(args.seed)
     config = StreamGRPOConfig(
-        **trainer_settings(args), per_device_train_batch_size=64, num_generations=8, max_completion_length=3, beta=0.0
+        **trainer_settings(args),
+        per_device_train_batch_size=64,
+        num_generations=8,
+        max_completion_length=3,
+        beta=0.0,
+        stream_share_prefixes=True,  # a micro-batch has eight whole groups; prompts from 64 tokens on count
     )
     trainer = StreamGRPOTrainer(
         model=model,

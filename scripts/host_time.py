@@ -3,14 +3,15 @@
 checkpointing              unpatched, with gradient checkpointing
 plain, lora                patched, the sequence in one chunk
 8 chunks                   patched, the sequence in eight
+auto, auto 8 chunks        the same with saves="auto"; the others save nothing
 first plain, first lora    the first step of a new model, in which each layer is tried
 
     OMP_NUM_THREADS=1 python scripts/host_time.py                       # this tree
     OMP_NUM_THREADS=1 python scripts/host_time.py --against /path/to/tree/of/another/commit
 
 Printed are milliseconds of processor time, the minimum over all steps, and their ratio to checkpointing, or to the other
-tree: then two processes, one for each tree (it comes first in PYTHONPATH), take turns, so that a machine that is busy or
-slows down does so for both.
+tree, and of saves="auto" to the same without saves. With another tree two processes, one for each (it comes first in
+PYTHONPATH), take turns, so that a machine that is busy or slows down does so for both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -29,7 +31,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import streambp
 
 HERE = Path(__file__).resolve().parent.parent
-WARM = ("checkpointing", "plain", "8 chunks", "lora")
+WARM = ("checkpointing", "plain", "8 chunks", "lora", "auto", "auto 8 chunks")
+PEERS = {"auto": "plain", "auto 8 chunks": "8 chunks"}  # of the same run
 CASES = (*WARM, "first plain", "first lora")
 
 
@@ -48,14 +51,15 @@ def build(case: str, layers: int, length: int) -> torch.nn.Module:
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
-    if case == "8 chunks":
-        return streambp.patch(model, streambp.StreamConfig(chunk_size=length // 8))
+    saves: tuple[str, ...] | Literal["auto"] = "auto" if case.startswith("auto") else ()
+    if case.endswith("8 chunks"):
+        return streambp.patch(model, streambp.StreamConfig(chunk_size=length // 8, saves=saves))
     if case == "lora":
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
         model.enable_input_require_grads()
-    return streambp.patch(model)
+    return streambp.patch(model, streambp.StreamConfig(saves=saves))
 
 
 def stepper(case: str, layers: int, length: int) -> Callable[[], float]:
@@ -120,6 +124,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
     for case in CASES:
         here, *there = (found[case, tree] for tree in trees)
         others = there or [found[WARM[0], HERE]]
+        others += [found[PEERS[case], HERE]] if case in PEERS else []
         yield f"{case:<13} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in others)
 
 

@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 python scripts/prefix_time.py --prompt 256 --completion 32 --rows 16 --layers 4 --hidden 256
 
 Labels are of completions. Printed are seconds of processor time, the minimum over all steps, of a batch whose rows share
-their prompt and of one that shares nothing, and the ratio of rows to tree beside the ratio of their tokens. Rows and tree
-take turns, so that a machine that is busy or slows down does so for both.
+their prompt and of one that shares nothing, and the ratio of rows to tree beside the ratio of their tokens; the second is
+also what looking for prefixes costs where there are none. Rows and tree take turns, so that a machine that is busy or slows
+down does so for both. The last column is the look alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import streambp
+from streambp.prefixes.tree import find_tree
 
 
 def build(arguments: argparse.Namespace, share: bool) -> torch.nn.Module:
@@ -52,6 +54,16 @@ def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
     return spent
 
 
+def look(batch: dict[str, torch.Tensor]) -> float:
+    """Milliseconds of processor time that finding the tree takes, or that there is none; the minimum of some."""
+    spent = []
+    for _ in range(20):
+        start = time.process_time()
+        find_tree(batch["input_ids"])
+        spent.append(time.process_time() - start)
+    return 1000 * min(spent)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256, "steps": 5}.items():
@@ -68,7 +80,8 @@ def main() -> None:
         tokens = arguments.prompt * shared + arguments.rows * (per_row - arguments.prompt * shared)
         what = "prompt shared" if shared else "nothing shared"
         times = f"rows {plain:.3f} s, tree {once:.3f} s, ratio {plain / once:.3f}"
-        print(f"{what}: {times}, ratio of tokens {arguments.rows * per_row / tokens:.2f}", flush=True)
+        ratio = arguments.rows * per_row / tokens
+        print(f"{what}: {times}, ratio of tokens {ratio:.2f}, look {look(batch):.2f} ms", flush=True)
 
 
 if __name__ == "__main__":

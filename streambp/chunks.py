@@ -28,6 +28,9 @@ class Chunk:
     stop: int
 
 
+Forks = tuple[tuple[int, int], ...]  # (start, origin), as of `ChunkPlan`
+
+
 @dataclasses.dataclass(frozen=True)
 class Barrier:
     """No chunk may end at `first`, `last` or between: a position before the end would read one at or behind it."""
@@ -53,11 +56,14 @@ class ChunkPlan:
     Args:
         size: what was asked for; the last chunk takes what is left. Where `ends` are given, chunks may be longer.
         ends: rising, the last is `length`; () for every `size` positions.
+        forks: where a chunk starts at `start`, it goes on from the one that ends at `origin`, or from none if that is 0.
+            All others go on from the one before them.
     """
 
     length: int
     size: int
     ends: tuple[int, ...] = ()
+    forks: Forks = ()
 
     def __post_init__(self) -> None:
         if not self.ends:
@@ -82,6 +88,21 @@ class ChunkPlan:
     def backward(self) -> Iterator[Chunk]:
         """Last to first: the only order in which a chunk's dK and dV are complete. [Note: prefix accumulation order]"""
         return reversed(self.chunks)
+
+    @functools.cached_property
+    def before(self) -> tuple[int | None, ...]:
+        """For each chunk the index of the one that it goes on from; None: it starts anew."""
+        ending, origins = {end: index for index, end in enumerate(self.ends)}, dict(self.forks)
+        return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
+
+    @functools.cached_property
+    def behind(self) -> dict[int, tuple[int, int]]:
+        """The first and the last of the chunks that go on from a chunk, by its index."""
+        found: dict[int, tuple[int, int]] = {}
+        for index, before in enumerate(self.before):
+            if before is not None:
+                found[before] = (found.get(before, (index,))[0], index)
+        return found
 
     def holding(self, position: int) -> int:
         """The index of the chunk that a position is in."""
@@ -111,6 +132,14 @@ class ChunkPlan:
             ends.append(end)
             start = end
         return ChunkPlan(self.length, self.size, tuple(ends))
+
+    def forked(self, forks: Forks, least: int) -> ChunkPlan:
+        """The plan with these forks, which are at least `least` positions apart: chunks end at each of them, and between
+        them after every `size` positions, where that leaves at least `least`."""
+        size, ends = max(self.size, least), list[int]()
+        for start, stop in itertools.pairwise(sorted({0, self.length, *itertools.chain.from_iterable(forks)})):
+            ends += [*range(start + size, stop - least + 1, size), stop]
+        return ChunkPlan(self.length, self.size, tuple(ends), forks)
 
     def with_least(self, tokens: int) -> ChunkPlan:
         """The plan whose chunks have at least so many positions: ends that come too soon after the one before, or too close

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
 from streambp.planner.profile import Profile, Setting
 from streambp.planner.report import Progress, comparison_table, plan_table, rates_table
+from streambp.planner.rollouts import COMPLETIONS, Rollouts, Way, both_ways, rollouts_table
 from streambp.verify.compare import verify
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -155,6 +156,12 @@ def _add_plan(commands: Any) -> None:
         metavar="FILE",
         help="also write a page that plans anew for other lengths and memory; with --lora, for full training as well",
     )
+    command.add_argument("--group", type=int, metavar="ROWS", help="plan that many completions of one prompt instead")
+    command.add_argument(
+        "--prompt",
+        metavar="TOKENS",
+        help=f"of a group's rows, such as 32k; the rest of --seq-len is completion (default: {COMPLETIONS} tokens)",
+    )
     _add_seconds(command)
     command.set_defaults(run=_run_plan)
 
@@ -220,8 +227,22 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         others = {} if arguments.lora is None or arguments.html is None else {"every parameter": counted().profile}
     if arguments.html is not None:
         _write_page(arguments, found, others)
+    if arguments.group is not None:
+        ways = list(_rollouts(arguments, found))
+        print(_to_json({"group": ways}) if arguments.json else rollouts_table(found, ways))
+        return FITS if all(shared.fits for _, shared in ways) else DOES_NOT_FIT
     print(_to_json(found) if arguments.json else plan_table(found))
     return FITS if found.choice is not None else DOES_NOT_FIT
+
+
+def _rollouts(arguments: argparse.Namespace, found: Plan) -> Iterator[tuple[Way, Way]]:
+    """A group as rows and with its prompt shared; with the usual completions, or those that --seq-len leaves."""
+    prompt, row = (parse_length(text) for text in (arguments.prompt or "max", arguments.seq_len))
+    if prompt == "max" or (row != "max" and row <= prompt):
+        raise ConfigError("A group needs --prompt, tokens of each row, such as 32k; --seq-len has them and a completion.")
+    for completion in COMPLETIONS if row == "max" else (row - prompt,):
+        rollouts = Rollouts(prompt, completion, arguments.group)
+        yield both_ways(found.profile, rollouts, found.memory, found.setting, found.rates)
 
 
 def _rates(arguments: argparse.Namespace) -> Rates:

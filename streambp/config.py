@@ -11,6 +11,7 @@ from typing import Any, Literal
 from streambp.errors import ConfigError
 
 SAVES = ("attn_out", "kv")
+LAST = "@"  # between a name among `saves` and the number of last layers that it is for
 ATTENTION = ("auto", "cudnn", "flash", "math")
 OFFLOAD = ("none", "cpu", "auto")
 ON_HOST_FULL = ("keep", "recompute", "raise")
@@ -28,9 +29,10 @@ class StreamConfig:
         chunk_size: positions per row of the batch that are recomputed and differentiated at a time, or "auto".
         saves: what backward keeps on the device instead of recomputing it, out of "attn_out" (the attention output
             with its logsumexp, 2 * h bytes a token and layer in bf16), "kv" (the keys and values) and globs of the names
-            of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept. "auto": as much as
-            fits into the device's free memory, by layer, decided anew in each forward; with offloading, as much as the
-            link to the host can carry behind the compute. The first step saves nothing and sees what there is to save.
+            of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept where backward reads
+            them. "attn_out@12": the last 12 layers alone, whose backward comes first; the others have none of it. "auto":
+            as much as fits into the device's free memory, by layer, decided anew in each forward; with offloading, as much
+            as the link to the host can carry behind the compute.
         attention: the kernels that attend one block. "auto" takes the fastest that fits; "flash" is FlashAttention on
             CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
@@ -78,12 +80,21 @@ class StreamConfig:
     @property
     def products(self) -> tuple[str, ...]:
         """The globs among `saves`."""
-        return tuple(name for name in self.named_saves if name not in SAVES)
+        names = (name.partition(LAST)[0] for name in self.named_saves)
+        return tuple(name for name in names if name not in SAVES)
 
     @property
     def named_saves(self) -> tuple[str, ...]:
         """`saves`, or none where they are left to be chosen."""
         return () if self.saves == "auto" else tuple(self.saves)
+
+    def of_layer(self, left: int) -> StreamConfig:
+        """That of a layer with so many to go, itself among them: names that end in "@n" are for `n` or fewer."""
+        if not any(LAST in name for name in self.named_saves):
+            return self
+        parts = (name.partition(LAST) for name in self.named_saves)
+        saves = dict.fromkeys(name for name, last, count in parts if not last or left <= int(count))
+        return dataclasses.replace(self, saves=tuple(saves))
 
     @property
     def chooses_saves(self) -> bool:
@@ -114,6 +125,13 @@ class StreamConfig:
             if not isinstance(self.saves, list | tuple) or not all(isinstance(name, str) for name in self.saves):
                 raise ConfigError(f"saves is {self.saves!r}; it must be a tuple of names, such as saves=('attn_out',).")
             object.__setattr__(self, "saves", tuple(self.saves))
+            for name in self.saves:
+                start, last, count = name.partition(LAST)
+                if last and not (start and count.isdecimal() and int(count)):
+                    raise ConfigError(
+                        f"saves names {name!r}; behind {LAST} comes how many of the last layers save it, such as "
+                        "'attn_out@12'. Without it all do."
+                    )
 
     def _check_head(self) -> None:
         for field in ("head", "eval_logits", "lazy_logits", "share_prefixes"):

@@ -58,6 +58,11 @@ def forwards(module: nn.Module) -> Iterator[Any]:
 def wants_gradients(module: nn.Module) -> bool:
     """Whether what goes in and out of a module must be real, with gradients: it has backward hooks, for which torch puts
     an autograd.Function around it, or it is an FSDP unit, which does the same."""
+    return has_backward_hooks(module) or is_fsdp_unit(module)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether it has some, or all modules have."""
     everywhere = torch.nn.modules.module
     hooks = (
         module._backward_hooks,
@@ -65,7 +70,7 @@ def wants_gradients(module: nn.Module) -> bool:
         everywhere._global_backward_hooks,
         everywhere._global_backward_pre_hooks,
     )
-    return any(hooks) or is_fsdp_unit(module)
+    return any(hooks)
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:

@@ -66,7 +66,8 @@ HUB_KERNEL = ("flash_attn_forward", "supports_flash_attn")  # by what a register
 MASKING = "transformers.masking_utils"  # the module of transformers' own mask functions
 DEPRECATION = "transformers.utils.deprecation"  # the module of decorators that transformers' own functions have at times
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")  # both in a model that is an encoder or a decoder
-FOREIGN_ARGUMENTS = ("position_bias", "indices", "block_indices")  # of attention functions: change numbers, and are refused
+FOREIGN_ARGUMENTS = ("position_bias", "block_indices")  # of attention functions: change numbers, and are refused
+PICKS = "indices"  # of attention functions: [B, S, k], the keys that an indexer picked for each query
 SINKS = ("s_aux", "sinks")  # of attention functions: [H], logits of one more key
 
 # ---- transformers: what layers call on their caches, and how they are built
@@ -83,6 +84,10 @@ STATE_PROTOCOL = (CONV_UPDATE, RECURRENT_UPDATE, "set_linear_cache", OWN_SCAN)
 SHARES_LAYERS = "num_kv_shared_layers"  # Gemma 3n and 4: a config's number of layers that read the keys of earlier ones
 SHARED_LAYERS = "shared_layers"  # through the cache, until 5.5
 INDEXER = "Indexer"  # a part of the class's name of what picks keys in sparse attention
+# What one calls on its cache, which collects its keys, and on its scores, with a mask of bools.
+INDEXER_CALLS = ("update_indexer", "masked_fill")
+INDEX_HEADS = "n_heads"  # of an indexer: it has scores in so many heads
+INDEX_TOPK = "index_topk"  # of an indexer: it picks so many keys for a query
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")  # of backbones, by attribute
 READ_ALWAYS = ("config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")  # by attention functions
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of layers; trainers switch them at any time
@@ -101,6 +106,7 @@ CONVOLUTION_STATE = "conv_state"  # of a convolution of one token, which is told
 NO_PART_OF_A_STEP = ("_name_or_path", "transformers_version")  # of a configuration as a dict
 ROTARY = "apply_rotary_pos_emb"  # of a modeling file: (q, k, cos, sin) -> (q, k) turned
 GATED_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")  # of an MLP whose activation and product a kernel can fuse
+ACTIVATIONS = ("act_fn", "activation_fn")  # of an MLP or of experts
 NORM = "RMSNorm"  # what names of classes end with, whose modules have one weight
 PLANNED_CONVOLUTION = frozenset({"hidden_states", *CONVOLUTION})
 PLANNED_DELTA_RULE = frozenset({"query", "key", "value", "g", "beta", "chunk_size", "initial_state"})
@@ -147,6 +153,11 @@ FSDP_OFFLOADED = "offload_to_cpu"  # of one of these
 FSDP1 = "FullyShardedDataParallel"  # the class of FSDP1, which is refused
 FLAT_PARAMETER = "_is_flat_param"  # marks its parameters
 CONTEXT_PARALLEL = "torch.distributed"  # where `scaled_dot_product_attention` comes from under context parallelism
+GATHER = ("all_gather_single", "all_gather_into_tensor")  # of torch.distributed; the second up to torch 2.12
+REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
+CONTEXT_PARALLEL_MESH = "device_mesh"  # what that function closes over
+CONTEXT_PARALLEL_OPTIONS = "_cp_options"  # a global of its module
+CONTEXT_PARALLEL_BALANCED = "enable_load_balance"  # of these: whether each rank holds two parts, early and late
 
 # ---- DeepSpeed
 
@@ -166,6 +177,8 @@ ULYSSES_GROUP, ULYSSES_ATTENTION, ULYSSES_NOT_IN_EVAL = "process_group", "attn",
 
 # ---- accelerate
 
+# The function that hangs hooks on attention under context parallelism, which take its mask away.
+DROPS_MASKS = "_attach_context_parallel_hooks"
 ACCELERATE_HOOK, ACCELERATE_FORWARD = "_hf_hook", "_old_forward"  # of a module with device_map: its hook, its own forward
 
 # ---- peft
@@ -184,6 +197,10 @@ TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS = (
 )  # fmt: skip
 ASKS_TRLS_HEAD = "fused_lm_head"  # the argument by which trainers ask it
 OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # fields that its output may have
+# Of trainers that generate: the method that gives a step its micro-batch, and the attribute with all of a generation batch.
+PREPARES, ROLLOUTS = "_prepare_inputs", "_buffered_inputs"
+PROMPTS = ("prompt_ids", "prompt_mask")  # [B, P], what these have of each row's prompt
+IMAGES_OF_ROWS = "num_images"  # how many images each row has, which are not row by row then
 # Settings of GRPOConfig that PPO, which derives from it, has no use for.
 GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")
 
@@ -200,6 +217,12 @@ UNSLOTH = "unsloth"  # modules whose forwards cannot be cut
 LIGER = "liger_kernel"
 LIGERS_PATCHES = "monkey_patch"  # of liger_kernel.transformers: the module of the functions that apply its kernels
 LIGERS_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"  # these functions by a config's model_type
+LIGERS_NORM = (
+    "variance_epsilon",
+    "offset",
+    "casting_mode",
+)  # of a norm: eps, what is added to its weight, its rounding
+LIGERS_ROUNDINGS = ("llama", "gemma")  # before the product with the weight, after it
 NOT_OF_LAYERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")  # their arguments for what is replaced elsewhere
 
 # ---- packages by what is theirs; `streambp` is ours

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -7,17 +8,23 @@ import pytest
 import torch
 
 from streambp.attention import prefix
+from streambp.config import StreamConfig
 from tests import seeds
 from tests.oracle import lift_float32_casts
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
+SHARING = os.environ.get("STREAMBP_TEST_SHARE_PREFIXES", "0") == "1"
+if SHARING:  # in this process, wherever a test does not say otherwise
+    names = [field.name for field in dataclasses.fields(StreamConfig)]
+    given = zip(names, StreamConfig.__init__.__defaults__ or (), strict=True)
+    StreamConfig.__init__.__defaults__ = tuple(name == "share_prefixes" or value for name, value in given)
 
 
 def pytest_report_header() -> str:
     """What a failure depends on beside the code."""
     return (
-        f"STREAMBP_TEST_SEED={seeds.BASE}, ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, "
-        f"OMP_NUM_THREADS={torch.get_num_threads()}"
+        f"STREAMBP_TEST_SEED={seeds.BASE}, STREAMBP_TEST_SHARE_PREFIXES={int(SHARING)}, "
+        f"ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, OMP_NUM_THREADS={torch.get_num_threads()}"
     )
 
 

@@ -21,7 +21,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
+from streambp.distributed import context_parallel as distributed_context
+from streambp.distributed.ulysses import Ulysses
+from streambp.model import split as model_split
 from tests import zoo
+from tests.distributed.one_rank import with_shifted_labels
 from tests.families import LENGTH, build, make_batch
 from tests.versions import needs_decoders_of_encoders
 
@@ -30,7 +34,8 @@ from tests.versions import needs_decoders_of_encoders
     ("field", "value"),
     [
         ("chunk_size", 0), ("chunk_size", -3), ("chunk_size", "large"), ("chunk_size", True), ("chunk_size", 2.0),
-        ("saves", "kv"), ("saves", (3,)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
+        ("saves", "kv"), ("saves", (3,)), ("saves", ("kv@0",)), ("saves", ("@2",)), ("saves", ("kv@x",)),
+        ("saves", ("kv@1@2",)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
         ("lazy_logits", "yes"), ("share_prefixes", 1),
     ],
 )  # fmt: skip
@@ -306,10 +311,24 @@ def a_group_of_one():
     dist.destroy_process_group()
 
 
-def test_torch_context_parallelism(a_group_of_one):
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("shift_labels", "labels were given without shift_labels"),
+        ("position_ids", "position_ids are missing"),
+        ("mesh", "its mesh of one dimension or the order of its shards is not where"),
+        ("one split", "DeepSpeed Ulysses and torch's context parallelism both split this batch"),
+    ],
+)
+def test_torch_context_parallelism(missing, message, a_group_of_one, monkeypatch):
     """What accelerate's ParallelismConfig(cp_size=...) enters around every step."""
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-    batch, model = make_batch("plain", length=24), streamed()
+    batch, model = with_shifted_labels(make_batch("plain", length=24)), streamed()
+    batch = {name: tensor.clone() for name, tensor in batch.items() if name != missing}
+    if missing == "mesh":
+        monkeypatch.setattr(distributed_context, "CONTEXT_PARALLEL_MESH", "a mesh of another name")
+    if missing == "one split":
+        monkeypatch.setattr(model_split, "find_ulysses", lambda implementation: Ulysses(None, disable_in_eval=False))
     split = context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch))
-    with split, pytest.raises(streambp.StreamBPError, match="context parallelism"):
+    with split, pytest.raises(streambp.StreamBPError, match=message):
         model(**batch, use_cache=False)

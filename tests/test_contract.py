@@ -6,6 +6,7 @@ covers: __init__.py, admission/entry.py, config.py, errors.py, layer/reuse.py, m
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 
 import pytest
@@ -366,7 +367,7 @@ def test_inside_accelerates_device_hooks():
     for layer in ours.model.layers:
         hooks.add_hook_to_module(layer, Hook(execution_device="cpu", io_same_device=True))
     before = {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()}
-    streambp.patch(ours, CONFIG)
+    streambp.patch(ours, dataclasses.replace(CONFIG, share_prefixes=False))  # whose trials would call the layers, too
     check_agree(stock, ours, **make_batch("plain"))
     assert len(seen) == len(ours.model.layers)
     streambp.unpatch(ours)

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging import version
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.tensor.experimental import _attention as ring
 from torch.nn.parallel import distributed as ddp
 
 from streambp import known_names
@@ -66,7 +68,7 @@ def of_torch():
     (leaf, _), *_ = (weight * 2).grad_fn.next_functions
     node = ddp._DDPSink._backward_cls
     compiled = (torch.compile(nn.Linear(1, 1)), torch.compile(lambda x: x))
-    of_objects = (nn.Module(), weight, node, torch.nn.modules.module, *compiled)
+    of_objects = (nn.Module(), weight, node, torch.nn.modules.module, dist, ring, ring._cp_options, *compiled)
     named = (node, fsdp.FSDPModule, fsdp.FullyShardedDataParallel, torch.distributed)
     names = {leaf.name(), *(value.__name__ for value in named)}
     return names.union(*map(dir, of_objects), *(vars(o) for o in compiled), words("torch"))
@@ -93,27 +95,30 @@ CHECKED = {
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
         ATTENTION_TABLE EAGER EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION SOFTMAX FLASH_FORWARD HUB_KERNEL
-        MASK_MAKERS FOREIGN_ARGUMENTS SINKS UPDATE INDEX_UPDATE QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN
+        MASK_MAKERS FOREIGN_ARGUMENTS PICKS SINKS UPDATE INDEX_UPDATE INDEXER_CALLS INDEX_HEADS INDEX_TOPK
+        QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN
         CONV_UPDATE RECURRENT_UPDATE STATE_PROTOCOL
         SHARES_LAYERS SHARED_LAYERS FINAL_NORMS READ_ALWAYS CHECKPOINTING PREDICTION NEW_KERNEL DELTA_RULE STATE_SCAN
         SELECTIVE_SCAN CONVOLUTION CONVOLUTION_STATE PLANNED_CONVOLUTION PLANNED_DELTA_RULE PLANNED_MAMBA1 PLANNED_SCAN
         PLANNED_MAMBA2 KERNEL_IMPORTS SHARED_INPUTS SAYS_NOTHING_OF_TOKENS LABELS
-        NOISY_EMBEDDINGS NO_PART_OF_A_STEP ROTARY GATED_MLP NORM""",
+        NOISY_EMBEDDINGS NO_PART_OF_A_STEP ROTARY GATED_MLP ACTIVATIONS NORM""",
     ("torch", of_torch): """
         MODULE_HOOKS FORWARD_HOOKS MODULE_TABLES GLOBAL_HOOKS TENSOR_HOOKS UNSEEN_WRITES REPLICATE COMPILED COMPILED_FROM
         USE_COUNT ACCUMULATE_GRAD FUNCTION_OF_NODE DDP_SINK FSDP_UNIT FSDP_GROUPS FSDP_PARAMETERS FSDP_OFFLOADED FSDP1
-        FLAT_PARAMETER CONTEXT_PARALLEL""",
+        FLAT_PARAMETER CONTEXT_PARALLEL CONTEXT_PARALLEL_MESH CONTEXT_PARALLEL_OPTIONS
+        CONTEXT_PARALLEL_BALANCED GATHER REDUCE_SCATTER""",
     ("deepspeed", None): """
         Z3_LEAF PARTITIONED FULL_SHAPE GRADIENT_HOOKED ZERO_OPTIMIZERS OFFLOADS_PARAMETERS OFFLOADS_STATES ZERO_COUNTERS
         PRE_BACKWARD SCALING_HOOK ULYSSES_GROUP ULYSSES_ATTENTION ULYSSES_NOT_IN_EVAL""",
-    ("accelerate", None): "ACCELERATE_HOOK ACCELERATE_FORWARD",
+    ("accelerate", None): "ACCELERATE_HOOK ACCELERATE_FORWARD DROPS_MASKS",
     ("peft", None): "ALORA_OFFSETS FOR_ONE_FORWARD CPT_FORWARD PEFT_CHECKPOINTING",
     ("trl", None): """
-        TRLS_HEAD TRLS_FORWARD TRLS_TEMPERATURE TRLS_IN_FLOAT32 TRLS_OUTPUTS ASKS_TRLS_HEAD OPTIONAL_OUTPUTS GRPOS_OWN""",
+        TRLS_HEAD TRLS_FORWARD TRLS_TEMPERATURE TRLS_IN_FLOAT32 TRLS_OUTPUTS ASKS_TRLS_HEAD OPTIONAL_OUTPUTS GRPOS_OWN
+        PREPARES ROLLOUTS PROMPTS IMAGES_OF_ROWS""",
     ("verl", None): "VERLS_SIZE VERLS_STRATEGY VERLS_OFFLOAD",
     ("swift", None): "SWIFTS_PLUGIN",
     ("unsloth", None): "UNSLOTH",
-    ("liger_kernel", None): "LIGER LIGERS_PATCHES LIGERS_TABLE NOT_OF_LAYERS",
+    ("liger_kernel", None): "LIGER LIGERS_PATCHES LIGERS_TABLE LIGERS_NORM LIGERS_ROUNDINGS NOT_OF_LAYERS",
     ("torch", packages): "ENGINES HOOKS_ARE_HARMLESS MODULES_ARE_HARMLESS FORWARDS_ARE_PLAIN OBJECTS_ARE_KNOWN",
 }
 CHECKS = {constant: check for check, listed in CHECKED.items() for constant in listed.split()}

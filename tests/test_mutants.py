@@ -270,7 +270,7 @@ def second_half_alone(self, chunk, gradients, again=False, real=layer_gradients.
     real(self, chunk, [None] * len(gradients) if again else gradients, again)
 
 
-def first_copy_alone(self, x, heads, real=shards.Shards.to_tokens):
+def first_copy_alone(self, x, heads, real=shards.Shards.tokens):
     return real(self, x, self.size * x.shape[1])[:, :: (self.size * x.shape[1]) // heads]
 
 
@@ -457,7 +457,7 @@ MUTANTS = {
         shards.Shards, "_exchange", exchange_in_other_order, lambda: test_shards.check_exchange(2, 4),
     ),
     "copies of a head without their sum": (
-        shards.Shards, "to_tokens", first_copy_alone, lambda: test_shards.check_exchange(4, 2),
+        shards.Shards, "tokens", first_copy_alone, lambda: test_shards.check_exchange(4, 2),
     ),
     "half before attention without its gradient of the input": (
         layer_gradients.InputGradients, "add", second_half_alone, split,
@@ -465,7 +465,6 @@ MUTANTS = {
     "half after attention without its gradient of o": (
         sharded, "_add", lambda *args, real=sharded._add, **named: [real(*args, **named), None][1], split,
     ),
-    "split: differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), split),
     "split: leave out every product": (sharded_call._Halves, "unread", leave_out_everything, split),
     "split: saved logsumexp of another chunk": (
         sharded, "Attended", lambda o, lse: prefix.Attended(o, lse + 0.1), lambda: split(saves=("attn_out",)),

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
@@ -46,7 +45,8 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         # The recomputation runs after the model's forward is over.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
         in_segments = InSegments(mixers, segments, None)
-        with routed(configs), checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments:
+        around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
+        with around, checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments:
             return site.forward(site.layer, *args, **kwargs)
 
     try:

@@ -13,6 +13,7 @@ from streambp.admission.probe import can_stream
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
 from streambp.attention.masks import LazyMask
+from streambp.chunks import Forks
 from streambp.distributed.engines import reduced_after_backward, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.looks import versions_of
@@ -20,6 +21,7 @@ from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward
+from streambp.layer.graphs import can_keep_graph
 from streambp.layer.oom import explained
 from streambp.layer.outputs import deliver
 from streambp.layer.reuse import counts_when_alone
@@ -36,7 +38,12 @@ IN_CHUNKS = Passes(LayerCall, run_forward, backward_in_chunks, run_whole)
 
 
 def stream_layer(
-    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None = None, passes: Passes = IN_CHUNKS
+    site: LayerSite,
+    args: Any,
+    kwargs: Any,
+    rows: PackedRows | None = None,
+    passes: Passes = IN_CHUNKS,
+    forks: Forks = (),
 ) -> Any:
     """What the layer's forward returns for these arguments, computed in chunks of the sequence.
 
@@ -45,11 +52,12 @@ def stream_layer(
             so is found out at its first call of each kind; if not, such calls run whole and checkpointed.
         rows: documents of packed rows that position_ids mark, for layers that are not told of them. [Note: segments]
         passes: how; if not given, chunk by chunk.
+        forks: where in the sequence states go on from somewhere else than from before; of a tree of rows.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly; nothing was changed.
     """
-    call = admit(site, args, kwargs, rows, passes)
+    call = admit(site, args, kwargs, rows, passes, forks)
     if isinstance(call, CallReport):
         site.last = call
         return passes.whole(site, args, kwargs, call)
@@ -57,7 +65,9 @@ def stream_layer(
     return _streamed(call, passes)
 
 
-def admit(site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, passes: Passes) -> LayerCall | CallReport:
+def admit(
+    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, passes: Passes, forks: Forks = ()
+) -> LayerCall | CallReport:
     """The call that is to be streamed, or a report that says why it runs whole.
 
     Raises:
@@ -72,6 +82,7 @@ def admit(site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, pass
     told = rows if carries else None
     forward = type(site.layer).forward
     arguments = Arguments(forward, site.layer, args, kwargs, site.kind.counts_positions, told, look.kind)
+    arguments.forks = forks if carries else ()
     if rows is not None:
         _tell_of_documents(site, rows, arguments)
     because = look.hooks.why_whole() or site.verdicts.get(arguments.kind) or _why_not_cut(site, arguments, rows)
@@ -85,7 +96,7 @@ def admit(site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, pass
     if not verdict.streams:
         if arguments.tells:  # its kernels do something else than they are told
             site.kernels_told = False
-            return admit(site, args, kwargs, rows, passes)
+            return admit(site, args, kwargs, rows, passes, forks)
         return CallReport(verdict.because, rows=rows)
     if failed is not None:
         raise failed
@@ -101,7 +112,7 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
         else:
-            call.kept.choose(call.rows)
+            call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
         hidden_states = reduced_after_backward(site.of(reductions_of), hidden_states)
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []

@@ -51,7 +51,7 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
                 "that transformers describes, so another model would be trained. Choose one of transformers' own "
                 "(model.set_attn_implementation('sdpa')) and put its function back, or run the model unpatched "
                 "(streambp.unpatch(model)) with gradient checkpointing. To split sequences over ranks, use DeepSpeed "
-                "Ulysses."
+                "Ulysses or torch's context parallelism (accelerate's sp_size with sp_backend='deepspeed', or cp_size)."
             )
 
 

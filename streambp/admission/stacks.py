@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from streambp.attention.carriers import NoAttention, OverCache, ThroughInterface
+from streambp.attention.carriers import NoAttention, OverCache, Picking, ThroughInterface
+from streambp.attention.indexers import indexers_of
 from streambp.attention.own import biases_positions
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, wrapped_functions
@@ -19,9 +20,13 @@ from streambp.known_names import (
     ATTENTION_TABLE,
     CACHES,
     FSDP1,
+    INDEX_HEADS,
+    INDEX_TOPK,
     INDEXER,
+    INDEXER_CALLS,
     MASK_MAKERS,
     PICKED,
+    PICKS,
     SEQUENCE_LENGTH,
     SHARED_LAYERS,
     SHARES_LAYERS,
@@ -181,9 +186,15 @@ def states_argument(layer: nn.Module) -> str | None:
 def kind_of(layer: nn.Module) -> LayerKind:
     """What passes from chunk to chunk of a layer, read off its forwards. [Note: carriers]"""
     cache, states = cache_argument(layer), states_argument(layer)
-    attention = OverCache(cache) if cache is not None else ThroughInterface() if attends(layer) else NoAttention()
+    attention = OverCache(cache) if cache is not None else _interface(layer) if attends(layer) else NoAttention()
     carrier = NoStates() if states is None else StatesReturned(states) if states == STATE else StatesInCache(states)
     return LayerKind(attention, carrier, counts_positions(layer))
+
+
+def _interface(layer: nn.Module) -> ThroughInterface:
+    if not any(map(_hands_picks, _attentions(layer))):
+        return ThroughInterface()
+    return Picking(next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None))
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
@@ -231,7 +242,7 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) ->
                 "which of them it reads depends on how many keys there are"
             )
         indexer = next((m for m in layer.modules() if INDEXER in type(m).__name__), None)
-        if indexer is not None and not any(map(_looks_at_keys, attentions)):
+        if indexer is not None and not any(_looks_at_keys(a) or _hands_picks(a) for a in attentions):
             return f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools in a cache of its own"
     if not any(attends(layer) or cache_argument(layer) or states_argument(layer) for layer in layers):
         writing = next((layer for layer in layers if _takes_states(layer)), None)
@@ -275,10 +286,26 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 def _looks_at_keys(attention: nn.Module) -> bool:
     """Whether the attention works out itself, from all keys that its cache returns, which of them are read or how much.
 
-    An indexer picks them, or an earlier layer has (sparse attention), or there is a bias for each pair of positions.
+    An indexer picks them, or an earlier layer has (sparse attention), or there is a bias for each pair of positions. Not if
+    it hands on what was picked.
     """
+    if _hands_picks(attention):
+        return False
     indexed = any(INDEXER in type(module).__name__ for module in attention.children())
     return UPDATE in _names(attention) and (indexed or biases_positions(attention) or PICKED in _locals(attention))
+
+
+def _hands_picks(attention: nn.Module) -> bool:
+    """Whether the attention hands the keys that an indexer picked to transformers' interface, where that is not eager
+    attention or sdpa, and its own indexer can be called for a few queries. [Note: indexers]"""
+    forward, indexers = written_forward(attention), indexers_of(attention)
+    keywords = (const for const in forward.__code__.co_consts if isinstance(const, tuple))
+    if UPDATE not in _names(attention) or biases_positions(attention) or not any(PICKS in names for names in keywords):
+        return False
+    return bool(indexers or PICKED in _locals(attention)) and all(
+        set(INDEXER_CALLS) <= set(_names(indexer)) and hasattr(indexer, INDEX_HEADS) and hasattr(indexer, INDEX_TOPK)
+        for indexer in indexers
+    )
 
 
 def _ranks_values(attention: nn.Module) -> bool:

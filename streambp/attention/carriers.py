@@ -5,11 +5,13 @@ a state carrier (`recurrent/carriers.py`). The step asks them what it hands to a
 
     `NoAttention`        the layer reads no keys                                nothing stands in for anything
     `ThroughInterface`   it attends through transformers' attention interface   an `AttentionPoint` for its mask
+    `Picking`            the same, over keys that an indexer picks              the point, and the indexer's forward
     `OverCache`          it attends by itself over what its cache returns       a `ChunkCache`, and its mask cut
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
 
+from streambp.attention.indexers import picking
+from streambp.attention.interface import own_implementation, routed, unrouted
 from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.own import (
     OwnMask,
@@ -33,7 +38,7 @@ from streambp.attention.prefix import AttentionPoint, ChunkMask
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier, Chunk
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import DOCUMENT_ENDS, PER_KEY
+from streambp.known_names import DOCUMENT_ENDS, EAGER, PER_KEY
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -54,7 +59,8 @@ class NoAttention:
 
     costs: what `describe` says of it. why_not_split: why ranks cannot have a shard of the tokens each.
     in_tiles: the prefix may be cut into tiles, of which some are elsewhere. reads_a_mask: the layer hands attention_mask to
-    attention alone. readable_apart: queries can be kept from reading other chunks' keys, for a trial.
+    attention alone. readable_apart: queries can be kept from reading other chunks' keys, for a trial. picks_keys: which
+    keys a query reads is found from what is in them.
     """
 
     costs: str | None = None
@@ -62,6 +68,7 @@ class NoAttention:
     in_tiles = True
     reads_a_mask = False
     readable_apart = True
+    picks_keys = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
         """The configs by which the layer's attention is sent to ours while it streams."""
@@ -85,6 +92,16 @@ class NoAttention:
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """A chunk's arguments with what stands in for its mask and cache, and what its cache does with keys and values."""
         return named, None
+
+    def within(self, indexers: list[nn.Module], point: AttentionPoint) -> contextlib.AbstractContextManager[None]:
+        """What the layer's forward over a chunk runs in. indexers: the layer's modules that pick keys."""
+        return contextlib.nullcontext()
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """What the forward of a layer that is not cut runs in, and its arguments."""
+        return routed(configs), args, kwargs
 
     def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
         """The arguments of the first `length` tokens with the masks that the model gives the layer as unpatched.
@@ -130,6 +147,48 @@ class ThroughInterface(NoAttention):
         if not any(holds_lazy(value) for value in named.values()):
             found["attention_mask"] = mask(LazyMask({}))
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Picking(ThroughInterface):
+    """A layer whose attention names the keys that its queries read: sparse attention with an indexer. [Note: indexers]
+
+    Args:
+        kept: how many keys its own indexer picks for a query; None: it reads what an earlier layer's has picked.
+    """
+
+    kept: int | None = None
+
+    why_not_split = "its indexer compares all keys of the sequence, of which this rank has a shard"
+    picks_keys = True
+
+    @property
+    def costs(self) -> str:  # type: ignore[override]
+        """What `describe` says of it."""
+        found = "sparse attention: plain products with all keys before, which are masked if they are not picked"
+        return found if self.kept is None else f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+
+    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
+        """The point in place of attention's mask; it takes picks."""
+        point.takes_picks = True
+        return super().hand(named, point)
+
+    def within(self, indexers: list[nn.Module], point: AttentionPoint) -> contextlib.AbstractContextManager[None]:
+        """The indexers pick for the point's chunk."""
+        assert isinstance(point, ChunkMask)
+        return picking(indexers, point)
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """As unpatched, with the model's own masks: nothing stands in for an indexer there."""
+        own = [own_implementation(config) or EAGER for config in configs]
+
+        def mask(lazy: LazyMask) -> Any:
+            return AttentionMaskInterface()[own[0]](**lazy.description)
+
+        args = tuple(_own_masks(value, mask) for value in args)
+        return unrouted(configs, own), args, {name: _own_masks(value, mask) for name, value in kwargs.items()}
 
 
 @dataclasses.dataclass(frozen=True)

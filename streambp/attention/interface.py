@@ -21,7 +21,7 @@ from streambp.attention.prefix import AttentionCall, AttentionPoint, ChunkMask, 
 from streambp.chunks import Chunk
 from streambp.device import autocast_dtype
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, SINKS
+from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, PICKS, SINKS
 
 NAME = "streambp"
 
@@ -49,12 +49,16 @@ def stream_attention(
         eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
         function = None if own is None else AttentionInterface().get(own, eager)
         if function is not None:
+            if kwargs.get(PICKS) is not None:  # the module left it to us to mask what was not picked
+                attention_mask = _only_picked(attention_mask, kwargs[PICKS], key.shape[2])
             given = kwargs if softcap is None else {**kwargs, "softcap": softcap}
             found: tuple[Tensor, None] = function(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
             )
             return found
-    foreign = _given(kwargs, FOREIGN_ARGUMENTS)
+    foreign, picks = _given(kwargs, FOREIGN_ARGUMENTS), kwargs.get(PICKS)
+    if picks is not None and not (isinstance(attention_mask, AttentionPoint) and attention_mask.takes_picks):
+        foreign.append(PICKS)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     elsewhere = not isinstance(attention_mask, AttentionPoint | LazyMask) and (
         not is_causal or getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]
@@ -79,7 +83,20 @@ def stream_attention(
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     sinks = [kwargs[name] for name in _given(kwargs, SINKS)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, *sinks)), None
+    sink = sinks[0] if sinks else None
+    return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)), None
+
+
+def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
+    """A 4-D mask [B, 1, S, T], in bool or to be added, without the keys that no picks [B, S, k] name."""
+    if not isinstance(mask, Tensor):
+        raise UnsupportedModelError(
+            f"Attention is given keys that an indexer picked, and {type(mask).__name__} in place of a 4-D mask. Pass "
+            "attention_mask [B, T], or run this model unpatched (streambp.unpatch(model))."
+        )
+    picked = torch.zeros(*picks.shape[:2], length, dtype=torch.bool, device=picks.device)
+    picked = picked.scatter_(-1, picks.long(), True)[:, None]  # [B, 1, S, T]
+    return mask & picked if mask.dtype == torch.bool else mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
 def _given(kwargs: Mapping[str, Any], names: Collection[str]) -> list[str]:

@@ -75,6 +75,8 @@ class CallSite:
 
     columns: D_v, where V is padded in its buffer; None: it is not. [Note: padded values]
     packed: the width that V is padded to when it is read next.
+    added: blocks of the chunk at work whose gradients were added. again: those that a second attempt has not come to yet.
+        [Note: once for each chunk]
     """
 
     k: Tensor  # [B, T, H_kv, D], contiguous
@@ -83,6 +85,8 @@ class CallSite:
     dv: Tensor | None = None  # [B, T, H_kv, D_v]
     columns: int | None = None
     packed: int | None = None
+    added: int = 0
+    again: int = 0
     streams = False
 
     @classmethod
@@ -145,11 +149,26 @@ class CallSite:
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the buffers."""
+        if not self.is_new():
+            return
         rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
         assert self.dk is not None
         assert self.dv is not None
         self.dk[rows, keys].add_(dk.transpose(1, 2))
         self.dv[rows, keys].add_(dv.transpose(1, 2))
+
+    def is_new(self) -> bool:
+        """Whether what is to be added next was not added by an attempt before. [Note: once for each chunk]"""
+        if self.again:
+            self.again -= 1
+            return False
+        self.added += 1
+        return True
+
+    def begin_backward(self, again: bool) -> None:
+        """A chunk is differentiated; again: for the second time. [Note: once for each chunk]"""
+        self.added *= again
+        self.again = self.added
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Views [B, H_kv, C, D] of the accumulators, which stay."""

@@ -149,45 +149,6 @@ def _of_tree(mask: LazyMask, tree: Callable[[int | None], Spans], length: int, d
     return tree(plain.window)
 
 
-def resolve_whole(
-    mask: LazyMask | Tensor | None, whole: Spans, length: int, position_ids: Tensor | None, device: torch.device
-) -> Spans:
-    """What the queries of whole sequences may read, where the model's mask describes one shard of `length` tokens.
-
-    Args:
-        whole: the spans that padding and packing of the whole sequences give, without a window.
-        position_ids: the shard's, [1 or B, length].
-
-    Raises:
-        UnsupportedMaskError: the mask is more than padding, packing and a window, or may be, out of the shard's sight.
-    """
-    rows = len(whole.rows)
-    layout = resolve(mask, rows, length, position_ids, None, device)
-    if mask is None:
-        return Spans.causal(rows, whole.length)
-    if isinstance(layout, DenseMask) or isinstance(mask, Tensor):
-        raise UnsupportedMaskError(
-            "The attention mask is no sliding window, padding or packing; where sequences are split over ranks streambp "
-            "knows one rank's part of it only. Train this model without splitting sequences."
-        )
-    if mask.whole is None:
-        known = mask.description
-        positions = position_ids if known.get("attention_mask") is None else None
-        packed = None if positions is None else find_packed_sequence_indices(positions.expand(rows, -1))
-        if packed is not None:  # the index function knows this shard's documents only
-            clear = known["mask_function"] is not causal_mask_function and (layout.window is None or layout.window < length)
-        else:
-            plain = known["mask_function"] is causal_mask_function
-            clear = plain or _agrees(Spans.causal(1, whole.length, layout.window), known, None, device)
-        if not clear:
-            raise UnsupportedMaskError(
-                f"One shard of {length} tokens does not show whether the attention mask is a sliding window of "
-                f"{layout.window}. Use longer sequences or fewer ranks, or train without splitting sequences."
-            )
-        mask.whole = dataclasses.replace(whole, window=layout.window)
-    return mask.whole
-
-
 def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:
     fits = mask.dim() == 4 and mask.shape[0] in (1, batch_size) and tuple(mask.shape[2:]) == (length, length)
     if mask.dim() == 4 and mask.shape[-2] == 1 < length:
@@ -241,7 +202,7 @@ def _from_description(
     if mask.ends is not None and padding is None:
         spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
         alike = (spans, Spans.causal(batch_size, length, window))  # it tells of documents, or of none
-        if plain or any(_agrees(found, known, None, device) for found in alike):
+        if plain or any(agrees(found, known, None, device) for found in alike):
             mask.told = "position_ids", sum(map(len, spans.rows))
             return spans
     if plain and cu_seq_lens is None:
@@ -252,18 +213,18 @@ def _from_description(
     if known.get("attention_mask") is None and not plain and position_ids is not None:
         packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     if packed is not None:
-        mask.told = "position_ids", sum(map(len, _rows(batch_size, length, None, packed)))
+        mask.told = "position_ids", sum(map(len, rows_of(batch_size, length, None, packed)))
     if cu_seq_lens is not None:
         rows = _rows_of_documents(cu_seq_lens, batch_size, length)
         mask.told = mask.told or (DOCUMENT_ENDS, len(rows[0]))
-        if packed is not None and rows != _rows(batch_size, length, None, packed):
+        if packed is not None and rows != rows_of(batch_size, length, None, packed):
             raise UnsupportedMaskError(
                 f"cu_seq_lens ends its documents at {cu_seq_lens.tolist()[:9]}..., but position_ids restart elsewhere. "
                 "Make them agree, or pass only one of them."
             )
         return Spans(length, rows, window)
-    spans = Spans(length, _rows(batch_size, length, padding, packed), window)
-    return spans if _agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
+    spans = Spans(length, rows_of(batch_size, length, padding, packed), window)
+    return spans if agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
 
 
 def spans_of_tokens(batch_size: int, length: int, padding: Tensor | None, position_ids: Tensor) -> Spans:
@@ -277,7 +238,7 @@ def spans_of_tokens(batch_size: int, length: int, padding: Tensor | None, positi
         UnsupportedMaskError: the padding has holes.
     """
     packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1)) if padding is None else None
-    rows = _rows(batch_size, length, padding, packed)
+    rows = rows_of(batch_size, length, padding, packed)
     if padding is not None:
         kept = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
         if kept != padding.sum(1).tolist():
@@ -294,7 +255,7 @@ def _dense(mask: LazyMask | Tensor, batch_size: int, length: int, device: torch.
     return dataclasses.replace(dense, barriers=barriers)
 
 
-def _rows(batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None) -> tuple[tuple[Run, ...], ...]:
+def rows_of(batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None) -> tuple[tuple[Run, ...], ...]:
     """The runs of each row from a 2-D padding mask [B, T], or from document numbers [B, T]."""
     if packed is not None:
         rows = []
@@ -327,9 +288,9 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
     return tuple(Run(a, b, a) for a, b in itertools.pairwise(ends) if a < b)
 
 
-def _agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device) -> bool:
+def agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device) -> bool:
     """Whether the index function reads the first and last key of every span, and neither neighbour outside."""
-    first, last = _edges(spans, device)  # [B, T] each; an empty span has last < first
+    first, last = edges(spans, device)  # [B, T] each; an empty span has last < first
     query = torch.arange(spans.length, device=device).expand_as(first)
     row = torch.arange(len(spans.rows), device=device)[:, None].expand_as(first)
     head = torch.zeros_like(row)
@@ -346,7 +307,8 @@ def _agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device:
     return bool(torch.where(empty, nothing, right).all())
 
 
-def _edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first and the last key that each query reads, [B, T] each in int64; a query that reads none has last < first."""
     first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long)  # [B, T]
     last = torch.full_like(first, -1)
     query = torch.arange(spans.length)

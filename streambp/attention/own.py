@@ -4,9 +4,9 @@ Models from before transformers' attention interface (GPT-J, GPT-Neo, CodeGen, B
 attend to what it returns. So a chunk's cache returns the keys and values up to the chunk's end, and the mask, which their
 model builds whole, is cut to the chunk. Exact, but the scores of one chunk against its prefix exist, as does the mask.
 
-Sparse attention is served the same way (DeepSeek V3.2, GLM 5): which keys a query reads is a mask over its prefix, that the
-layer makes of the model's mask and of what an indexer gives. The indexer's keys come from the same cache and are one more
-prefix; picking them has no gradient, so theirs is never asked for.
+Sparse attention that makes its own masks is served the same way (MiniMax M3, GLM 5 Next): which keys a query reads is a
+mask over its prefix, that the layer makes of the model's mask and of what an indexer gives. The indexer's keys come from
+the same cache and are one more prefix; picking has no gradient, so theirs is never asked for. Others: `indexers.py`.
 
 A query that reads nothing would get the mean over the keys of its prefix here, which depends on the chunks. It is made to
 read itself alone, with a value of zero that no other query reads. [Note: empty queries]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from streambp.attention.backend import Backend, Plan, Use, Used, choose_backend
 from streambp.attention.kv import CallSite, PrefixMemory, Site, TiledSite, TileStore
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
+from streambp.attention.picked import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import StreamBPError
@@ -83,6 +84,8 @@ class Prefix:
         self.used: frozenset[Used] = frozenset()  # the kernels that attended in forward
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
+        self.index_keys: dict[int, Tensor] = {}  # [B, T, D] of each indexer, in forward. [Note: indexers]
+        self.picked: list[Tensor] = []  # [B, C, k] of each indexer, for the chunk computed last
         self._scratch: TileStore | None = None
 
     def restore(self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True) -> None:
@@ -125,6 +128,7 @@ class Prefix:
 
     def pack(self) -> None:
         """K and V are kept as they are for a later backward pass: without the zeros behind V. [Note: padded values]"""
+        self.index_keys, self.picked = {}, []
         for site in self.sites:
             if isinstance(site, CallSite):
                 site.pack()
@@ -180,14 +184,22 @@ class Prefix:
         keys, width = saved or self._scratch, self._width(index)
         return TiledSite(index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width)
 
+    def begin_backward(self, again: bool) -> None:
+        """A chunk is differentiated; again: for the second time. [Note: once for each chunk]"""
+        for site in self.sites:
+            if isinstance(site, CallSite):
+                site.begin_backward(again)
+
     def drop_buffers(self) -> None:
         """Let go of K, V and their accumulators; a refill or `find_saved` brings K and V back."""
         self.sites, self.filled_until, self._scratch = [], 0, None
+        self.index_keys, self.picked = {}, []
 
 
 class AttentionCall(NamedTuple):
     """What a layer hands to its attention for one chunk: q [B, H, C, D], k [B, H_kv, C, D], v [B, H_kv, C, D_v], and the
-    logits [H] of one more key, its sink, if it has one."""
+    logits [H] of one more key, its sink, if it has one; picks [B, C, k], the keys that each query reads, None: all.
+    [Note: picked keys]"""
 
     q: Tensor
     k: Tensor
@@ -196,10 +208,16 @@ class AttentionCall(NamedTuple):
     dropout: float = 0.0
     softcap: float | None = None
     sink: Tensor | None = None
+    picks: Tensor | None = None
 
 
 class AttentionPoint:
-    """Travels through the layer as `attention_mask` and says what its attention does with a chunk."""
+    """Travels through the layer as `attention_mask` and says what its attention does with a chunk.
+
+    takes_picks: the layer's attention may name the keys that its queries read.
+    """
+
+    takes_picks = False
 
     def attend(self, given: AttentionCall) -> Tensor:
         """What attention gives, [B, C, H, D_v]."""
@@ -211,15 +229,39 @@ class AttentionPoint:
 
 
 class ChunkMask(AttentionPoint):
-    """A chunk attends to its prefix, which its own keys and values become part of."""
+    """A chunk attends to its prefix, which its own keys and values become part of.
 
-    def __init__(self, prefix: Prefix, chunk: Chunk, stage: Stage, saved: list[Attended] | None = None) -> None:
+    picks: [B, C, k] of each indexer, as forward picked; None: they pick now. [Note: indexers]
+    """
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        chunk: Chunk,
+        stage: Stage,
+        saved: list[Attended] | None = None,
+        picks: list[Tensor] | None = None,
+    ) -> None:
         self.prefix = prefix
         self.chunk = chunk
         self.stage = stage
         self.saved = saved
+        self.picks = picks
+        self.picked: list[Tensor] = []
         self.attended: list[Attended] = []
         self.call = 0
+
+    __iter__ = None  # `0.0 in mask` would never end
+
+    def __getitem__(self, index: Any) -> ChunkMask:
+        """Itself, for a layer that hands a part of its mask to its indexer, which takes no other notice of it.
+
+        Raises:
+            TypeError: the layer has none, so that it reads its mask itself.
+        """
+        if not self.takes_picks:
+            raise TypeError(f"'{type(self).__name__}' object is not subscriptable")
+        return self
 
     def attend(self, given: AttentionCall) -> Tensor:
         """o [B, C, H, D_v] in q's dtype, with a graph in RECOMPUTE alone.
@@ -229,7 +271,7 @@ class ChunkMask(AttentionPoint):
             AttentionChoiceError: the configuration names a backend that cannot attend here.
         """
         prefix, chunk, index = self.prefix, self.chunk, self.call
-        q, k, v, scale, dropout, softcap, sink = given
+        q, k, v, scale, dropout, softcap, sink, picks = given
         self.call += 1
         backend = prefix.backends.get(index)
         if backend is None:  # backward attends as forward did, whatever is switched on or off between them
@@ -240,13 +282,19 @@ class ChunkMask(AttentionPoint):
         site = self._site(index, k, v)
         if self.stage is Stage.REFILL and self.call == prefix.calls:
             raise RefillDone
+        if self.stage is Stage.REFILL and picks is not None:
+            raise StreamBPError(
+                f"The layer attends {prefix.calls} times to keys that an indexer picks; expected was once. Please report "
+                "this model."
+            )
+        layout = prefix.layout if picks is None else PickedMask.of(prefix.layout, prefix.length, chunk, picks)
         if self.stage is not Stage.RECOMPUTE:
-            attended = attend_blocks(q, site, prefix.layout, chunk, params, sink)
+            attended = attend_blocks(q, site, layout, chunk, params, sink)
             self.attended.append(attended)
-            prefix.note(backend.plan(prefix.layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD))
+            prefix.note(backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD))
             return attended.o
         saved = self.saved[index] if self.saved else None
-        out: Tensor = PrefixAttention.apply(q, k, v, sink, site, prefix.layout, chunk, params, saved)
+        out: Tensor = PrefixAttention.apply(q, k, v, sink, site, layout, chunk, params, saved)
         return out.clone() if prefix.overwritten else out
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,7 +320,7 @@ class ChunkMask(AttentionPoint):
                 "before. A layer that does not hand attention_mask to transformers' attention interface, the same number "
                 "of times for every chunk, cannot be streamed. Please report this model."
             )
-        prefix.calls = self.call
+        prefix.calls, prefix.picked = self.call, self.picked
         for attended in self.attended:
             prefix.overwritten |= attended.changed
         prefix.filled_until = max(prefix.filled_until, self.chunk.stop)

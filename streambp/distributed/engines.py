@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.distributed.zero import is_partitioned
-from streambp.known_names import ENGINES, GRADIENT_HOOKED, MODULE_HOOKS, Z3_LEAF
+from streambp.known_names import DROPS_MASKS, ENGINES, GRADIENT_HOOKED, MODULE_HOOKS, Z3_LEAF
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
@@ -80,10 +80,16 @@ class _Reduced(torch.autograd.Function):
         return grad, None
 
 
+def drops_masks(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is accelerate's on attention under context parallelism: it puts None in place of the mask, of which
+    torch's ring knows causal ones alone. Streamed layers attend with the model's own."""
+    return getattr(hook, "__qualname__", "").startswith(f"{DROPS_MASKS}.")
+
+
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
-    """Whether a hook on a module is DeepSpeed's, by the package that defines the hook or its class."""
+    """Whether a hook on a module is DeepSpeed's, by the package that defines the hook or its class, or drops masks."""
     owner = getattr(hook, "func", hook)
-    return (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
+    return drops_masks(hook) or (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:

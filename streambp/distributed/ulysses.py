@@ -1,9 +1,7 @@
-"""Who splits sequences over ranks: DeepSpeed Ulysses, which streamed layers join, or torch's context parallelism.
+"""DeepSpeed Ulysses (ALST), which splits sequences over ranks and stands in for the attention function that a config names.
 
-Ulysses (ALST) stands in for the attention function that the model's config names, context parallelism for
-`scaled_dot_product_attention`. Streamed attention goes through neither. So Ulysses' process group is taken from the
-function that it registered, and streamed layers exchange heads for tokens themselves (`sharded/layer.py`); context
-parallelism changes what the attention kernel computes, and is refused.
+Streamed attention does not call that function. Ulysses' process group is taken from it, and streamed layers exchange heads
+for tokens themselves (`sharded/layer.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ import dataclasses
 import inspect
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import CONTEXT_PARALLEL, ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYSSES_NOT_IN_EVAL
+from streambp.known_names import ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYSSES_NOT_IN_EVAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +47,3 @@ def find_ulysses(implementation: str | None) -> Ulysses | None:
         "DeepSpeed Ulysses (ALST) splits the sequence over ranks, but the process group is not where DeepSpeed 0.19 keeps "
         "it. Use DeepSpeed 0.19, or run this model unpatched (streambp.unpatch(model))."
     )
-
-
-def refuse_context_parallelism() -> None:
-    """Raise if torch's context parallelism is at work: a streamed layer would attend to this rank's shard alone."""
-    if (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
-        raise UnsupportedModelError(
-            "torch's context parallelism splits the sequence over ranks inside scaled_dot_product_attention, which "
-            "streamed layers do not call; each would attend to this rank's shard alone. Split sequences with DeepSpeed "
-            "Ulysses (accelerate's ParallelismConfig(sp_backend='deepspeed', sp_size=...)), train without splitting "
-            "(StreamConfig(offload='cpu')), or run this model unpatched (streambp.unpatch(model))."
-        )

@@ -18,6 +18,7 @@ is not expected again: at a scale of 1e-36 the next loss's gradients would under
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,12 @@ SMALLEST = 2.0**-64
 
 
 class Pending:
-    """Whether gradients of a head's earlier forward still wait for their backward, and how the last loss was scaled."""
+    """Whether gradients of a head's earlier forward still wait for their backward, and how the last loss was scaled.
+
+    let_go: lets go of what layers keep of their own accord, and says whether something was there; None: they keep nothing.
+    """
+
+    let_go: Callable[[], bool] | None = None
 
     def __init__(self) -> None:
         self._work: weakref.ref[HeadGradients] | None = None

@@ -194,10 +194,18 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
         one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
         return (OnePassNLL.apply(inputs, request.pending, one / divisor, source, *values),)
 
+    def computed(source: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
+        try:
+            return compute(source, weight, bias)
+        except torch.OutOfMemoryError:
+            if request.pending.let_go is None or not request.pending.let_go():
+                raise
+        return compute(source, weight, bias)
+
     if recipe.head is None:
-        found = compute(source, recipe.weight, recipe.bias)
+        found = computed(source, recipe.weight, recipe.bias)
     else:
-        found = within(recipe.head, source, compute)
+        found = within(recipe.head, source, computed)
     outcome.used = True
     if one_pass:
         total: Any = found[0]

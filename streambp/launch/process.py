@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
+from streambp.launch.groups import keep_groups
 from streambp.launch.report import Account, Model, leave, say, table
 from streambp.model.describe import describe
 from streambp.model.fused_head import add_head
@@ -47,6 +48,7 @@ class Launched:
         """Patch the model of an HF Trainer that has just been made, and see to those that come later."""
         self.streams(trainer.model, self.for_trainer(trainer))
         trainer.add_callback(Watcher(self, trainer))
+        keep_groups(trainer)
 
     def for_trainer(self, trainer: Any) -> StreamConfig:
         """With logits in evaluation where the trainer hands them to functions of its user's. Arguments that say how to

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.cache import ChunkCache
-from streambp.chunks import Chunk
+from streambp.chunks import Chunk, Forks
 from streambp.errors import BackwardError, StreamBPError
 from streambp.known_names import CACHES, PAGED_CACHE, PICKED, STATE, TOKEN_DIMS
 from streambp.nested import Slot, rebuilt
@@ -88,6 +88,7 @@ class Arguments:
         state: tuple[Any, ...] = (),
     ) -> None:
         self.packed_rows = packed_rows
+        self.forks: Forks = ()  # of a tree of rows, where the layer keeps states
         self.tells = False
         self.named = _bind(forward, layer, args, kwargs)
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from streambp.attention.indexers import indexers_of
 from streambp.attention.interface import routed
 from streambp.attention.mask_scan import move_ends
 from streambp.attention.merge import Attended
@@ -37,6 +38,7 @@ class LayerCall:
     extras: the extra outputs, in the order in which the layer's Function returns them.
     look: what the layer is made of as the call begins; seen: when its forward is over. [Note: fingerprint]
     parameters: the layer's, in their slots as the call begins.
+    wanted: whether the input and each differentiable argument wants a gradient; known when the layer's Function runs.
     """
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
@@ -64,13 +66,17 @@ class LayerCall:
         self.look: Look = site.fingerprint.latest(site.layer)
         self.seen: Seen | None = None
         self.parameters: Parameters
+        self.wanted: tuple[bool, list[bool]]
         self.carried = self._carry()
         barriers = self.carried.layout.barriers
         self.plan = move_ends(self.plan, barriers)
         if self.packing.barriers:
             self.plan = self.plan.avoiding(merged((*barriers, *self.packing.barriers)))
-        if site.kind.states.least > 1:
-            self.plan = self.plan.with_least(site.kind.states.least)
+        least = site.kind.states.least
+        if arguments.forks:
+            self.plan = self.plan.forked(arguments.forks, least)
+        elif least > 1:
+            self.plan = self.plan.with_least(least)
         self.kept = self._keep()
 
     def _carry(self) -> Carried:
@@ -147,7 +153,8 @@ class LayerCall:
             leaves: this chunk's differentiable arguments, if they are to get gradients.
             states: those that the chunk starts from; None: the layer gets no cache, as unpatched.
         """
-        saved = self.kept.attended(chunk) if stage is Stage.RECOMPUTE and prefix is None else None
+        again = stage is Stage.RECOMPUTE and prefix is None
+        saved, picks = (self.kept.attended(chunk), self.kept.picks(chunk)) if again else (None, None)
         overwritten = self.site.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
             states = None if states is None else {key: state.clone() for key, state in states.items()}
@@ -155,7 +162,7 @@ class LayerCall:
                 hidden_chunk = hidden_chunk.clone()
         prefix = prefix or self.carried.prefix
         prefix.overwritten |= overwritten.attended
-        mask = ChunkMask(prefix, chunk, stage, saved)
+        mask = ChunkMask(prefix, chunk, stage, saved, picks)
         return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 
     def run(
@@ -177,7 +184,8 @@ class LayerCall:
         shared = self.arguments.mappings
         before = {name: dict(named[name]) for name in shared} if shared else {}
         named, starting = self.packing.entered(named, chunk, cache)
-        with recording(self.recorded) as recorded, starting:
+        picking = kind.attention.within(self.site.of(indexers_of), point)
+        with recording(self.recorded) as recorded, starting, picking:
             try:
                 result = self.forward(self.layer, self.arguments.as_given(hidden_chunk), **named)
             except RefillDone:

@@ -5,6 +5,10 @@
 
 A chunk reaches both through arguments of the layer's own forward; which ones the layer's carriers know.
 [Note: carriers]
+
+[Note: states of branches] In a tree of rows several chunks may go on from one: `ChunkPlan.before` says from which. Its
+states stay until the last of them has started. In backward the gradients of these are summed, in promote_types(dtype,
+float32), and rounded once, when the chunk is differentiated.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import torch
 from streambp.attention.carriers import Layout
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.prefix import Prefix
-from streambp.chunks import ChunkPlan
+from streambp.chunks import Chunk, ChunkPlan
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Offloader, SavedTensors
 from streambp.recurrent.states import States
@@ -29,16 +33,16 @@ class Carried:
         layout: what the queries of the whole sequence may read, and where no chunk may end.
         length: positions of the whole sequence.
 
-    states: what the chunk computed last ended with. upstream: in backward, the gradients of what the chunk before the one
-    computed last ended with.
+    states: what chunks ended with, by their index, as long as others are to go on from them. upstream: in backward, the
+    gradients of that.
     """
 
     def __init__(self, site: LayerSite, layout: Layout, length: int) -> None:
         self.in_tiles = site.kind.attention.in_tiles
         self.layout = layout
         self.prefix = Prefix(layout.spans, length, site.config.attention)
-        self.states: States = {}
-        self.upstream: States = {}
+        self.states: dict[int, States] = {}
+        self.upstream: dict[int, States] = {}
 
     def limit(self, plan: ChunkPlan, offloader: Offloader, device: torch.device, saved: SavedTensors | None) -> None:
         """Of keys, values and their gradients no more is on the device than the offloader allows, if they may be in tiles.
@@ -49,6 +53,33 @@ class Carried:
         if self.in_tiles:
             scratch = functools.partial(offloader.scratch, device)
             self.prefix.memory = PrefixMemory(plan, offloader.prefix_memory, scratch, saved)
+
+    def start(self, plan: ChunkPlan, chunk: Chunk) -> States:
+        """The states that a chunk starts from, in forward; {} where it starts anew. [Note: states of branches]"""
+        if not self.states:
+            return {}
+        before = plan.before[chunk.index]
+        found = {} if before is None else self.states[before]
+        for index in [index for index in self.states if plan.behind[index][1] <= chunk.index]:
+            del self.states[index]
+        return found
+
+    def end(self, plan: ChunkPlan, chunk: Chunk, states: States) -> None:
+        """The states that a chunk ended with."""
+        if states and chunk.index in plan.behind:
+            self.states[chunk.index] = states
+
+    def went_on(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
+        """The gradients of the states that a chunk started from. [Note: states of branches]"""
+        before = plan.before[chunk.index] if grads else None
+        if before is None:
+            return
+        summed = self.upstream.setdefault(before, {})
+        for key, grad in grads.items():
+            if key in summed:
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                grad = summed[key].to(wide) + grad
+            summed[key] = grad
 
     def drop(self) -> None:
         """Let go of it: the pass over the chunks is over."""

@@ -53,3 +53,7 @@ class Watch(Protocol):
     def chunk_done(self, cost: Cost) -> None:
         """To be called after each chunk, when the store has what is saved of it. cost: of this chunk."""
         ...
+
+    def graph_done(self, size: int) -> None:
+        """To be called when backward has recomputed a chunk, with the bytes that its graph saves."""
+        ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,8 @@ from streambp.fingerprint.looks import changed, versions_of
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.gradients import InputGradients, OutputGradients
-from streambp.layer.oom import explained
+from streambp.layer.graphs import Graph, computed_with_graph, counting
+from streambp.layer.oom import explained, with_memory
 from streambp.layer.other_leaves import refuse_other_leaves
 from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
@@ -30,7 +32,7 @@ from streambp.layer.reuse import mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
 from streambp.layer.side_effects import KEEPS, Origin, is_kept
 from streambp.layer.site import CallReport, LayerSite
-from streambp.recurrent.states import leaves_of
+from streambp.recurrent.states import States, leaves_of
 
 
 @dataclasses.dataclass
@@ -76,19 +78,19 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         for chunk in call.plan:
             if keep:
                 call.kept.snapshot()
+            states = call.carried.start(call.plan, chunk)
             hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
             original = hidden_chunk.clone() if keep and call.site.overwritten.inputs else hidden_chunk
             if keep:
-                call.kept.keep_states(chunk, call.carried.states)
-            output, attended = _forward_chunk(call, hidden_chunk, original, chunk, keep)
-            call.carried.states = output.states
+                call.kept.keep_states(chunk, states)
+            parts = call, whole, hidden_chunk, chunk, states
+            output, attended = _forward_kept(*parts, original) if keep else _computed(*parts)
+            call.carried.end(call.plan, chunk, output.states)
             if keep:
                 call.kept.keep(chunk, original, attended)
-            whole.put(None, output.hidden_states, chunk)
-            for place, part in output.extras.items():
-                whole.put(place, part, chunk)
             del output, attended
-    call.site.attended = call.carried.prefix.used
+    if call.kept.graph is None:  # one that is kept is made as in backward, which notes nothing
+        call.site.attended = call.carried.prefix.used
     if keep:
         call.kept.store.seal(*call.kept.accesses(), call.carried.prefix.backward_bytes)
     if not keep or "kv" not in call.kept.saves or call.kept.moves_kv:
@@ -98,29 +100,41 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     return outputs_of(call, whole)
 
 
-def _forward_chunk(
-    call: LayerCall, hidden_chunk: Tensor, original: Tensor, chunk: Chunk, keep: bool
+def _forward_kept(
+    call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States, original: Tensor
 ) -> tuple[ChunkOutput, list[Attended]]:
-    """A chunk's output and attention results, without a graph; once more without saves if there is no memory for them.
-    [Note: saves that fit]"""
-    exhausted = False
-    try:
-        return _computed(call, hidden_chunk, chunk, keep)
-    except torch.OutOfMemoryError:
-        exhausted = keep and call.site.chooser is not None and call.site.chooser.let_go(call.kept)
-        if not exhausted:
-            raise
-    call.kept.random[-1].restore()
-    if hidden_chunk is not original:
-        hidden_chunk.copy_(original)
-    return _computed(call, hidden_chunk, chunk, keep)
+    """A chunk's output and attention results, without a graph; what is to be saved is captured."""
+
+    def compute(again: bool) -> tuple[ChunkOutput, list[Attended]]:
+        if again:
+            call.kept.random[-1].restore()
+            if hidden_chunk is not original:
+                hidden_chunk.copy_(original)
+        if call.kept.keeps_graph:
+            with call.parameters.shadowed() as shadows:
+                graph = computed_with_graph(call, hidden_chunk, chunk, call.wanted, shadows, {})
+            call.kept.graph = graph
+            return _put(whole, chunk, graph.output.detached()), []
+        with call.kept.capturing():
+            return _computed(call, whole, hidden_chunk, chunk, states)
+
+    return with_memory(call, compute)
 
 
-def _computed(call: LayerCall, hidden_chunk: Tensor, chunk: Chunk, keep: bool) -> tuple[ChunkOutput, list[Attended]]:
-    with call.kept.capturing() if keep else contextlib.nullcontext():
-        output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=call.carried.states)
+def _computed(
+    call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States
+) -> tuple[ChunkOutput, list[Attended]]:
+    output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
+    _put(whole, chunk, output)
     return output, attended
+
+
+def _put(whole: Whole, chunk: Chunk, output: ChunkOutput) -> ChunkOutput:
+    whole.put(None, output.hidden_states, chunk)
+    for place, part in output.extras.items():
+        whole.put(place, part, chunk)
+    return output
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
@@ -147,6 +161,8 @@ class StreamedLayer(torch.autograd.Function):
         ctx.passes, ctx.call, ctx.parameters = passes, call, parameters
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
+        count = len(call.arguments.differentiable)
+        call.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
         versions = versions_of(call.look)
         with explained(call), watching(call.look.hooks) as acted:
             outputs = passes.forward(call, True)
@@ -170,13 +186,12 @@ class StreamedLayer(torch.autograd.Function):
         counts = None if grad is None else reference_counts(grad)
         call, parameters = _begin_backward(ctx)
         grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
-        needs_input = ctx.needs_input_grad[3]
-        wanted = list(ctx.needs_input_grad[4 : 4 + len(call.arguments.differentiable)])
+        needs_input, wanted = call.wanted
         sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)
         inputs = InputGradients(call, wanted)
         if needs_input:
             reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = grad if reuse else mark(_gradient_buffer(call))
+            inputs.hidden_states = grad if reuse else mark(with_memory(call, lambda _: _gradient_buffer(call)))
         call.hidden_states = None  # type: ignore[assignment]
         with (
             explained(call),
@@ -189,7 +204,9 @@ class StreamedLayer(torch.autograd.Function):
             ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
         call.carried.drop()
         values = parameters.current()
-        pairs = zip(sums.result(values), values, strict=True)
+        with explained(call):
+            found = with_memory(call, lambda _: sums.result(values))
+        pairs = zip(found, values, strict=True)
         gradients = [zeros_for_engines(parameter) if gradient is None else gradient for gradient, parameter in pairs]
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
 
@@ -248,7 +265,7 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         find_unread: which of these Linears' products may be left out; whether the input wants a gradient.
     """
     linears = call.site.linears
-    unread = find_unread(call, linears, work.needs_input)
+    unread = with_memory(call, lambda _: find_unread(call, linears, work.needs_input))
     with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
     unread_here = unread.recompute.difference(call.kept.products)
@@ -268,52 +285,81 @@ def _refill(call: LayerCall) -> None:
         for chunk in call.plan:
             if chunk.index == len(call.plan) - 1:
                 return
-            with call.autocast.restored(), call.kept.random[chunk.index].replayed():
-                x, states = call.kept.store.peek("x", chunk.index), call.kept.states(chunk, again=True)
-                call.compute(x, chunk, Stage.REFILL, states=states)
+            with_memory(call, functools.partial(_refill_chunk, call, chunk))
+
+
+def _refill_chunk(call: LayerCall, chunk: Chunk, again: bool) -> None:
+    with call.autocast.restored(), call.kept.random[chunk.index].replayed():
+        x, states = call.kept.store.peek("x", chunk.index), call.kept.states(chunk, again=True)
+        call.compute(x, chunk, Stage.REFILL, states=states)
 
 
 def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool) -> None:
-    """Recompute one chunk with a graph, differentiate it, add up.
+    """Recompute one chunk with a graph, differentiate it, add up. [Note: once for each chunk]
 
     Args:
         through_states: what the chunk starts from depends on something that is differentiated.
     """
-    hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
-    leaves = call.arguments.leaves(chunk, work.inputs.wanted)
-    states = call.kept.states(chunk)
+    x, states = call.kept.store.take("x", chunk.index), call.kept.states(chunk)
     states = leaves_of(states) if through_states else states
-    last = chunk.stop == call.plan.length
-    origin = Origin()
-    with (
-        torch.enable_grad(),
-        call.autocast.restored(),
-        call.kept.random[chunk.index].replayed(),
-        call.kept.knowing(chunk, sums=work.sums),
-    ):
-        x = origin.behind(hidden_chunk) if last else hidden_chunk
-        output, _ = call.compute(x, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
-    assert output is not None
+    upstream = call.carried.upstream.pop(chunk.index, {})
+    found = with_memory(call, functools.partial(_differentiated, call, chunk, work, x, states, upstream))
+    through = {key: grad for key, grad in zip(found.starts, found.of_starts, strict=True) if grad is not None}
+    call.carried.went_on(call.plan, chunk, through)
+    work.inputs.add(chunk, found.of_inputs)
+    with_memory(call, lambda _: work.sums.add(found.of_parameters))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkGradients:
+    """Of the chunk's input and differentiable arguments, of the states that it started from (by key), of the parameters."""
+
+    of_inputs: list[Tensor | None]
+    starts: list[Any]
+    of_starts: list[Tensor | None]
+    of_parameters: list[Tensor | None]
+
+
+def _differentiated(
+    call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States, of_states: States, again: bool
+) -> ChunkGradients:
+    """Of hidden_states x [..., B, C, h]. of_states: the gradients of the states that the chunk ended with.
+    again: what the first attempt has added up stays, and is not added once more."""
+    work.sums.begin(again)
+    call.carried.prefix.begin_backward(again)
+    graph, call.kept.graph = call.kept.graph, None
+    if graph is None or not graph.is_of(work.shadows):
+        graph = _recomputed(call, chunk, work, x, states)
+    last, origin, output = chunk.stop == call.plan.length, graph.origin, graph.output
     outputs, upstream = work.grads.of(output, chunk)
-    for key, grad in call.carried.upstream.items():  # [Note: states]
+    for key, grad in of_states.items():  # [Note: states]
         if output.states[key].requires_grad:
             outputs.append(output.states[key])
-            upstream.append(grad)
-    targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
+            upstream.append(grad.to(output.states[key].dtype))
+    targets = [leaf for leaf in (graph.hidden_chunk, *graph.leaves) if leaf.requires_grad]
     starts = {key: state for key, state in states.items() if state.requires_grad}
-    wanted = [*targets, *starts.values(), *work.shadows]
+    wanted = [*targets, *starts.values(), *graph.shadows]
     if last:
         refuse_other_leaves(call.layer, outputs, wanted)
     found: list[Tensor | None] = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
-    del outputs, upstream, output, x
+    del outputs, upstream, output, graph
     kept = weakref.ref(origin)
     del origin
     if last:
         refuse_kept(call, kept)
     first, second = len(targets), len(targets) + len(starts)
-    call.carried.upstream = {k: grad for k, grad in zip(starts, found[first:second], strict=True) if grad is not None}
-    work.inputs.add(chunk, found[:first])
-    work.sums.add(found[second:])
+    return ChunkGradients(found[:first], list(starts), found[first:second], found[second:])
+
+
+def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:
+    with (
+        call.autocast.restored(),
+        call.kept.random[chunk.index].replayed(),
+        call.kept.knowing(chunk, sums=work.sums),
+        counting(call, (x, *work.shadows)),
+    ):
+        wanted = work.needs_input, work.inputs.wanted
+        return computed_with_graph(call, x, chunk, wanted, work.shadows, states)
 
 
 def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:

@@ -1,9 +1,16 @@
-"""When a streamed layer runs out of device memory: an error that says what to change."""
+"""When a streamed layer runs out of device memory: saves are let go of, or an error says what to change.
+
+[Note: once for each chunk] A chunk's forward, refill and backward can be computed again after an OutOfMemoryError, once
+what layers have saved of their own accord is let go of. Random numbers are drawn from the same states, and keys and values
+are written to their place once more. What backward adds up while it runs is added once: the sums of weights' gradients, and
+those of keys and values, count what the first attempt has added, and the second leaves as much out, in the same order.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +20,26 @@ from streambp.errors import DeviceMemoryError
 from streambp.layer.call import LayerCall
 
 SMALL_CHUNK = 1024
+T = TypeVar("T")
+
+
+def with_memory(call: LayerCall, compute: Callable[[bool], T]) -> T:
+    """The result of `compute`, which is called once more, without saves, if there was no memory for them.
+    [Note: once for each chunk]
+
+    Args:
+        compute: is told whether it runs again.
+    """
+    chooser = call.site.chooser
+    if chooser is None:
+        return compute(False)
+    chooser.look(call.kept)
+    try:
+        return compute(False)
+    except torch.OutOfMemoryError:
+        if not chooser.let_go(call.kept):
+            raise
+    return compute(True)  # not above: the error's frames hold tensors
 
 
 @contextlib.contextmanager

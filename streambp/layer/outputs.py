@@ -53,6 +53,10 @@ class ChunkOutput:
     extras: dict[Place, Tensor]
     states: States = dataclasses.field(default_factory=dict)
 
+    def detached(self) -> ChunkOutput:
+        """The same values without their graph."""
+        return ChunkOutput(self.hidden_states.detach(), {place: part.detach() for place, part in self.extras.items()})
+
 
 def collect(
     hidden_states: Tensor, returned: dict[int, Tensor], recorded: Collected, mappings: dict[str, tuple[Any, Any]]

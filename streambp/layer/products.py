@@ -32,8 +32,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streambp.attention.indexers import indexers_of
 from streambp.device import has_data
-from streambp.known_names import GLOBAL_HOOKS
+from streambp.distributed.engines import drops_masks
+from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
 
 Labels = frozenset[str]
 
@@ -52,6 +54,12 @@ class UnreadProducts:
     states: bool = True
 
 
+def never_read(situations: Iterable[UnreadProducts]) -> Labels:
+    """Linears whose output no recomputation needs, in whichever of these situations; none if there are no situations."""
+    found = [unread.recompute for unread in situations]
+    return frozenset.intersection(*found) if found else frozenset()
+
+
 @dataclasses.dataclass(frozen=True)
 class UnreadInHalves:
     """The same for a layer that is cut at its attention: Linears whose products are not needed for queries alone, for what
@@ -66,15 +74,20 @@ class UnreadInHalves:
 def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     """The layer's Linears that compute x @ W^T + b and nothing else.
 
-    {} if anything watches the inside of the layer: a forward hook must see true values in recomputations too.
+    {} if anything watches the inside of the layer: a forward hook must see true values in recomputations too. Without those
+    of indexers, which are called for a few queries at a time. [Note: indexers]
     """
     inner = [module for module in layer.modules() if module is not layer]
-    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in inner):
+    if any(not drops_masks(hook) for m in inner for table in MODULE_HOOKS for hook in getattr(m, table).values()):
         return {}
+    picking = {id(module) for indexer in indexers_of(layer) for module in indexer.modules()}
     return {
         name: module
         for name, module in layer.named_modules()
-        if type(module) is nn.Linear and "forward" not in module.__dict__ and type(module.weight) in PLAIN
+        if id(module) not in picking
+        and type(module) is nn.Linear
+        and "forward" not in module.__dict__
+        and type(module.weight) in PLAIN
     }
 
 

@@ -4,7 +4,9 @@
     attn_out.i  output and logsumexp of attention call i, with lse.i      by `saves`
     k.i, v.i    keys and values of attention call i                       by `saves`, where they leave the device
     product.n#i the output of call i of the Linear n                      by `saves`
-    state.i     state i that the chunk started from                       always, but for the first chunk
+    picks.i     the keys that indexer i picked for each query             always. [Note: indexers]
+    state.i     state i that the chunk started from                       always, but for the first chunk; once for all
+                                                                          that start from it, with the first of them
     random      the random state that the chunk started from              always
 
 All but the random states go into a store, on the device or on the host.
@@ -13,7 +15,8 @@ All but the random states go into a store, on the device or on the host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +27,13 @@ from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
 from streambp.layer.cost import Cost, Product, Watch
-from streambp.layer.products import Sums, captured, known, matching
+from streambp.layer.products import Sums, captured, known, matching, never_read
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, InMemory, Offloader, SavedTensors
 from streambp.recurrent.states import Key, States
+
+GRAPH = "everything"  # among what is saved: the call's graph. [Note: kept graphs]
 
 
 class Kept:
@@ -49,7 +54,10 @@ class Kept:
         self.linears: dict[str, nn.Linear] = {}
         self.products: list[str] = []
         self.product_names: list[str] = []
+        self.keeps_graph = False
+        self.graph: Any = None  # of `layer.graphs`, from forward to backward. [Note: kept graphs]
         self._state_keys: list[Key] = []
+        self._indexers = 0
         self._captured: list[tuple[str, Tensor, int]] = []
 
     def save_to(self, offloader: Offloader) -> None:
@@ -60,17 +68,19 @@ class Kept:
         self.saves, self.named = (self.saves, True) if chosen is None else (chosen, False)
         self.watch = offloader.watch(length, self.site.unread)
 
-    def choose(self, rows: int) -> None:
+    def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """What is saved is chosen for the memory that the device has left, if nothing else says it."""
         if self.site.chooser is not None:
-            self.saves, self.named = self.site.chooser.saves(self, rows), False
+            saves = self.site.chooser.saves(self, rows, can_keep_graph)
+            self.keeps_graph = GRAPH in saves
+            self.saves, self.named = () if self.keeps_graph else saves, False
 
     def give_up(self, at_work: bool) -> None:
         """Keep only what backward cannot compute again. at_work: the layer's forward is running."""
-        self.saves, self.products = (), []
+        self.saves, self.products, self.keeps_graph, self.graph = (), [], False, None
         self._captured.clear()
         assert isinstance(self.store, InMemory)
-        self.store.keep_only(lambda name: name == "x" or name.startswith("state."))
+        self.store.keep_only(lambda name: name == "x" or name.startswith(("state.", "picks.")))
         if not at_work:
             self.carried.prefix.drop_buffers()
 
@@ -85,16 +95,23 @@ class Kept:
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
         """Save the states that a chunk starts from."""
-        self._state_keys = list(states)
-        for number, state in enumerate(states.values()):
-            self.store.put(f"state.{number}", chunk.index, state)
+        self._state_keys = list(states) or self._state_keys
+        if states and self._state_chunk(chunk.index) == chunk.index:
+            for number, state in enumerate(states.values()):
+                self.store.put(f"state.{number}", chunk.index, state)
+
+    def _state_chunk(self, index: int) -> int | None:
+        """The chunk with which a chunk's start states are kept: the first that has them; None: it starts anew."""
+        before = self.plan.before[index] if self._state_keys else None
+        return None if before is None else self.plan.behind[before][0]
 
     def states(self, chunk: Chunk, again: bool = False) -> States:
         """The states that a chunk starts from; again: they will be asked for once more."""
-        if chunk.index == 0 or not self._state_keys:
+        kept = self._state_chunk(chunk.index)
+        if kept is None:
             return {}
-        read = self.store.peek if again else self.store.take
-        return {key: read(f"state.{number}", chunk.index) for number, key in enumerate(self._state_keys)}
+        read = self.store.peek if again or kept != chunk.index else self.store.take
+        return {key: read(f"state.{number}", kept) for number, key in enumerate(self._state_keys)}
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk: hidden_chunk [..., B, C, h], without a graph, and what its attention
@@ -104,6 +121,9 @@ class Kept:
             UnsupportedModelError: the layer has written to something that is to be saved.
         """
         self.store.put("x", chunk.index, hidden_chunk)
+        self._indexers = len(self.carried.prefix.picked)
+        for indexer, picks in enumerate(self.carried.prefix.picked):
+            self.store.put(f"picks.{indexer}", chunk.index, picks)
         self.keep_products(chunk)
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
@@ -127,7 +147,7 @@ class Kept:
             if name not in overwritten.products
         }
         return Cost(
-            x=hidden_chunk.nbytes,
+            x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.picked),
             attn_out=0 if overwritten.attended else sum(part.o.nbytes + part.lse.nbytes for part in attended),
             kv=(chunk.stop - chunk.start) * sum(size.keys for size in prefix.sizes_seen),
             attention_flops=sum(prefix.flops(chunk, part) for part in attended),
@@ -150,7 +170,8 @@ class Kept:
     def find_products(self) -> None:
         """Which Linears `saves` names; within `LayerCall.streaming`, where no engine's hooks stand in the way.
 
-        What the layer overwrites is not kept. [Note: writes through pointers]
+        What the layer overwrites is not kept, nor what its backward was seen to leave unread.
+        [Note: writes through pointers]
 
         Raises:
             UnsupportedModelError: the user has named something that the layer overwrites.
@@ -167,6 +188,8 @@ class Kept:
             self.products = [name for name in products if name not in overwritten.products]
             if self.named and len(self.products) < len(products):
                 raise self._product_overwritten(*(name for name in products if name in overwritten.products))
+            unread = never_read(self.site.unread.values())
+            self.products = [name for name in self.products if name not in unread]
 
     def _attended_overwritten(self) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -226,7 +249,9 @@ class Kept:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
         sites, chunks = range(self.carried.prefix.calls or 0), range(len(self.plan))
         order: list[Access] = []
-        states = [f"state.{number}" for number in range(len(self._state_keys))]
+        names = [f"state.{number}" for number in range(len(self._state_keys))]
+        kept = [(chunk, self._state_chunk(chunk)) for chunk in chunks]
+        starts = {chunk: [] if at is None else [(name, at) for name in names] for chunk, at in kept}
         tiled: list[Access] = []  # the first tiles; each visit of one announces the next
         if self.moves_kv:
             for site, resident in enumerate(self.carried.prefix.resident_tiles(backward=True)):
@@ -235,13 +260,14 @@ class Kept:
                 else:
                     tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
         elif "kv" not in self.saves and sites:
-            order += [(name, chunk) for chunk in chunks[:-1] for name in ("x", *(states if chunk else ()))]
+            order += [access for chunk in chunks[:-1] for access in (("x", chunk), *starts[chunk])]
+        picks = [f"picks.{indexer}" for indexer in range(self._indexers)]
         products = [[name for name in self.product_names if self.store.has(name, chunk)] for chunk in chunks]
         attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
         for chunk in reversed(chunks):
-            order += [(name, chunk) for name in ("x", *(states if chunk else ()), *products[chunk], *attended)]
+            order += [("x", chunk), *starts[chunk], *((name, chunk) for name in (*picks, *products[chunk], *attended))]
             order += tiled if chunk == chunks[-1] else []
-        return order, 1 + len(states) + max(map(len, products)) + len(attended)
+        return order, 1 + len(picks) + len(names) + max(map(len, products)) + len(attended)
 
     def restore_kv(self) -> bool:
         """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""
@@ -250,6 +276,12 @@ class Kept:
             return False
         self.carried.prefix.find_saved()
         return True
+
+    def picks(self, chunk: Chunk) -> list[Tensor]:
+        """[B, C, k], the keys that each indexer picked for the chunk, for the last time: unless the chunk may be computed
+        once more. [Note: once for each chunk]"""
+        read = self.store.take if self.site.chooser is None else self.store.peek
+        return [read(f"picks.{indexer}", chunk.index) for indexer in range(self._indexers)]
 
     def attended(self, chunk: Chunk) -> list[Attended] | None:
         """What the chunk's attention calls gave, for the last time; None if it was not kept."""

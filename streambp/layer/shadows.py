@@ -138,6 +138,15 @@ class GradientSum:
         self._single = parts == 1
         self._places: dict[int, int] = {}
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # by id, dtype and whether with a graph
+        self._done: dict[int, int] = {}  # by parameter, products of the chunk at work that were added
+        self._left: dict[int, int] = {}  # and those of them that a second attempt has not come to yet
+
+    def begin(self, again: bool = False) -> None:
+        """A chunk is differentiated. again: for the second time; products that were added are not added once more.
+        [Note: once for each chunk]"""
+        self._left = dict(self._done) if again else {}
+        if not again:
+            self._done.clear()
 
     def stand_for(self, shadows: list[Tensor]) -> None:
         """Note the shadows, shaped like the parameters and in their order, by which `adder` knows the sums."""
@@ -151,7 +160,11 @@ class GradientSum:
             return None
 
         def add(left: Tensor, right: Tensor) -> None:
+            if self._left.get(index):
+                self._left[index] -= 1
+                return
             self._sums[index] = add_product(self._sums[index], left, right)
+            self._done[index] = self._done.get(index, 0) + 1
 
         return add
 
@@ -165,7 +178,8 @@ class GradientSum:
     def add(self, gradients: list[Tensor | None]) -> None:
         """Add one part of each gradient, shaped like its parameter and in their order; None: this part has none.
 
-        A single part is kept, not copied; of more the first is copied.
+        A single part is kept, not copied; of more the first is copied, and taken out of the list: if there was no memory
+        for another, the same list can be added again. [Note: once for each chunk]
         """
         totals, parts = [], []
         for index, gradient in enumerate(gradients):
@@ -176,6 +190,7 @@ class GradientSum:
                 self._sums[index] = gradient
             elif total is None:
                 self._sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                gradients[index] = None
             else:
                 totals.append(total)
                 parts.append(gradient)

@@ -62,12 +62,19 @@ class Chooser(Protocol):
         """What the last micro-batch chose; its str() tells."""
         ...
 
-    def saves(self, kept: Any, rows: int) -> tuple[str, ...]:
-        """What the call of a layer saves that keeps what it saves in `kept`, for a batch of so many rows."""
+    def saves(self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]) -> tuple[str, ...]:
+        """What the call of a layer saves that keeps what it saves in `kept`, for a batch of so many rows.
+
+        can_keep_graph: whether its graph may be among it. [Note: kept graphs]
+        """
+        ...
+
+    def look(self, kept: Any) -> None:
+        """A chunk of this call begins: let go of what backward can compute again if the device lacks memory for it."""
         ...
 
     def let_go(self, kept: Any) -> bool:
-        """Let go of what backward can compute again, after this call's forward has run out of memory; False: nothing is."""
+        """Let go of what backward can compute again, after this call has run out of memory; False: nothing was there."""
         ...
 
     def failed(self) -> None:

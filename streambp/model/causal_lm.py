@@ -16,20 +16,20 @@ from transformers.utils import ModelOutput
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.own import biases_positions
-from streambp.distributed.ulysses import find_ulysses
 from streambp.distributed.zero import is_partitioned
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head
 from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadOutcome, HeadRequest, Recipe
-from streambp.instance_forward import InstanceForward, is_fsdp_unit, wants_gradients
+from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
 from streambp.model.callers import computes_its_own_loss, warn_of_missing_predictions
 from streambp.model.padding import warn_of_labels_after_padding
+from streambp.model.split import find_split
 from streambp.model.wrappers import PatchState, wants_cache
 
 BLOCKWISE = "blockwise loss, no logits"
@@ -264,12 +264,13 @@ class CausalLMForward(InstanceForward):
 
     def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
         """Split over ranks, a shard's last token has its label on the next rank, where shifting here cannot find it."""
-        ulysses = find_ulysses(own_implementation(self.module.config.get_text_config()))  # type: ignore[operator, union-attr]
         given = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
-        if ulysses is not None and given and ulysses.splits(self.module.training):
+        config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
+        if given and find_split(config, self.module.training) is not None:
             raise StreamBPError(
                 "labels were given without shift_labels while sequences are split over ranks; shifting a shard's labels "
-                "would lose its last one. Shift before splitting and pass the same tensor as labels and as shift_labels."
+                "would lose its last one. Shift before splitting (put shift_labels among the buffers of context_parallel) "
+                "and pass the same tensor as labels and as shift_labels."
             )
 
     def _caches(self, kwargs: dict[str, Any]) -> bool:
@@ -283,11 +284,12 @@ class CausalLMForward(InstanceForward):
         config = self.module.config
         hidden_wanted = kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False)
         output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
-        if wants_gradients(output_embeddings):
+        if has_backward_hooks(output_embeddings):
             request.outcome.built_for = "backward hooks"
             return self.original(**kwargs)
-        gathered = is_partitioned(output_embeddings.weight)
-        # Under ZeRO-3 a module's weights are here only while it runs: the norm runs as ever, and the head with the loss.
+        # Under ZeRO-3, and in an FSDP unit (accelerate makes one of norm and head), a module's weights are here only while
+        # it runs: the norm runs as ever, and the head with the loss.
+        gathered = is_partitioned(output_embeddings.weight) or is_fsdp_unit(output_embeddings)
         head = HeadLater(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
         self.state.defer_norm = None if hidden_wanted or gathered else request
         head.install()

@@ -14,11 +14,12 @@ from streambp.attention.backend import Used
 from streambp.attention.kernels import MATH
 from streambp.attention.spans import Kind
 from streambp.chunks import AUTO_RULE
+from streambp.distributed.engines import belongs_to_engine
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
-from streambp.known_names import COMPILED
+from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
 from streambp.layer.site import LayerSite
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.fused_layers import fused_modules
@@ -35,6 +36,7 @@ BLOCKS = MappingProxyType(
     }
 )
 CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
+LIGERS = "Liger's kernels"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 
@@ -182,7 +184,7 @@ def _chosen(found: Patch) -> str:
         return f"auto: nothing ({found.state.saves_rule})"
     choosers = (w.site.chooser for w in found.state.wrappers if isinstance(w, LayerForward))
     chosen = next((chooser.latest for chooser in choosers if chooser is not None), None)
-    return "auto: nothing yet, the first step sees what there is to save" if chosen is None else str(chosen)
+    return "auto: nothing yet" if chosen is None else str(chosen)
 
 
 def _describe_attention(found: Patch) -> str:
@@ -293,25 +295,32 @@ def _outermost(head: CausalLMForward) -> str:
 
 
 def _fused_layers(found: Patch) -> list[str]:
-    """A line for each set of modules that Liger computes, whoever has put it there."""
-    layers: dict[tuple[str, ...], int] = {}
+    """A line for each set of modules that another library's kernels compute, whoever has put it there."""
+    layers: dict[tuple[str, tuple[str, ...]], int] = {}
     for wrapper in found.state.wrappers:
-        if isinstance(wrapper, LayerForward) and (names := tuple(fused_modules(wrapper.module))):
-            layers[names] = layers.get(names, 0) + 1
-    return [f"Liger's kernels compute {', '.join(names)} of {number} layers" for names, number in layers.items()]
+        if isinstance(wrapper, LayerForward):
+            for home, names in fused_modules(wrapper.module).items():
+                layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
+    notes = [
+        f"{LIGERS if home == LIGER else f'forwards of {home}'} compute {', '.join(names)} of {number} layers"
+        for (home, names), number in layers.items()
+    ]
+    left = found.fused.left
+    return notes + ([f"{LIGERS} compute otherwise than {', '.join(left)}, which stay as they are"] if left else [])
 
 
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     hooked = sum(
-        bool(m._forward_hooks or m._forward_pre_hooks)
+        any(not belongs_to_engine(hook) for table in FORWARD_HOOKS for hook in getattr(m, table).values())
         for wrapper in found.state.wrappers
         if isinstance(wrapper, LayerForward)
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
-    if found.state.split_over > 1:
-        notes.append(f"sequences are split over {found.state.split_over} ranks (DeepSpeed Ulysses), each streams its shard")
+    if found.state.split is not None:
+        split = found.state.split
+        notes.append(f"sequences are split over {split.size} ranks ({split.by}), each streams its shard")
     notes += _fused_layers(found)
     reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)

@@ -3,14 +3,19 @@
 [Note: fused layers] Liger binds its forwards to norms and MLPs of a model that is there already. Beside that it replaces
 names in transformers' modeling modules, which every model of the process reads: the classes of later models, and the
 rotation of queries and keys. So the rotation is not asked for, all names of modules and classes are put back, and what
-stays are attributes of this model's modules, which are written down. Liger's own tables decide what a family's norm adds
-to its weight and in which dtype it computes; the model's dtypes stay as they are.
+stays are attributes of this model's modules, which are written down.
+
+Liger's tables decide by family what a norm adds to its weight, where it rounds, and which activation a gate has. A norm
+that rounds elsewhere (DeepSeek V4's multiplies by its weight in float32) and an activation that a config has changed would
+silently be another model. So both are compared with the module's own, in plain torch on a few random numbers, and modules
+that differ keep their own forward. The model's dtypes stay as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import sys
@@ -23,9 +28,27 @@ from transformers import PreTrainedModel
 
 from streambp.errors import ConfigError
 from streambp.foreign import home_of
-from streambp.known_names import LIGER, LIGERS_PATCHES, LIGERS_TABLE, NOT_OF_LAYERS
+from streambp.instance_forward import InstanceForward
+from streambp.known_names import (
+    ACTIVATIONS,
+    LIGER,
+    LIGERS_NORM,
+    LIGERS_PATCHES,
+    LIGERS_ROUNDINGS,
+    LIGERS_TABLE,
+    MODULES_ARE_HARMLESS,
+    NOT_OF_LAYERS,
+    ROTARY,
+)
 
 ABSENT = object()
+TRIED = 64  # rows of as many features that a norm is tried on
+BY_CHANCE = 0.02  # of their bfloat16 values, that another order of addition may round otherwise
+# By the last part of the name of the module that Liger's forward stands in.
+ACTIVATION_OF: dict[str, Callable[..., Any]] = {
+    "swiglu": nn.functional.silu,
+    "geglu": functools.partial(nn.functional.gelu, approximate="tanh"),
+}
 
 
 @dataclasses.dataclass
@@ -49,18 +72,28 @@ class Replaced:
             del own[self.name]
 
 
-def put_on(model: nn.Module) -> tuple[Replaced, ...]:
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """What `put_on` has set, and the classes of modules that keep their own forward because Liger's computes otherwise."""
+
+    replaced: tuple[Replaced, ...] = ()
+    left: tuple[str, ...] = ()
+
+    def take_off(self) -> None:
+        """Put back what was set."""
+        for change in reversed(self.replaced):
+            change.undo()
+
+
+def put_on(model: nn.Module) -> Fused:
     """Liger's kernels on norms and MLPs of the model. [Note: fused layers]
 
     Args:
         model: a transformers model, or a module that holds one; changed in place.
 
-    Returns:
-        What was set, for `take_off`.
-
     Raises:
-        ConfigError: Liger is not installed or does not know the model, or its kernels would compute in another dtype. The
-            model is left as it was.
+        ConfigError: Liger is not installed, does not know the model, or computes none of its modules as they do. The model
+            is left as it was.
     """
     causal = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     apply = _function_for(causal)
@@ -71,41 +104,91 @@ def put_on(model: nn.Module) -> tuple[Replaced, ...]:
         )
     before = {module: dict(module.__dict__) for module in model.modules()}
     problem: Exception | None = None
+    differing: set[nn.Module] = set()
     with _names_put_back(causal):
         try:
             apply(model=causal, **{name: False for name in NOT_OF_LAYERS if name in inspect.signature(apply).parameters})
+            differing = {module for module in before if _differs(module, before[module])}
         except Exception as error:
             problem = error
-    replaced = tuple(
+    changes = [
         Replaced(module, name, before[module].get(name), value, name in before[module])
         for module in before
         for name, value in module.__dict__.items()
         if before[module].get(name, ABSENT) is not value
+    ]
+    fused = Fused(
+        tuple(change for change in changes if change.module not in differing),
+        tuple(sorted({type(module).__name__ for module in differing})),
     )
-    if problem is not None or not any(change.name == "forward" for change in replaced):
-        take_off(replaced)
+    Fused(tuple(change for change in changes if change.module in differing)).take_off()
+    if problem is not None or not any(change.name == "forward" for change in fused.replaced):
+        fused.take_off()
         found = f"{type(problem).__name__}: {problem}" if problem else "it changes nothing of a model that is there already"
+        found = f"it computes otherwise than {', '.join(fused.left)}" if fused.left and not problem else found
         raise ConfigError(
             f"kernels='liger' could not be applied to this {type(causal).__name__}: {found}. Leave kernels out, or apply "
             "Liger before the model is made."
         ) from problem
-    return replaced
+    return fused
 
 
-def take_off(replaced: tuple[Replaced, ...]) -> None:
-    """Put back what `put_on` has set."""
-    for change in reversed(replaced):
-        change.undo()
+def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
+    """Whether the forward that Liger has given a module rounds elsewhere than its own, or has another activation.
+
+    Args:
+        own: the module's attributes before.
+    """
+    forward: Any = module.__dict__.get("forward")
+    if forward is own.get("forward") or home_of(type(module).forward).partition(".")[0] == LIGER:
+        return False
+    if hasattr(module, LIGERS_NORM[-1]):
+        return _norm_differs(module, own)
+    expected = ACTIVATION_OF.get(home_of(forward.__func__).rpartition(".")[2])
+    activation = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
+    if expected is None or activation is None:
+        return False
+    x = torch.linspace(-4.0, 4.0, TRIED, device="cpu")
+    return not torch.allclose(activation(x), expected(x), rtol=1e-5, atol=1e-6)
 
 
-def fused_modules(layer: nn.Module) -> list[str]:
-    """Names of the modules of a layer that Liger's forwards compute, whoever has put them there."""
-    return [name for name, module in layer.named_modules() if name and _is_ligers(module)]
+def _norm_differs(module: nn.Module, own: dict[str, Any]) -> bool:
+    """Compares bfloat16 values, of which another place of rounding changes a fourth."""
+    eps, offset, rounding = (getattr(module, name) for name in LIGERS_NORM)
+    generator = torch.Generator().manual_seed(0)
+    x, weights = (torch.randn(TRIED, TRIED, generator=generator, device="cpu").bfloat16() for _ in range(2))
+    twin = object.__new__(type(module))
+    parameters = {name: None if value is None else nn.Parameter(weights[0]) for name, value in module._parameters.items()}
+    twin.__dict__.update(own, _parameters=parameters)
+    with torch.no_grad():
+        expected = type(module).forward(twin, x)
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    if rounding == LIGERS_ROUNDINGS[0]:
+        normed = normed.bfloat16().float()
+    weight = weights[0].float() if any(value is not None for value in parameters.values()) else 1.0 - offset
+    found = (normed * (offset + weight)).bfloat16()
+    known = rounding in LIGERS_ROUNDINGS and expected.dtype == found.dtype
+    return not known or bool((found != expected).float().mean() > BY_CHANCE)
 
 
-def _is_ligers(module: nn.Module) -> bool:
-    forward = module.__dict__.get("forward") or type(module).forward
-    return home_of(getattr(forward, "__func__", forward)).partition(".")[0] == LIGER
+def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
+    """Names of the modules inside a layer that forwards of another library compute, by the library, whoever has put them
+    there: Liger's, on the class or the instance, and any other's on the instance, as hub kernels are. Liger's rotation,
+    which is every model's of a family, is named with them."""
+    found: dict[str, list[str]] = {}
+    for name, module in layer.named_modules():
+        forward = module.__dict__.get("forward")
+        function = getattr(forward, "__func__", forward) or type(module).forward
+        while isinstance(function, functools.partial):
+            function = function.func
+        home = home_of(function).partition(".")[0]
+        others = forward is not None and not isinstance(forward, InstanceForward) and home not in MODULES_ARE_HARMLESS
+        if name and (home == LIGER or others):
+            found.setdefault(home, []).append(name)
+    rotation = vars(sys.modules.get(type(layer).__module__, layer)).get(ROTARY)
+    if home_of(rotation).partition(".")[0] == LIGER:
+        found.setdefault(LIGER, []).append("the rotation of queries and keys")
+    return found
 
 
 def _function_for(causal: PreTrainedModel) -> Callable[..., None]:

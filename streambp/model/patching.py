@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 from streambp.admission.registry import refuse_foreign_attention
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
-from streambp.config import SAVES, StreamConfig
+from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
-from streambp.model.fused_layers import Replaced, put_on, take_off
+from streambp.model.fused_layers import Fused, put_on
 from streambp.model.wrappers import BackboneForward, LayerForward, PatchState
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
@@ -61,14 +61,14 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for wrapper in state.wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
-    replaced = put_on(model) if config.kernels == "liger" else ()
+    fused = put_on(model) if config.kernels == "liger" else Fused()
     for wrapper in state.wrappers:
         wrapper.install()
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
         head = replaces_trls_head(causal) if config.head and causal.foreign is None else None
         if head is not None:
             head.add()
-    model._streambp = Patch(state, found.left_alone, replaced)  # type: ignore[assignment]
+    model._streambp = Patch(state, found.left_alone, fused)  # type: ignore[assignment]
     return model
 
 
@@ -85,8 +85,10 @@ def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...]
         state.wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
         norm = _final_norm(stack.backbone)
         for layer in stack.layers:
-            last = layer is stack.layers[-1]
-            state.wrappers.append(LayerForward(layer, state, layers.index(layer), norm if last else None))
+            left = len(stack.layers) - stack.layers.index(layer)
+            wrapper = LayerForward(layer, state, layers.index(layer), norm if left == 1 else None)
+            wrapper.site.config = state.config.of_layer(left)
+            state.wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
     for module in model.modules():
         if _is_causal_lm(module) and id(module) not in backbones:
@@ -114,8 +116,15 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def _check_products(found: Found, config: StreamConfig) -> None:
-    """Every glob among `saves` must name a Linear of some layer."""
+    """Every glob among `saves` must name a Linear of some layer, and no more of the last layers than there are."""
     layers = [layer for stack in found.stacks for layer in stack.layers]
+    most = max(len(stack.layers) for stack in found.stacks)
+    for name in config.named_saves:
+        count = name.partition(LAST)[2]
+        if count and int(count) > most:
+            raise ConfigError(
+                f"saves names {name!r}, the last {count} layers; the model has {most}. Leave {LAST} out for all."
+            )
     names = {name: None for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear}
     for glob in config.products:
         if not matching(names, [glob]):
@@ -132,7 +141,7 @@ class Patch:
 
     state: PatchState
     left_alone: tuple[str, ...]
-    replaced: tuple[Replaced, ...] = ()
+    fused: Fused = dataclasses.field(default_factory=Fused)
 
 
 def unpatch(model: Model) -> Model:
@@ -142,7 +151,7 @@ def unpatch(model: Model) -> Model:
         if found is not None:
             for wrapper in reversed(found.state.wrappers):
                 wrapper.remove()
-            take_off(found.replaced)
+            found.fused.take_off()
     return model
 
 

@@ -19,12 +19,11 @@ from streambp.admission.entry import stream_layer
 from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.stacks import cache_argument, kind_of, states_argument
 from streambp.attention.carriers import attention_configs
-from streambp.attention.interface import own_implementation, routed
+from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
 from streambp.config import StreamConfig
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
-from streambp.distributed.ulysses import find_ulysses, refuse_context_parallelism
 from streambp.distributed.zero import make_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsharedError, UnsupportedModelError
 from streambp.foreign import eager
@@ -36,14 +35,14 @@ from streambp.layer.arguments import has_cache
 from streambp.layer.site import LayerSite
 from streambp.lazy.deferred import Deferred
 from streambp.model.packing import warn_of_documents
+from streambp.model.split import shards_of
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import SharedPrefixes
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
-from streambp.sharded.call import keeps_kv
 from streambp.sharded.layer import stream_shard
-from streambp.sharded.shards import Shards, gather_shards
+from streambp.sharded.shards import Shards
 
 
 @dataclasses.dataclass
@@ -58,7 +57,7 @@ class PatchState:
     saves_rule: why saves="auto" saves nothing, if it cannot be decided.
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
-    shards: how the running forward's sequences are split over ranks, if they are. split_over: so many ranks, last time.
+    shards: how the running forward's sequences are split over ranks, if they are. split: as they were last time.
     position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
     labels: of that forward, as `known_names.LABELS` has them.
     tree: the rows of the running forward, if it computes what they share once. [Note: tree of rows]
@@ -85,7 +84,7 @@ class PatchState:
     position_ids: Any = None
     labels: tuple[Any, Any] = (None, None)
     tree: Tree | None = None
-    split_over: int = 1
+    split: Shards | None = None
     warned_of_padding: bool = False
     warned_of_documents: bool = False
     asked_cache: bool = False
@@ -151,7 +150,7 @@ class LayerForward(InstanceForward):
         if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
             return self.original(*args, **kwargs)
         if self.state.shards is None:
-            output = stream_layer(self.site, args, kwargs, self.state.packed_rows)
+            output = stream_layer(self.site, args, kwargs, self.state.packed_rows, forks=tree.forks if tree else ())
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
         if tree is not None:
@@ -221,7 +220,8 @@ class BackboneForward(InstanceForward):
             refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
             self._set_host_memory_aside()
-            self.state.shards = self._shards(kwargs)
+            self.state.shards = shards_of(kwargs, self._config, self.module.training, self._sites)
+            self.state.split = self.state.shards or self.state.split
             self.state.packed_rows = self._packed_rows(kwargs)
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
@@ -246,17 +246,18 @@ class BackboneForward(InstanceForward):
         if state.tree is not None:
             raise UnsharedError(f"{type(self.module).__name__} runs inside another model that shares prefixes")
 
-        def over(kwargs: Mapping[str, Any], tree: Tree | None, defer: HeadRequest | None = deferred) -> Any:
-            state.defer_norm, state.tree = defer, tree
+        def over(kwargs: Mapping[str, Any], tree: Tree | None, trial: bool = False) -> Any:
+            state.defer_norm, state.tree, packed_rows = None if trial else deferred, tree, state.packed_rows
+            state.packed_rows = packed_rows if tree is None and not trial else None
             try:
                 return self.original(**kwargs)
             finally:
-                state.tree = None
+                state.tree, state.packed_rows = None, packed_rows
 
         if self.prefixes is None or state.shards is not None:
             return over(kwargs, None)
-        on_trial = functools.partial(over, defer=None)
-        return self.prefixes.call(kwargs, over, on_trial, self._sites, state.labels)
+        on_trial, documents = functools.partial(over, trial=True), state.packed_rows is not None
+        return self.prefixes.call(kwargs, over, on_trial, self._sites, state.labels, documents)
 
     @contextlib.contextmanager
     def _layers_known(self) -> Iterator[None]:
@@ -317,7 +318,6 @@ class BackboneForward(InstanceForward):
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if tokens is not None and tokens.shape[1] == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
-        refuse_context_parallelism()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith("trl."):
             raise StreamBPError(
@@ -355,19 +355,6 @@ class BackboneForward(InstanceForward):
         if tokens is None or positions.dim() != 2 or positions.shape[1] != tokens.shape[1]:
             return None
         return packed_rows(positions, tokens.shape[0])
-
-    def _shards(self, kwargs: dict[str, Any]) -> Shards | None:
-        """How the batch is split over ranks; a collective if it is."""
-        ulysses = find_ulysses(own_implementation(self._config))
-        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-        if ulysses is None or tokens is None or not ulysses.splits(self.module.training):
-            return None
-        agreed = int(keeps_kv(self.state.config))
-        batch_size, length = tokens.shape[:2]
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        shards = gather_shards(ulysses.group, batch_size, length, positions, mask, agreed)
-        self.state.split_over = shards.size
-        return shards
 
     @property
     def _config(self) -> PreTrainedConfig:

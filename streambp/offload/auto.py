@@ -120,6 +120,9 @@ class LayerWatch:
         self.marks.append(self.engine.clock())
         self.chunks.append(cost)
 
+    def graph_done(self, size: int) -> None:
+        """Nothing: graphs stay on the device."""
+
     @property
     def complete(self) -> bool:
         """Forward went through, and a backward has run."""

@@ -10,11 +10,15 @@ What is saved goes by seconds spared for each byte, and within one kind to the l
 first. A step never saves what it cannot afford by the law. Where the law is wrong, or others take memory meanwhile,
 less is saved:
 
-    before each layer in forward       what the device lacks now is taken off the layers to come
-    a chunk's forward runs out         every waiting layer lets go of its saves, and the chunk is computed again
-    a chunk's backward runs out        it raises; later steps save half of what this one had
+    before each layer in forward       what the device lacks now is taken off the layers to come, or else off all
+    before each chunk, both ways       where less is free than computing it takes, all waiting layers let go of their saves
+    a chunk runs out, either way       the same, and the chunk is computed again ([Note: once for each chunk]); later steps
+                                       save half of what this one had
 
-The bytes of each layer's tensors are seen in a forward whose backward has run; until then nothing is saved.
+What each layer's tensors take, the planner sees on tensors without data, where it can count; a layer's own forward and
+backward correct it. Where it cannot (on a CPU), nothing is saved until each layer has been through both.
+
+A call in one chunk, on a device with room for all of these, keeps its graph and recomputes nothing. [Note: kept graphs]
 """
 
 from __future__ import annotations
@@ -22,21 +26,33 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 
 from streambp.layer.cost import Cost
-from streambp.layer.products import UnreadProducts
-from streambp.layer.saved import Kept
+from streambp.layer.products import UnreadProducts, never_read
+from streambp.layer.saved import GRAPH, Kept
 
 GIB = 2**30
 KV_WORTH = 3.4  # seconds spared a byte, of outputs of Linears: norms, rotation and half of the refill come on top
+ATTENTION_PACE = 1.12  # seconds of a FLOP of attention, of a product's: an H200's rates (`planner/devices.py`)
 SLACK = 0.01  # of the free memory at first: less is no sign that the law is wrong
 
 Free = Callable[[torch.device], float | None]
-Need = Callable[[int, int], float]
+
+
+class Need(Protocol):
+    """What a step without saves takes."""
+
+    def __call__(self, tokens: int, chunk: int) -> float:
+        """Bytes of a step of so many tokens over all rows, in chunks of `chunk`."""
+        ...
+
+    def at_work(self, chunk: int) -> float:
+        """Bytes that computing a chunk of so many tokens takes."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +80,7 @@ class LayerSeen:
     unread: dict[Any, UnreadProducts]
     cost: Cost = dataclasses.field(default_factory=Cost)
     done: int = 0
+    graph: float = 0.0  # bytes that the graphs of all chunks save
 
     def start(self) -> None:
         """Nothing: no time is measured."""
@@ -72,22 +89,29 @@ class LayerSeen:
         """Add up what a chunk costs."""
         self.cost, self.done = self.cost + cost, self.done + 1
 
+    def graph_done(self, size: int) -> None:
+        """Add up what the chunks' graphs save."""
+        self.graph += size
+
     def learnt(self) -> LayerCost | None:
         """Without the products that backward leaves out anyway; None before a backward has run."""
         if self.done < self.chunks or not self.unread:
             return None
-        unread = {name for found in self.unread.values() for name in found.recompute}
+        unread = never_read(self.unread.values())
         products = {name: product for name, product in self.cost.products.items() if name not in unread}
         cost = dataclasses.replace(self.cost, products=products)
-        return LayerCost(self.device, cost, self.tokens, self.length, len(self.unread))
+        graph = self.graph + self.cost.kv if self.graph else 0.0  # not seen where another forward came before backward
+        return LayerCost(self.device, cost, graph, self.tokens, self.length, len(self.unread))
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """A layer's cost, of a call of so many tokens over all rows, and as many in a row."""
+    """A layer's cost, of a call of so many tokens over all rows, and as many in a row. graph: bytes, if all is kept; 0: not
+    known."""
 
     device: torch.device
     cost: Cost
+    graph: float
     tokens: int
     length: int
     situations: int  # of the layer's backward, of which it is known what is not read
@@ -101,7 +125,7 @@ class LayerCost:
         cost, scale = self.cost, tokens / self.tokens
         products = {name: product.flops / product.bytes for name, product in cost.products.items() if product.bytes}
         if cost.attn_out:
-            worth = cost.attention_flops / cost.attn_out * (length / self.length)
+            worth = ATTENTION_PACE * cost.attention_flops / cost.attn_out * (length / self.length)
             yield Candidate(index, "attn_out", cost.attn_out * scale, _rounded(worth))
         if cost.kv and products:
             usual = sum(products.values()) / len(products)
@@ -115,17 +139,20 @@ def _rounded(worth: float) -> float:
     return float(f"{worth:.2e}")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Chosen:
     """What a micro-batch saves: by name the bytes, and the number of layers.
 
-    tokens: of all rows. room: bytes that a step without saves leaves free.
+    tokens: of all rows. room: bytes that a step without saves leaves free. least: bytes that were free whenever the device
+    was asked. let_go: for want of memory nothing is saved any more.
     """
 
     tokens: int
     room: float
     bytes: dict[str, float]
     layers: dict[str, int]
+    least: float = math.inf
+    let_go: bool = False
 
     @classmethod
     def of(cls, tokens: int, room: float, plan: dict[int, list[Candidate]]) -> Chosen:
@@ -143,7 +170,9 @@ class Chosen:
         if not self.bytes:
             return f"auto saved nothing at {self.tokens} tokens, with {spare}"
         parts = (f"{name} of {self.layers[name]} layers ({size / GIB:.2f} GiB)" for name, size in self.bytes.items())
-        return f"auto saved, at {self.tokens} tokens, {', '.join(parts)}, with {spare}"
+        after = f"; at least {self.least / GIB:.2f} GiB stayed free" if self.least < math.inf else ""
+        after += "; memory ran short, and all of it was let go of" if self.let_go else ""
+        return f"auto saved, at {self.tokens} tokens, {', '.join(parts)}, with {spare}{after}"
 
 
 class FittingSaves:
@@ -156,48 +185,57 @@ class FittingSaves:
     latest: what the last micro-batch chose; None: nothing was known to choose from.
     """
 
-    def __init__(self, layers: int, free: Free, need: Need) -> None:
+    def __init__(self, layers: int, free: Free, need: Need, costs: Mapping[int, LayerCost] | None = None) -> None:
         self.layers, self.free, self.need = layers, free, need
         self.latest: Chosen | None = None
-        self._costs: dict[int, LayerCost] = {}
+        self._counted = dict(costs or {})
+        self._costs = dict(self._counted)
         self._seen: dict[int, LayerSeen] = {}
         self._plan: dict[int, list[Candidate]] = {}
         self._waiting: weakref.WeakSet[Kept] = weakref.WeakSet()
         self._last = layers  # the layer whose forward began last
         self._device = torch.device("meta")  # of the first layer: only layers on it save anything
-        self._expected = 0.0  # bytes that should be free as the next layer begins
+        self._expected = 0.0  # bytes that must be free as the next layer begins, for what is planned
         self._slack = 0.0
+        self._at_work = -math.inf  # bytes that should be free as a chunk begins; whatever is free where nothing was saved
         self._most = math.inf  # bytes to save, by what once was too much
 
     def __reduce__(self) -> Any:
         """A copied or pickled model has seen nothing."""
-        return FittingSaves, (self.layers, self.free, self.need)
+        return FittingSaves, (self.layers, self.free, self.need, self._counted)
 
-    def saves(self, kept: Kept, rows: int) -> tuple[str, ...]:
+    def saves(self, kept: Kept, rows: int, can_keep_graph: Callable[[], bool]) -> tuple[str, ...]:
         """What the layer of this call saves; its forward begins."""
         index, tokens = kept.site.index, rows * kept.plan.length
         if index <= self._last:
             self._begin(kept, rows)
         elif self._plan and kept.device == self._device:
-            self._take_back(index, tokens, kept.plan.length)
+            self._take_back(kept, tokens)
         self._last = index
-        chosen, cost, unread = self._plan.get(index, []), self._costs.get(index), kept.site.unread
+        cost, unread = self._costs.get(index), kept.site.unread
         if cost is None or cost.situations != len(unread) or cost.device != kept.device:
             kept.watch = self._seen[index] = LayerSeen(kept.device, tokens, kept.plan.length, len(kept.plan), unread)
         if kept.device != self._device:
             return ()
+        chosen = self._plan.get(index, [])
+        if any(candidate.name == GRAPH for candidate in chosen) and not (kept.watch is None and can_keep_graph()):
+            assert cost is not None
+            chosen = self._plan[index] = list(cost.candidates(index, tokens, kept.plan.length))
         self._waiting.add(kept)
         self._expected -= sum(candidate.bytes for candidate in chosen) + (0.0 if cost is None else cost.inputs(tokens))
         return tuple(candidate.name for candidate in chosen)
 
-    def let_go(self, kept: Kept) -> bool:
-        """The device has run out of memory in this call's forward: whether saves were there to be let go of."""
-        there = [other for other in self._waiting if other.device == kept.device and other.saves]
+    def look(self, kept: Kept) -> None:
+        """Let go of all saves if the device has less free than a chunk takes."""
+        if self._at_work > -math.inf and kept.device == self._device:
+            free = self._look()
+            if free is not None and free < self._at_work:
+                self._drop(kept)
+
+    def let_go(self, kept: Kept | None = None) -> bool:
+        """The device has run out of memory, in this call or between layers: whether saves were there to be let go of."""
         self.failed()
-        for other in there:
-            other.give_up(at_work=other is kept)
-        self._plan = {}
-        return bool(there)
+        return self._drop(kept)
 
     def failed(self) -> None:
         """A step has run out of memory: later ones save half of what this one wanted to."""
@@ -205,22 +243,47 @@ class FittingSaves:
         if wanted:
             self._most = min(self._most, wanted / 2)
 
-    def _begin(self, kept: Kept, rows: int) -> None:
-        """A micro-batch begins: learn from those before, and choose."""
+    def learn(self) -> Mapping[int, LayerCost]:
+        """What is known of each layer, by its index; of those whose backward has run, what was seen."""
         learnt = {index: seen.learnt() for index, seen in self._seen.items()}
         self._costs.update({index: cost for index, cost in learnt.items() if cost is not None})
+        return self._costs
+
+    def _look(self) -> float | None:
+        free = self.free(self._device)
+        if free is not None and self.latest is not None:
+            self.latest.least = min(self.latest.least, free)
+        return free
+
+    def _drop(self, kept: Kept | None) -> bool:
+        """Let go of all that is saved; the call of `kept` is at work, and uses its buffers. Whether anything was there."""
+        device = self._device if kept is None else kept.device
+        there = [other for other in self._waiting if other.device == device and (other.saves or other.keeps_graph)]
+        for other in there:
+            other.give_up(at_work=other is kept)
+        self._plan, self._at_work = {}, -math.inf
+        if there and self.latest is not None:
+            self.latest.let_go = True
+        return bool(there)
+
+    def _begin(self, kept: Kept, rows: int) -> None:
+        """A micro-batch begins: learn from those before, and choose."""
+        self.learn()
         self._seen, self._plan, self.latest = {}, {}, None
         free = self.free(kept.device)
         if free is None or not self._costs:
             return
-        length = kept.plan.length
-        room = min(free - self.need(rows * length, rows * kept.plan.size), self._most)
-        self._device, self._expected, self._slack = kept.device, free, SLACK * free
-        self._fill(room, range(self.layers), rows * length, length)
+        length, chunk = kept.plan.length, rows * kept.plan.size
+        room = free - self.need(rows * length, chunk)
+        self._device, self._slack = kept.device, SLACK * free
+        self._fill(min(room, self._most), range(self.layers), rows * length, length, len(kept.plan) == 1)
         self.latest = Chosen.of(rows * length, room, self._plan)
+        self._expected = free - max(0.0, room - sum(self.latest.bytes.values()))
+        if self.latest.bytes:
+            self._at_work = self.need.at_work(chunk)
 
-    def _fill(self, room: float, indices: range, tokens: int, length: int) -> None:
-        """Choose for these layers what fits into so many bytes."""
+    def _fill(self, room: float, indices: range, tokens: int, length: int, whole: bool) -> None:
+        """Choose for these layers what fits into so many bytes. whole: the call is one chunk, whose graph may be kept."""
         costs = {index: self._costs[index] for index in indices if index in self._costs}
         here = {index: cost for index, cost in costs.items() if cost.device == self._device}
         found = [candidate for index, cost in here.items() for candidate in cost.candidates(index, tokens, length)]
@@ -229,15 +292,25 @@ class FittingSaves:
             if candidate.bytes <= room:
                 self._plan[candidate.index].append(candidate)
                 room -= candidate.bytes
+        for index, cost in sorted(here.items(), reverse=True) if whole else ():
+            named = sum(candidate.bytes for candidate in self._plan[index])
+            size = max(named, cost.graph * tokens / cost.tokens)
+            more = size - named
+            if cost.graph and more <= room and len(self._plan[index]) == sum(c.index == index for c in found):
+                self._plan[index] = [Candidate(index, GRAPH, size, 0.0)]
+                room -= more
 
-    def _take_back(self, index: int, tokens: int, length: int) -> None:
-        """Save less from layer `index` on if the device has less free than it should."""
-        free = self.free(self._device)
+    def _take_back(self, kept: Kept, tokens: int) -> None:
+        """Save less from this call's layer on if the device has less free than it should; if that is not enough, let go of
+        what is saved."""
+        free = self._look()
         short = 0.0 if free is None else self._expected - free
         if short <= self._slack:
             return
         self._expected -= short
-        later = range(index, self.layers)
+        later = range(kept.site.index, self.layers)
         planned = sum(candidate.bytes for i in later for candidate in self._plan.get(i, []))
-        if planned:
-            self._fill(planned - short, later, tokens, length)
+        if short > planned:
+            self._drop(None)
+        elif planned:
+            self._fill(planned - short, later, tokens, kept.plan.length, len(kept.plan) == 1)

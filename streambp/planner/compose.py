@@ -79,20 +79,25 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
     return counted, Totals(host, work)
 
 
-def later(first: Sequence[Counted], begun: Sequence[Counted], again: Sequence[Counted]) -> list[Counted]:
-    """A step that adds to gradients, from a first one at the same point, and both at another point: they differ by the
-    same bytes everywhere, those of the gradients that are there already.
+def growth(first: Sequence[Counted], second: Sequence[Counted]) -> list[Counted]:
+    """What a step that adds to gradients has more than a first one at the same point: those of the gradients that are
+    there already, the same at every point and for every streamed method.
 
     Raises:
         ValueError: they do not have the same phases.
     """
-    return [
-        dataclasses.replace(
-            here, start=here.start + second.start - one.start, peak=here.peak + second.peak - one.peak,
-            gradients=second.gradients,
-        )
-        for here, one, second in zip(first, begun, again, strict=True)
-    ]  # fmt: skip
+    pairs = zip(first, second, strict=True)
+    return [Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients) for one, two in pairs]
+
+
+def later(first: Sequence[Counted], more: Sequence[Counted]) -> list[Counted]:
+    """A step that adds to gradients, from a first one and from what it has more.
+
+    Raises:
+        ValueError: they do not have the same phases.
+    """
+    pairs = zip(first, more, strict=True)
+    return [Counted(one.name, one.start + add.start, one.peak + add.peak, add.gradients) for one, add in pairs]
 
 
 def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced) -> tuple[Phase, ...]:
@@ -102,11 +107,12 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     In between, bytes go up or down evenly from one layer of a kind to the next, so these two bound the others.
     """
     fitted = []
-    for column in zip(*phases, strict=True):
-        name, gradients = column[0].name, column[0].gradients
-        line = solve(points, [phase.peak for phase in column])
+    peaks, starts = (
+        lines(points, [[getattr(phase, field) for phase in counted] for counted in phases]) for field in ("peak", "start")
+    )
+    for counted, line, start in zip(phases[0], peaks, starts, strict=True):
+        name, gradients = counted.name, counted.gradients
         fitted.append(Phase(name, *line[:3], gradients, line[3]))
-        start = solve(points, [phase.start for phase in column])
         if start[1] > line[1]:  # where it begins is its peak in the end
             fitted.append(Phase(name, *start[:3], gradients, start[3]))
     ends: dict[int, tuple[int, int]] = {}
@@ -116,11 +122,19 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     return tuple(p for p in fitted if not p.name.split()[-1].isdigit() or int(p.name.split()[-1]) in shown)
 
 
-def solve(points: Sequence[Point], values: Sequence[float]) -> tuple[float, float, float, float]:
+Line = tuple[float, float, float, float]
+
+
+def solve(points: Sequence[Point], values: Sequence[float]) -> Line:
     """constant, per T, per C and per chunk of the plane through the values; without a slope in C where all points share
     C = 0, and without one in the number of chunks where there are but three points."""
+    return lines(points, [[value] for value in values])[0]
+
+
+def lines(points: Sequence[Point], values: Sequence[Sequence[float]]) -> list[Line]:
+    """`solve` for each column of values [points, n]."""
     columns = min(4, len(points)) if any(c for _, c in points) else 2
     rows = torch.tensor([(1, t, c, -(-t // c) if c else 0)[:columns] for t, c in points], dtype=torch.float64)
-    line = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)[:, None]).solution.flatten().tolist()
-    constant, per_token, per_chunk_token, per_chunk = (round(value, 6) + 0.0 for value in (*line, 0.0, 0.0)[:4])
-    return constant, per_token, per_chunk_token, per_chunk
+    found = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)).solution.mT.tolist()
+    padded = [[round(value, 6) + 0.0 for value in (*line, 0.0, 0.0)] for line in found]
+    return [(line[0], line[1], line[2], line[3]) for line in padded]

@@ -105,6 +105,7 @@ class Known:
 
 
 VIEW = Known(None, False, Work(dispatches=1))
+PLAIN, NUMBERS = frozenset((Tensor, torch.nn.Parameter)), frozenset((int, bool, type(None)))
 
 
 class Shapes:
@@ -123,15 +124,22 @@ class Shapes:
         self.mode = mode
         self.views: set[Any] = set()  # operations whose results are views of their arguments, by their schemas
         self._known: dict[Any, Known] = {}
-        self._never: set[Any] = set()  # operations that return views although their schemas do not say so
+        self._meta = mode is None
 
     def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
         """What is known of an operation, and the key to remember it by; None where it cannot be."""
-        if func in self._never:
-            return None, None
+        key = [func]
         try:
-            key = (func, *map(self._part, args), *kwargs, *map(self._part, kwargs.values()))
-            return self._known.get(key), key
+            for value in args:
+                kind = type(value)
+                if self._meta and kind in PLAIN and value.is_meta:
+                    key.append((value.shape, value.stride(), value.dtype))
+                else:
+                    key.append((kind, value) if kind in NUMBERS else self._part(value))
+            if kwargs:
+                key += [*kwargs, *map(self._part, kwargs.values())]
+            found = tuple(key)
+            return self._known.get(found), found
         except TypeError:
             return None, None
 
@@ -148,7 +156,7 @@ class Shapes:
 
     def _known_kind(self, tensor: Any) -> bool:
         if self.mode is None:
-            return tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter)
+            return tensor.is_meta and type(tensor) in PLAIN
         return isinstance(tensor, FakeTensor) and tensor.constant is None
 
     def _part(self, value: Any) -> Any:
@@ -175,7 +183,8 @@ class Shapes:
         if view and not written:
             aliases = all(out.alias_info is not None for out in schema.returns)
             always = aliases or func is aten._unsafe_view.default  # its schema says that it makes none
-            (self.views if always else self._never).add(func)
+            if always:
+                self.views.add(func)
             return VIEW.work
         work = work_of(func, args, kwargs, result)
         if key is not None:

@@ -112,6 +112,8 @@ def fit_part(
         chosen = list(columns[:number])
         law = [0.0] * table.shape[1]
         if chosen and any(values):
+            while number < len(points) and torch.linalg.matrix_rank(table[:number, chosen]) < len(chosen):
+                chosen.pop()  # points with as many chunks do not tell it from the others
             rows = table[:number, chosen]
             scale = rows.abs().amax(0).clamp_min(1e-9)
             wanted = torch.tensor(values[:number], dtype=torch.float64)[:, None]

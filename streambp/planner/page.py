@@ -19,7 +19,7 @@ START = 65_536  # tokens, where nothing fits and no length was asked for
 PLACES = {
     "/*STYLE*/": ("page.css",),
     "/*PLAN*/": ("plan.js",),
-    "/*PAGE*/": ("elements.js", "controls.js", "results.js", "chart.js", "page.js"),
+    "/*PAGE*/": ("elements.js", "controls.js", "results.js", "chart.js", "frontier.js", "page.js"),
 }
 DATA = "/*DATA*/"
 

@@ -106,6 +106,15 @@ class Plan:
     times: tuple[Timed, ...]
     rates: Rates
 
+    @property
+    def next_fastest(self) -> tuple[Timed, ...]:
+        """The two streamed methods that are the fastest after the choice, of those that fit."""
+        chosen = None if self.choice is None else self.choice.method
+        others = [
+            one for one in self.times if one.fits and one.method != chosen and self.profile.method(one.method).chunked
+        ]
+        return tuple(sorted(others, key=lambda one: one.seconds)[:2])
+
 
 def plan(
     model_or_config: Source,
@@ -190,17 +199,23 @@ def choose(
 ) -> Choice | None:
     """The fastest method and chunk size that fit; of those that are as fast to half a percent, the one that moves least to
     the host, with the largest chunk."""
-    found = []
-    for method in methods:
-        for size in chunk_sizes(profile.batch_size):
-            at = peak(profile, method, seq_len, size, setting)
-            if fits(at, memory):
-                how = (method.name, method.saves, method.offload, min(size, seq_len), seq_len)
-                left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None
-                spent = seconds(method, seq_len, size, rates, setting)
-                found.append(Choice(*how, at, flops(method, seq_len, size, setting), spent, left))
+    found = [one for one in options(profile, methods, seq_len, memory, setting, rates) if fits(one.peak, memory)]
     fastest = min((c.seconds.total for c in found), default=0.0)
     return min(found, key=lambda c: (round(_ratio(c, fastest), 2), c.peak.host, -c.chunk_size), default=None)
+
+
+def options(
+    profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting, rates: Rates
+) -> Iterator[Choice]:
+    """Every method with every chunk size, or with one chunk where it is not cut, whether it fits or not."""
+    for method in methods:
+        sizes = chunk_sizes(profile.batch_size) if method.chunked else (seq_len,)
+        for size in dict.fromkeys(min(size, seq_len) for size in sizes):
+            at = peak(profile, method, seq_len, size, setting)
+            how = (method.name, method.saves, method.offload, size, seq_len)
+            left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None
+            spent = seconds(method, seq_len, size, rates, setting)
+            yield Choice(*how, at, flops(method, seq_len, size, setting), spent, left)
 
 
 def _ratio(choice: Choice, fastest: float) -> float:

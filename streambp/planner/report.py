@@ -57,7 +57,7 @@ def _choice(plan: Plan) -> list[str]:
         choice = plan.choice
         saves = f", saves={choice.saves!r}" if choice.saves else ""
         offload = f", offload={choice.offload!r}" if choice.offload != "none" else ""
-        budget = f", gpu_memory={choice.gpu_memory}" if choice.gpu_memory is not None else ""
+        budget = f", gpu_memory={written(choice.gpu_memory)}" if choice.gpu_memory is not None else ""
         peak = choice.peak
         lines = [
             f"{choice.seq_len:,} tokens: streambp.StreamConfig(chunk_size={choice.chunk_size}{saves}{offload}{budget})",
@@ -65,6 +65,8 @@ def _choice(plan: Plan) -> list[str]:
             f"{choice.flops / 1e15:.1f} PFLOP",
             *_seconds(plan, choice),
         ]
+        following = [f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)" for one in plan.next_fastest]
+        lines += [f"  next in speed: {', '.join(following)}"] if following else []
     lines.append(
         f"What binds the longest sequence: {plan.binds if plan.binds == 'host memory' else f'GPU memory ({plan.binds})'}"
     )
@@ -82,6 +84,14 @@ def _seconds(plan: Plan, choice: Choice) -> list[str]:
         f"  {duration(spent.total)} a step, {speed:,.0f} tokens/s, on {plan.rates.name}{guess}: "
         + ", ".join(f"{name} {duration(value)}" for name, value in parts.items()),
     ]
+
+
+def written(size: int) -> str:
+    """Bytes as a person writes them in Python, rounded down: "8.2GiB", "640MiB", or a number below a MiB."""
+    for unit, name, digits in ((GIB, "GiB", 10), (2**20, "MiB", 1)):
+        if size >= unit:
+            return f'"{size * digits // unit / digits:g}{name}"'
+    return str(size)
 
 
 def duration(seconds: float) -> str:
@@ -123,7 +133,8 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
     times = f"{node.count} x " if node.count > 1 else ""
     name = f"({node.name}) " if node.name else ""
     label = f"{'  ' * depth}{name}{times}{node.kind}"
-    lines = [f"{label:<58} {_count(node.parameters):>9} {node.activation / 1024:>10.1f} KiB"]
+    kept = f"{node.activation / 1024:.1f} KiB" if node.activation else "-"
+    lines = [f"{label:<58} {_count(node.parameters) if node.parameters else '-':>9} {kept:>14}"]
     for child in node.children:
         lines += tree_lines(child, depth + 1)
     return lines

@@ -38,9 +38,14 @@ def seconds(method: Method, seq_len: int, chunk_size: int, rates: Rates, setting
         setting: `sequence_parallel` ranks share the work evenly; None: one rank.
     """
     ranks = 1 if setting is None else setting.sequence_parallel
+    return seconds_of(work(method, seq_len, chunk_size, setting), rates, ranks)
+
+
+def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Seconds:
+    """Of work by kind of phase, which `ranks` share evenly."""
     products = attention = elementwise = waiting = total = 0.0
     phases: dict[str, float] = {}
-    for name, part in work(method, seq_len, chunk_size, setting).items():
+    for name, part in step.items():
         parts = kernels(part, rates, ranks)
         busy = parts[0] + parts[1] + parts[2]
         copies = max(part.out, part.back) / ranks / rates.link

@@ -23,7 +23,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 
-from streambp.admission.stacks import find_stacks
+from streambp.admission.stacks import find_stacks, states_argument
 from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.model.patching import unpatch
@@ -255,8 +255,8 @@ class Reduced:
 
 
 def reduce_layers(model: nn.Module) -> Reduced:
-    """Take layers out that are like others: kept are the first, the last, and the first INNER of each kind in between (what
-    offloading keeps on the device settles after a few layers).
+    """Take layers out that are like others: kept are the first, the last, and one in between. Where there are several
+    kinds, or states, the first INNER of each: what happens once, in backward of the first of a kind, is not each layer's.
 
     Layers that read another's keys and values (`num_kv_shared_layers`) depend on all of them: then all are kept.
     """
@@ -267,7 +267,9 @@ def reduce_layers(model: nn.Module) -> Reduced:
     )
     signatures = [_signature(layer, index, fields) for index, layer in enumerate(stack.layers)]
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
-    inner = [index for index in range(1, depth - 1) if kinds[1:index].count(kinds[index]) < INNER]
+    alike = len(set(kinds)) == 1 and all(states_argument(layer) is None for layer in stack.layers)
+    each = 1 if alike else INNER
+    inner = [index for index in range(1, depth - 1) if kinds[1:index].count(kinds[index]) < each]
     kept = (0, *inner, depth - 1) if depth > 1 else (0,)
     if getattr(config, "num_kv_shared_layers", 0) or len(kept) == depth:
         return Reduced(tuple(range(depth)), kinds)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streambp.admission.stacks import find_stacks, states_argument
+from streambp.admission.stacks import find_stacks, kind_of, states_argument
 from streambp.attention.kernels import K_BLOCK, MATH
-from streambp.config import StreamConfig
-from streambp.errors import StreamBPError
+from streambp.config import LAST, StreamConfig
+from streambp.errors import ConfigError, StreamBPError
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
@@ -22,7 +22,7 @@ from streambp.offload.engines import BACK, OUT, Engine, SynchronousEngine
 from streambp.offload.manager import OffloadManager
 from streambp.offload.stores import MicroBatch
 from streambp.offload.transfers import Entry, Holding
-from streambp.planner.compose import Counted, Point, Totals, fit, later, solve, unroll
+from streambp.planner.compose import Counted, Point, Totals, fit, growth, later, solve, unroll
 from streambp.planner.count import Shapes, StepCount, one_kernel
 from streambp.planner.kernels import launched_kernels
 from streambp.planner.laws import Part, fit_part
@@ -54,7 +54,13 @@ class Recipe:
 
 
 def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> Recipe:
-    """A streamed recipe; its name says how."""
+    """A streamed recipe; its name says how.
+
+    Raises:
+        ConfigError: some layers alone are to save something.
+    """
+    if any(LAST in name for name in saves):
+        raise ConfigError(f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what follows out.")
     parts = [f"saves {'+'.join(saves)}"] if saves else []
     parts += ["offload"] if offload != "none" else []
     return Recipe(f"streambp {', '.join(parts)}".strip(), StreamConfig(saves=saves, offload=offload))  # type: ignore[arg-type]
@@ -200,17 +206,23 @@ class Counter:
         self.shapes = Shapes(self.skeleton.mode)
         self._fused: bool | None = None
         self._apart: dict[tuple[tuple[str, ...], Point], Totals] = {}
+        self.growth: list[Counted] = []  # of streamed steps that add to gradients
 
     @property
     def carries_states(self) -> bool:
         """Whether a layer hands states from chunk to chunk."""
-        stacks = find_stacks(self.skeleton.model).stacks
-        return any(states_argument(layer) is not None for stack in stacks for layer in stack.layers)
+        return any(states_argument(layer) is not None for layer in self._layers)
+
+    @property
+    def _layers(self) -> list[nn.Module]:
+        return [layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers]
 
     def fused(self, recipe: Recipe) -> bool:
-        """Whether a fused kernel attends, as on a GPU in half precision without softcap."""
+        """Whether a fused kernel attends, as on a GPU in half precision without softcap and without picked keys."""
         if recipe.config is None:
             return True
+        if any(kind_of(layer).attention.picks_keys for layer in self._layers):  # of few tokens all are picked
+            return False
         if self._fused is None:  # what is saved and where it waits changes no kernel
             count = StepCount(None)
             with self._prepared(recipe, 8), self.skeleton.running(), count:
@@ -292,13 +304,16 @@ def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bo
     first: list[list[Counted]] = []
     again: list[list[Counted]] = []
     totals: list[Totals] = []
-    for number, point in enumerate(points):
-        steps = counter.count(recipe, point, accumulating and number == 0)
+    more = counter.growth if chunked else []
+    for point in points:
+        steps = counter.count(recipe, point, accumulating and not more)
         phases, total = unroll(steps[0], counter.reduced)
         first.append(phases)
         totals.append(total)
         if accumulating:
-            again.append(later(phases, first[0], unroll(steps[1], counter.reduced)[0] if number == 0 else again[0]))
+            more = more or growth(phases, unroll(steps[1], counter.reduced)[0])
+            again.append(later(phases, more))
+    counter.growth = more if chunked else counter.growth
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
     host = solve(points, [total.host for total in totals])
     apart = counter.apart(recipe, points[0][1]) if chunked and timed and not tiles else {}
@@ -343,9 +358,10 @@ def _points(at: Point | None, chunked: bool, fused: bool, states: bool, tiles: b
         return (length, large), (length, large * 3 // 2), (length, large * 3 // 4), (length + large, large)
     few = few and not states
     small = small if few or at is not None or not fused else large // 4
+    short = few and at is None
     length = max((3 if few else 4) * large, large + k_block)
     length = length if at is None else min(at[0], length)
     if not chunked:
         return (length, 0), (length + large, 0)
-    points = (length, large), (length, small), (length + large, large)
+    points = (length, large), (3 * small if short else length, small), (length + large, large)
     return (*points, (length, 2 * small if 2 * small < large else max(1, small // 2))) if states else points

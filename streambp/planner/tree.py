@@ -72,6 +72,7 @@ def _node(
         for same in alike.values():
             label = same[0][0] if len(same) == 1 else f"{same[0][0]}-{same[-1][0]}"
             children.append(_node(label, same[0][1], len(same), found, layers, reduced))
+    children = [child for child in children if child.parameters or child.activation]  # dropouts, empty lists and the like
     own = sum(p.numel() for p in module._parameters.values() if p is not None)
     parameters = own + sum(child.count * child.parameters for child in children)
     activation = found.get(module, 0.0)

@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
         """The sum, the other taken so many times."""
-        return Work(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+        return Work(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
 
 def tensors(value: Any) -> list[Tensor]:

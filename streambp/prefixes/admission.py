@@ -37,7 +37,9 @@ def takes_positions(module: nn.Module) -> bool:
     return SHARED_INPUTS[2] in inspect.signature(module.forward).parameters
 
 
-def why_not(module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
+def why_not(
+    module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite], takes_positions: bool = True
+) -> str | None:
     """Why a backbone's call with these arguments computes its rows; None if a tree of them may be tried."""
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
         return "NEFTune adds noise to the embeddings, which depends on how many tokens a row has"
@@ -56,10 +58,12 @@ def why_not(module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite]
         return "position_ids are not [B, T]"
     for site in sites:
         name = type(site.layer).__name__
-        if site.kind.states.carries:
-            return f"{name} keeps states, which a branch would have to start from"
+        if site.kind.attention.reads_a_mask and not takes_positions:
+            return f"{type(module).__name__} takes no position_ids"
         if not site.kind.attention.readable_apart or site.kind.counts_positions:
             return f"{name} attends by itself, or asks its cache for positions"
+        if site.kind.attention.picks_keys:
+            return f"{name} picks the keys that its queries read"
     return None
 
 
@@ -98,24 +102,26 @@ class Trials:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.takes_positions = takes_positions(module)
         self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
 
-    def verdicts_of(self, kwargs: Mapping[str, Any], over: Over) -> tuple[str | None, str | None]:
+    def verdicts_of(self, kwargs: Mapping[str, Any], over: Over, apart: int = 1) -> tuple[str | None, str | None]:
         """Of a call's kind, without padding and with it; the first call of a kind tries both.
 
         Args:
             kwargs: the call's, as `why_not` admits them.
             over: the backbone's forward, on trial.
+            apart: as of `find_tree`.
         """
         ids, mask, _ = (kwargs.get(name) for name in SHARED_INPUTS)
         assert ids is not None
         given = tuple(sorted(name for name, value in kwargs.items() if value is not None and value is not False))
         kind = given, autocast_dtype(ids.device.type), next(self.module.parameters()).dtype
         if kind not in self.verdicts:
-            plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over)
+            plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart)
             self.verdicts[kind] = (
                 plain,
-                plain if mask is None else self._try(_trial_of(kwargs, self._vocabulary, True), over),
+                plain if mask is None else self._try(_trial_of(kwargs, self._vocabulary, True), over, apart),
             )
         return self.verdicts[kind]
 
@@ -127,16 +133,16 @@ class Trials:
     def _vocabulary(self) -> int:
         return int(getattr(_embeddings(self.module), "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
-    def _try(self, kwargs: dict[str, Any], over: Over) -> str | None:
+    def _try(self, kwargs: dict[str, Any], over: Over, apart: int) -> str | None:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         assert ids is not None
-        tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0)
+        tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
         assert isinstance(tree, Tree), tree
         here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
         with torch.no_grad(), _in_eval(self.module), recording(()):
             try:
                 expected = over(kwargs, None)[0][here]
-                found = spread_all(over(packed(kwargs, tree), tree), tree)[0][here]
+                found = spread_all(over(packed(kwargs, tree, self.takes_positions), tree), tree)[0][here]
             except torch.OutOfMemoryError:
                 raise
             except UnsharedError as error:
@@ -162,8 +168,8 @@ def _difference(found: Tensor, expected: Tensor, autocast: torch.dtype | None) -
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)), BAR
 
 
-def packed(kwargs: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
-    """A call's arguments for the packed row: ids, positions and mask [1, N] of its tokens, and no labels."""
+def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:
+    """A call's arguments for the packed row: ids, mask and, if it takes any, positions [1, N]; and no labels."""
     ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
     assert ids is not None
     if positions is None:
@@ -174,7 +180,7 @@ def packed(kwargs: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
         positions = nn.functional.pad(positions, (0, 1), value=tree.furthest)
     # A mask, lest transformers looks for documents in the positions.
     mask = torch.ones_like(ids) if mask is None else mask.new_ones(ids.shape)
-    changed = dict(zip(SHARED_INPUTS, (ids, mask, positions), strict=True))
+    changed = dict(zip(SHARED_INPUTS[: 2 + takes_positions], (ids, mask, positions), strict=False))
     return {**{name: value for name, value in kwargs.items() if name not in LABELS}, **changed}
 
 

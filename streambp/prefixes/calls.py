@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import LABELS, SHARED_INPUTS
 from streambp.layer.site import LayerSite
-from streambp.prefixes.admission import Over, Trials, packed, takes_positions, why_not
+from streambp.prefixes.admission import Over, Trials, packed, why_not
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
 IGNORED = -100  # a label that is none
+ONE_ROW = "the last call has one row or none"
 
 
 class SharedPrefixes:
@@ -27,7 +28,6 @@ class SharedPrefixes:
     def __init__(self, module: nn.Module) -> None:
         self.trials = Trials(module)
         self.module = module
-        self.takes_positions = takes_positions(module)
         self.told: str | None = None
 
     def call(
@@ -37,6 +37,7 @@ class SharedPrefixes:
         on_trial: Over,
         sites: Callable[[], list[LayerSite]],
         labels: tuple[Any, Any] = (None, None),
+        documents: bool = False,
     ) -> Any:
         """What the backbone returns for its arguments, for rows [B, T].
 
@@ -44,14 +45,16 @@ class SharedPrefixes:
             over: its forward, over rows or over a tree. on_trial: the same, of a call that nobody asked for.
             sites: its layers.
             labels: of the language model around it, as `known_names.LABELS` has them.
+            documents: that model's position_ids mark several in a row.
 
         Raises:
             StreamBPError: only when the model ran was it found that it cannot share, and there are other ranks.
         """
         tree = self._find(kwargs, on_trial, sites, labels)
+        tree = "position_ids mark documents in packed rows" if documents and isinstance(tree, Tree) else tree
         if isinstance(tree, Tree):
             try:
-                output = spread_all(over(packed(kwargs, tree), tree), tree)
+                output = spread_all(over(packed(kwargs, tree, self.trials.takes_positions), tree), tree)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a hook of this call alone may want the rows (peft's adapter_names)
@@ -71,32 +74,37 @@ class SharedPrefixes:
         self, kwargs: Mapping[str, Any], on_trial: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
     ) -> Tree | str:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-        if isinstance(ids, Tensor) and ids.shape[0] < 2:
-            return "the last call has one row or none"
-        if not self.takes_positions:
-            return f"{type(self.module).__name__} takes no position_ids"
-        reason = why_not(self.module, kwargs, sites())
+        alone = isinstance(ids, Tensor) and ids.shape[0] < 2
+        if alone and not _several_ranks():
+            return ONE_ROW
+        layers = sites()
+        reason = why_not(self.module, kwargs, layers, self.trials.takes_positions)
         if reason is not None:
             return reason
-        plain, padded = self.trials.verdicts_of(kwargs, on_trial)
+        apart = max((site.kind.states.least for site in layers), default=1)  # a chunk ends wherever rows part
+        plain, padded = self.trials.verdicts_of(kwargs, on_trial, apart)
         if plain is not None and padded is not None:
             return plain
+        if alone:  # other ranks may have more rows, and have made their trials with this one
+            return ONE_ROW
         assert ids is not None
-        tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids))
+        tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids), apart=apart)
         reason = plain if isinstance(tree, str) or not any(tree.padding()) else padded
         return tree if reason is None else reason
 
     def _refuse_on_ranks(self, error: Exception) -> None:
         """One rank alone must not begin its forward again, for whose weights the others would have to be there."""
-        if (
-            torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-            and torch.distributed.get_world_size() > 1
-        ):
+        if _several_ranks():
             raise StreamBPError(
                 f"This batch's rows cannot be computed as a tree of prefixes: {error}. That was found while the model ran, "
                 "where other ranks wait for this one. Set StreamConfig(share_prefixes=False)."
             ) from error
+
+
+def _several_ranks() -> bool:
+    return (
+        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    )
 
 
 def _labelled(labels: tuple[Any, Any], kwargs: Mapping[str, Any], ids: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ Left padding is no part of a row, and a row's position is counted without it. Pa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from streambp.attention.spans import Run, Spans
+from streambp.chunks import Forks
 
 LEAST = 64  # tokens that a branch must share to be one: fewer cost more in small blocks of attention than they save
 SAVES = 0.1  # of the rows' tokens: what sharing must save, so that prefixes that are equal by chance cost nothing
@@ -90,6 +92,12 @@ class Tree:
     def tokens_of_rows(self) -> int:
         """Tokens of all rows, without padding."""
         return sum(row.length for row in self.rows)
+
+    @functools.cached_property
+    def forks(self) -> Forks:
+        """Where in the packed row each segment starts, and where it goes on from, for `ChunkPlan`."""
+        found = [(s.own.start, s.before[-1].stop if s.before else 0) for s in self.segments]
+        return (*found, *([] if self.furthest is None else [(self.tokens, 0)]))
 
     def padding(self) -> Iterator[tuple[int, int, int]]:
         """Of each row the columns [start, stop) that hold no token: row, start, stop."""
@@ -164,6 +172,7 @@ def find_tree(
     labelled: Tensor | None = None,
     least: int = LEAST,
     saves: float = SAVES,
+    apart: int = 1,
 ) -> Tree | str:
     """The tree of a batch's rows; or why they are better computed as they are, or have to be.
 
@@ -173,6 +182,8 @@ def find_tree(
         positions: [1 or B, T]; None: the columns.
         labelled: [B, T] in bool, whose outputs are scored; None: nobody says.
         least: tokens that a branch shares at least. saves: of the rows' tokens, what has to be saved.
+        apart: tokens between two places where rows part, and before their ends, at least; for that a branch may share a few
+            tokens less.
 
     Waits for the device, a few times for each row.
     """
@@ -180,7 +191,7 @@ def find_tree(
     if isinstance(found, str):
         return found
     known, furthest = found
-    segments, rows = _write_down(_aligned(ids, known), known, least)
+    segments, rows = _write_down(_aligned(ids, known), known, least, apart)
     last = max((k.position + k.length - 1 for k in known if k.length), default=furthest)
     tree = Tree(ids.shape[1], rows, segments, None if last == furthest else furthest)
     tokens = tree.tokens_of_rows
@@ -234,7 +245,7 @@ class _Branch:
     before: tuple[Piece, ...]
 
 
-def _write_down(ids: Tensor, known: list[_Known], least: int) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
+def _write_down(ids: Tensor, known: list[_Known], least: int, apart: int) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
     """The segments of all rows, depth first, and what each row is made of.
 
     Args:
@@ -254,6 +265,7 @@ def _write_down(ids: Tensor, known: list[_Known], least: int) -> tuple[tuple[Seg
             segments.append(Segment(pivot, own, branch.before))
             pieces[pivot], end = _joined((*branch.before, own)), own.stop
         common = _common(ids, pivot, others, depth, [row.length for row in known], least)
+        common = {row: _parting(at, known[row].length, known[pivot].length, apart) for row, at in common.items()}
         beside = [row for row in others if common[row] - depth < least]
         if beside:
             waiting.append(_Branch(beside, branch.before))
@@ -261,6 +273,14 @@ def _write_down(ids: Tensor, known: list[_Known], least: int) -> tuple[tuple[Seg
             path = tuple(piece.upto(at) for piece in pieces[pivot] if piece.at < at)
             waiting.append(_Branch([row for row in others if common[row] == at], path))
     return tuple(segments), tuple(Row(row.column, pieces[index]) for index, row in enumerate(known))
+
+
+def _parting(at: int, length: int, pivot: int, apart: int) -> int:
+    """After how many tokens a row of `length` parts from one of `pivot`, of those `at` that they have in common."""
+    if apart == 1 or at == length:  # it ends there, and adds nothing
+        return at
+    at = min(at, length - apart, pivot - apart)
+    return at - at % apart
 
 
 def _beginning_alike(ids: Tensor, known: list[_Known], least: int) -> list[list[int]]:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from streambp.admission.trials import TRIED, few_tokens, gradients_of, holding, same_gradients
 from streambp.attention.attend import Params
-from streambp.attention.carriers import Layout
-from streambp.attention.masks import resolve_whole
+from streambp.attention.carriers import Layout, attention_mask_of
 from streambp.attention.spans import Spans
-from streambp.chunks import Chunk, ChunkPlan, plan_chunks
+from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import StreamConfig
 from streambp.device import has_data
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
@@ -28,14 +27,15 @@ from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, Offloader
 from streambp.sharded.halves import AfterAttention, BeforeAttention
-from streambp.sharded.shards import Shards
+from streambp.sharded.masks import resolve_whole
+from streambp.sharded.shards import Keys, Piece, Shards
 
 
-def keeps_kv(config: StreamConfig) -> bool:
-    """Whether keys and values are saved, which spares exchanges: never where some of them may go missing on one rank only.
-    [Note: equal exchanges]"""
+def keeps(config: StreamConfig, name: str) -> bool:
+    """Whether "kv" or "attn_out" is saved for certain, which spares exchanges: never where some of it may go missing on one
+    rank only. [Note: equal exchanges]"""
     certain = config.offload == "none" or (config.offload == "cpu" and config.on_host_full != "recompute")
-    return certain and "kv" in config.named_saves
+    return certain and name in config.named_saves
 
 
 class ShardedKept(Kept):
@@ -45,10 +45,10 @@ class ShardedKept(Kept):
     """
 
     def __init__(
-        self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, attention_plan: ChunkPlan
+        self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, pieces: list[Piece], gathers: bool
     ) -> None:
         super().__init__(site, plan, carried, device)
-        self.attention_plan = attention_plan
+        self.pieces, self.gathers = pieces, gathers
         self.products_before: list[str] = []
         self.products_after: list[str] = []
 
@@ -56,14 +56,20 @@ class ShardedKept(Kept):
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether K and V of whole sequences are saved. [Note: equal exchanges]"""
-        return keeps_kv(self.site.config)
+        """Whether K and V of whole sequences are saved: where they are gathered, only while a layer attends.
+        [Note: equal exchanges]"""
+        return keeps(self.site.config, "kv") and not self.gathers
+
+    @property
+    def spares_keys(self) -> bool:
+        """Whether attention's results are saved for certain, so that no keys are gathered to attend again."""
+        return keeps(self.site.config, "attn_out") and self.gathers
 
     def save_to(self, offloader: Offloader) -> None:
         """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
         self.store = offloader.open(self.site.index, self.device, self.plan.length)
 
-    def choose(self, rows: int) -> None:
+    def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """Nothing: what a rank would choose by its own memory differs. [Note: equal exchanges]"""
 
     def accesses(self) -> tuple[list[Access], int]:
@@ -72,7 +78,7 @@ class ShardedKept(Kept):
         In order: inputs of the shard's chunks; K and V, if kept, and attention's results of the whole sequences' chunks;
         what the half after attention reads; what the half before it reads. Both halves go from the last chunk to the first.
         """
-        chunks, whole = range(len(self.plan)), range(len(self.attention_plan))
+        chunks, whole = range(len(self.plan)), range(len(self.pieces))
         before = [name for name in self.product_names if linear_of(name) in self.products_before]
         after = [name for name in self.product_names if linear_of(name) in self.products_after]
         order: list[Access] = [(name, chunk) for chunk in chunks for name in ("x", *before)]
@@ -85,7 +91,7 @@ class ShardedKept(Kept):
 
 
 class ShardedCall(LayerCall):
-    """One call of a layer on this rank's shard; `plan` cuts the shard, `attention_plan` the whole sequences."""
+    """One call of a layer on this rank's shard; `plan` cuts the shard, `pieces` what it attends."""
 
     kept: ShardedKept
 
@@ -94,7 +100,9 @@ class ShardedCall(LayerCall):
         super().__init__(site, arguments)
         self.params: Params | None = None
         self.heads: tuple[int, int] = (0, 0)  # of queries, and of keys and values
-        self.kv: tuple[Tensor, Tensor] | None = None  # [B, H_kv / P, T, D] each, if saved on the device
+        self.value_size = 0  # D_v
+        self.sinks: Tensor | None = None  # [H'] of this rank's queries
+        self.keys: Keys | None = None  # of whole sequences, if saved on the device
         self.backward_bytes = 0  # of the attention's tensors in backward, on this device
         self.unread = UnreadInHalves()
 
@@ -108,8 +116,8 @@ class ShardedCall(LayerCall):
         return Carried(self.site, Layout(self._layout()), self.shards.whole_length)
 
     def _keep(self) -> ShardedKept:
-        self.attention_plan = plan_chunks(self.shards.whole_length, self.hidden_states.shape[-3], self.plan.size)
-        return ShardedKept(self.site, self.plan, self.carried, self.device, self.attention_plan)
+        self.pieces = self.shards.pieces(self.rows, self.plan.size)
+        return ShardedKept(self.site, self.plan, self.carried, self.device, self.pieces, self.shards.gathers_keys)
 
     def _layout(self) -> Spans:
         named = self.arguments.named
@@ -118,8 +126,9 @@ class ShardedCall(LayerCall):
                 "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids that restart, and leave "
                 "cu_seq_lens out."
             )
-        mask, positions = named.get("attention_mask"), named.get("position_ids")
-        return resolve_whole(mask, self.shards.spans, self.shards.length, positions, self.hidden_states.device)
+        mask = attention_mask_of(named)
+        shards, device = self.shards, self.hidden_states.device
+        return resolve_whole(mask, shards.spans, shards.length, shards.positions, device, shards.everyones)
 
     @property
     def gradients_of_a_parameter(self) -> int:

@@ -22,13 +22,12 @@ class BeforeAttention(AttentionPoint):
         """Keep what attention is called with, and stop the layer by `RefillDone`.
 
         Raises:
-            UnsupportedModelError: the call has dropout or a sink.
+            UnsupportedModelError: the call has dropout.
         """
-        if given.dropout > 0.0 or given.sink is not None:
-            what = "an attention sink" if given.sink is not None else f"attention dropout of {given.dropout}"
+        if given.dropout > 0.0:
             raise UnsupportedModelError(
-                f"The model attends with {what}, which streambp does not support where sequences are split over ranks. "
-                + ("Run it unpatched." if given.sink is not None else "Set attention_dropout=0.0 in its config.")
+                f"The model attends with attention dropout of {given.dropout}, which streambp does not support where "
+                "sequences are split over ranks. Set attention_dropout=0.0 in its config."
             )
         self.projected = given
         raise RefillDone

@@ -1,21 +1,22 @@
 """A decoder layer of which every rank has a shard of the tokens: chunks before and after attention, an exchange in between.
 
 Attention needs all tokens, so no chunk loop can hold it: ranks with different numbers of chunks would wait for each other.
-The layer's own forward is cut at its attention call instead (`sharded/halves.py`), and between the halves every rank
-trades its tokens of all heads for all tokens of its heads (`sharded/shards.py`) and attends these in chunks:
+The layer's own forward is cut at its attention call instead (`sharded/halves.py`), and between the halves every rank gets
+what its queries read and attends it piece by piece, a group of heads at a time. Ulysses trades tokens of all heads for all
+tokens of a rank's heads, which are one group (`sharded/shards.py`); under context parallelism queries stay where they are,
+and keys and values of a group are gathered (`sharded/gathered.py`):
 
-    forward, no graph                          exchanges
-        chunks of the shard: up to attention        q, k, v to heads
-        chunks of the whole sequences: attend       o to tokens
+    forward, no graph                             Ulysses                 context parallelism
+        chunks of the shard: up to attention          q, k, v to heads        k, v gathered
+        pieces: attend                                o to tokens
         chunks of the shard: from attention on
     backward
-        chunks of the shard: up to attention        q, k, v to heads       (not k, v if they were saved)
-        chunks of the whole: attend, or take        o to tokens
-        chunks of the shard: differentiate what follows attention; do
-                                                    do to heads
-        chunks of the whole, last to first: dq, dk, dv
-                                                    dq, dk, dv to tokens
-        chunks of the shard: differentiate what comes before
+        chunks of the shard: up to attention          q, k, v to heads        k, v gathered, unless o was saved
+        pieces: attend, or take                       o to tokens
+        chunks of the shard: what follows attention
+        pieces, last to first: dq, dk, dv             do to heads             k, v gathered, unless in one group
+                                                      dq, dk, dv to tokens    dk, dv summed where their tokens are
+        chunks of the shard: what comes before
 
 [Note: halves] Each half is computed without the other's Linear products: before attention the layer stops, after it
 nothing reads queries, keys and values, so their products are left out. What both halves compute is elementwise: the first
@@ -52,7 +53,7 @@ from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.sharded.call import ShardedCall
 from streambp.sharded.halves import AfterAttention, BeforeAttention
-from streambp.sharded.shards import Shards
+from streambp.sharded.shards import HeldKeys, Keys, Shards
 
 
 def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
@@ -90,20 +91,20 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         if keep:
             call.kept.find_products()
         before = RandomState.capture(call.device)
-        q, k, v = _to_heads(call, _project(call, keep))
+        q, keys = _exchanged(call, _project(call, keep))
+        assert keys is not None
         if not before.is_current():
             raise UnsupportedModelError(
                 f"{type(call.layer).__name__} draws random numbers before its attention (dropout?), which streambp does "
                 "not support where sequences are split over ranks. Set that dropout to 0."
             )
-        o, lse = _attend(call, q, k, v)
-        wide = torch.promote_types(k.dtype, torch.float32).itemsize
+        o, lse = _attend(call, q, keys, last=not (keep and call.kept.keeps_kv))
         call.site.attended = call.carried.prefix.used
-        call.backward_bytes = 2 * o.nbytes + q.nbytes + (k.numel() + v.numel()) * (k.element_size() + wide)
+        call.backward_bytes += 2 * o.nbytes + q.nbytes
         if keep:
-            _keep_attention(call, k, v, o, lse)
-        del q, k, v, lse
-        o = call.shards.to_tokens(o, call.heads[0])  # [B, H, T / P, D_v]
+            _keep_attention(call, keys, o, lse)
+        del q, keys, lse
+        o = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
         names = [n for n in call.kept.products if n not in call.kept.products_before and n not in call.unread.for_output]
         call.kept.products_after = names
         with left_out(call.site.linears, call.unread.for_output):
@@ -145,9 +146,11 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
     found = point.projected
     assert found is not None
     if call.params is None:
-        backend = choose_backend(call.carried.prefix.attention, found.q, found.v, 0.0, found.softcap)
+        sinks = found.sink is not None
+        backend = choose_backend(call.carried.prefix.attention, found.q, found.v, 0.0, found.softcap, sinks)
         call.params = Params(backend, found.scale, found.softcap, 0.0, 0)
-        call.heads = (found.q.shape[1], found.k.shape[1])
+        call.heads, call.value_size = (found.q.shape[1], found.k.shape[1]), found.v.shape[3]
+    call.sinks = None if found.sink is None else call.shards.sinks(found.sink.detach())
     parts = (found.q, found.k, found.v)[:count]
     if not projected:
         projected += [part.new_empty((*part.shape[:2], call.plan.length, part.shape[3])) for part in parts]
@@ -155,67 +158,84 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
         whole[_part(chunk)] = part
 
 
-def _to_heads(call: ShardedCall, parts: list[Tensor]) -> list[Tensor]:
-    """Exchange each and let go of it."""
-    return [call.shards.to_heads(parts.pop(0)) for _ in range(len(parts))]
+def _exchanged(call: ShardedCall, parts: list[Tensor]) -> tuple[Tensor, Keys | None]:
+    """q where it is attended, and keys if there are any; the shard's q, k and v are let go of."""
+    q = call.shards.queries(parts.pop(0))
+    return q, call.shards.start_keys(parts, call.heads[0]) if parts else None
 
 
-def _attend(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """o [B, H / P, T, D_v] and lse [B, H / P, T] of whole sequences; chunks that were saved are taken."""
+def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
+    """o [B, H', n, D_v] and lse [B, H', n] for q [B, H', n, D]; pieces that were saved are taken.
+
+    last: as in `Keys.groups`.
+    """
     assert call.params is not None
     batch, heads, length, _ = q.shape
-    o = q.new_empty((batch, length, heads, v.shape[3]))
+    o = q.new_empty((batch, length, heads, call.value_size))
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    site = _site(call, k, v)
-    for chunk in call.attention_plan:
-        if call.kept.store.has("attn_out.0", chunk.index) and call.kept.store.has("lse.0", chunk.index):
-            attended = Attended(*(call.kept.store.take(name, chunk.index) for name in ("attn_out.0", "lse.0")))
+    missing = []
+    for piece in call.pieces:
+        here, index = piece.here, piece.here.index
+        if call.kept.store.has("attn_out.0", index) and call.kept.store.has("lse.0", index):
+            o[:, here.start : here.stop] = call.kept.store.take("attn_out.0", index)
+            lse[_part(here)] = call.kept.store.take("lse.0", index)
         else:
-            prefix, backend = call.carried.prefix, call.params.backend
-            attended = attend_blocks(q[_part(chunk)], site, prefix.layout, chunk, call.params)
-            prefix.note(backend.plan(prefix.layout, chunk, batch, Use.FORWARD))
-        o[:, chunk.start : chunk.stop], lse[_part(chunk)] = attended.o, attended.lse
+            missing.append(piece)
+    if not missing and call.kept.spares_keys:
+        return o.transpose(1, 2), lse
+    prefix, call.backward_bytes = call.carried.prefix, 0
+    for group in keys.groups(last):
+        sinks = None if call.sinks is None else call.sinks[group.heads]
+        site = CallSite.of(group.k, group.v, call.params.backend.width)
+        wide = torch.promote_types(group.k.dtype, torch.float32).itemsize
+        size = (group.k.numel() + group.v.numel()) * (group.k.element_size() + wide)
+        call.backward_bytes = max(call.backward_bytes, size)
+        for piece in missing:
+            here = piece.here
+            mine = q[:, group.heads, here.start : here.stop]
+            attended = attend_blocks(mine, site, prefix.layout, piece.whole, call.params, sinks)
+            prefix.note(call.params.backend.plan(prefix.layout, piece.whole, batch, Use.FORWARD))
+            o[:, here.start : here.stop, group.heads] = attended.o
+            lse[:, group.heads, here.start : here.stop] = attended.lse
+        del group, site
     return o.transpose(1, 2), lse
 
 
-def _site(call: ShardedCall, k: Tensor, v: Tensor) -> CallSite:
-    """k, v [B, H_kv / P, T, D], as `to_heads` gives them, where attention finds them."""
-    assert call.params is not None
-    k, v = (x.transpose(1, 2).contiguous() for x in (k, v))  # [B, T, H_kv / P, D]
-    return CallSite.of(k, v, call.params.backend.width)
-
-
-def _keep_attention(call: ShardedCall, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
-    """Save what this rank's heads were attended with; any other rank may have kept less. [Note: equal exchanges]"""
-    for chunk in call.attention_plan:
-        if "attn_out" in call.kept.saves:
-            call.kept.store.put("attn_out.0", chunk.index, o[_part(chunk)].transpose(1, 2))
-            call.kept.store.put("lse.0", chunk.index, lse[_part(chunk)])
-        if call.kept.keeps_kv and call.kept.store.copies:
-            call.kept.store.put("k.0", chunk.index, k[_part(chunk)])
-            call.kept.store.put("v.0", chunk.index, v[_part(chunk)])
-    if call.kept.keeps_kv and not call.kept.store.copies:
-        call.kv = k, v
+def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> None:
+    """Save what this rank's queries were attended with; any other rank may have kept less. [Note: equal exchanges]"""
+    if "attn_out" in call.kept.saves:
+        for piece in call.pieces:
+            call.kept.store.put("attn_out.0", piece.here.index, o[_part(piece.here)].transpose(1, 2))
+            call.kept.store.put("lse.0", piece.here.index, lse[_part(piece.here)])
+    if not call.kept.keeps_kv:
+        return
+    if not call.kept.store.copies:
+        call.keys = keys
+        return
+    for group in keys.groups(last=True):
+        for piece in call.pieces:
+            here = slice(piece.whole.start, piece.whole.stop)
+            call.kept.store.put("k.0", piece.here.index, group.k[:, here])
+            call.kept.store.put("v.0", piece.here.index, group.v[:, here])
 
 
 def _backward(call: ShardedCall, work: BackwardPass) -> None:
-    q, k, v = _heads_again(call)
-    o, lse = _attend(call, q, k, v)
-    at_tokens = call.shards.to_tokens(o, call.heads[0])  # [B, H, T / P, D_v]
+    q, keys = _exchanged_again(call)
+    o, lse = _attend(call, q, keys, last=False)
+    at_tokens = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
+    at_tokens = at_tokens.clone() if at_tokens is o else at_tokens
     _differentiate_after(call, work, at_tokens)
-    d_o = call.shards.to_heads(at_tokens)
+    d_o = call.shards.queries(at_tokens)
     del at_tokens
-    _differentiate_attention(call, q, k, v, Attended(o, lse), d_o)
-    del o, lse, d_o
-    heads, kv_heads = call.heads
-    parts = [q, k, v]
-    del q, k, v
-    gradients = [call.shards.to_tokens(parts.pop(0), count) for count in (heads, kv_heads, kv_heads)]
+    gradients = _differentiate_attention(call, q, keys, Attended(o, lse), d_o)
+    del o, lse, d_o, keys
+    gradients.insert(0, call.shards.tokens(q, call.heads[0]))
+    del q
     _differentiate_before(call, work, gradients)
 
 
-def _heads_again(call: ShardedCall) -> list[Tensor]:
-    """q [B, H / P, T, D], k and v [B, H_kv / P, T, D] once more, k and v from where they were saved."""
+def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
+    """As `_exchanged` in forward, with keys from where they were saved."""
     count = 1 if call.kept.keeps_kv else 3
     unread = call.unread.for_queries.difference(call.kept.products_before) if call.kept.keeps_kv else frozenset()
     projected: list[Tensor] = []
@@ -223,19 +243,18 @@ def _heads_again(call: ShardedCall) -> list[Tensor]:
         for chunk in call.plan:
             with call.autocast.restored(), call.kept.knowing(chunk, call.kept.products_before, again=True):
                 _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
-    found = _to_heads(call, projected)
-    if call.kept.keeps_kv and call.kv is None:
-        for chunk in call.attention_plan:
-            call.carried.prefix.restore(
-                0, chunk, call.kept.store.take("k.0", chunk.index), call.kept.store.take("v.0", chunk.index)
-            )
-        site = call.carried.prefix.sites[0]
-        assert isinstance(site, CallSite)
-        call.kv = site.k.transpose(1, 2), site.v.transpose(1, 2)
-    if call.kv is not None:
-        found += call.kv
-        call.kv = None
-    return found
+    q, keys = _exchanged(call, projected)
+    keys, call.keys = keys or call.keys, None
+    return q, keys or _saved_keys(call)
+
+
+def _saved_keys(call: ShardedCall) -> Keys:
+    for piece in call.pieces:
+        k, v = (call.kept.store.take(f"{part}.0", piece.here.index).transpose(1, 2) for part in "kv")
+        call.carried.prefix.restore(0, piece.whole, k, v)
+    site = call.carried.prefix.sites.pop()
+    assert isinstance(site, CallSite)
+    return HeldKeys(site.k, site.v)
 
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
@@ -283,20 +302,33 @@ def _add(
     return d_extra
 
 
-def _differentiate_attention(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor, attended: Attended, d_o: Tensor) -> None:
-    """Overwrite q, k and v by their gradients: when a chunk is done, no other reads its queries, keys and values.
-    [Note: prefix accumulation order]"""
+def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended: Attended, d_o: Tensor) -> list[Tensor]:
+    """Overwrite q and sinks by their gradients, a piece at a time, and return dk and dv [B, H_kv, T / P, D] of this rank's
+    tokens."""
     assert call.params is not None
-    site = _site(call, k, v)
-    for chunk in call.attention_plan.backward():
-        here = _part(chunk)
-        leaves = [x[here].detach().requires_grad_() for x in (q, k, v)]
-        saved = Attended(attended.o[here].transpose(1, 2), attended.lse[here])
-        with torch.enable_grad():
-            out = PrefixAttention.apply(*leaves, None, site, call.carried.prefix.layout, chunk, call.params, saved)
-        gradients = torch.autograd.grad(out, leaves, d_o[here].transpose(1, 2))
-        for x, gradient in zip((q, k, v), gradients, strict=True):
-            x[here] = gradient
+    found: list[list[Tensor]] = [[], []]
+    d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
+    for group in keys.groups(last=True):
+        site = CallSite.of(group.k, group.v, call.params.backend.width)
+        for piece in reversed(call.pieces):
+            part = slice(None), group.heads, slice(piece.here.start, piece.here.stop)
+            leaf = q[part].detach().requires_grad_()
+            sinks = None if call.sinks is None else call.sinks[group.heads].detach().requires_grad_()
+            saved = Attended(attended.o[part].transpose(1, 2), attended.lse[part])
+            with torch.enable_grad():
+                out = PrefixAttention.apply(
+                    leaf, group.k, group.v, sinks, site, call.carried.prefix.layout, piece.whole, call.params, saved
+                )
+            leaves = [leaf] if sinks is None else [leaf, sinks]
+            q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
+            if d_sinks is not None:
+                d_sinks[group.heads] += d_sink[0]
+        sums, dtype = list(site.grow_accumulators()), group.k.dtype
+        del out, site, group
+        for parts, mine in zip(found, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True):
+            parts.append(mine)
+    call.sinks = d_sinks
+    return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in found]
 
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
@@ -321,5 +353,11 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
                 for x, gradient in zip((found.q, found.k, found.v), gradients, strict=True)
                 if x.requires_grad
             ]
+            if found.sink is not None and found.sink.requires_grad and chunk.stop == call.plan.length:
+                assert call.sinks is not None
+                d_sinks = torch.zeros_like(found.sink)
+                call.shards.sinks(d_sinks).copy_(call.sinks)
+                with torch.enable_grad():  # it is a parameter itself, or near one
+                    pairs.append((found.sink.view_as(found.sink), d_sinks))
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
             _add(call, work, chunk, targets, [x for x, _ in pairs], [gradient for _, gradient in pairs])

@@ -1,13 +1,23 @@
-"""Sequences of which every rank of a group holds one shard: their spans, and the exchange of heads for tokens.
+"""Sequences of which every rank of a group holds one shard: their spans, and how a rank gets what it attends.
 
-Around attention each rank trades its tokens of all heads, [B, H, T / P, D], for all tokens of its heads, [B, H / P, T, D].
+A layer's code asks for five things, and knows no split by name. `Shards` answers as Ulysses does, which trades a rank's
+tokens of all heads, [B, H, T / P, D], for all tokens of its heads, [B, H / P, T, D]; `sharded/gathered.py` for context
+parallelism, where a rank keeps its queries and gathers keys and values.
+
+    pieces          which of this rank's queries are attended at once, and where in the sequence they are
+    queries         q to where it is attended
+    start_keys      k and v of whole sequences, in order
+    own_gradient    their gradients, as far as they belong to this rank's tokens
+    tokens          what is attended back to this rank's tokens
+
 All collectives are torch.distributed's; every rank calls them equally often, however many chunks it has.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +25,42 @@ from torch import Tensor
 
 from streambp.attention.masks import spans_of_tokens
 from streambp.attention.spans import Spans
+from streambp.chunks import Chunk, plan_chunks
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
+
+
+class Piece(NamedTuple):
+    """Queries that are attended at once: their places among those that this rank attends, and in the whole sequence."""
+
+    here: Chunk
+    whole: Chunk
+
+
+class KeyGroup(NamedTuple):
+    """Some heads of k [B, T, G, D] and v [B, T, G, D_v], contiguous; heads: the queries' heads that read them."""
+
+    heads: slice
+    k: Tensor
+    v: Tensor
+
+
+class Keys(Protocol):
+    """Keys and values of whole sequences, in order, a group of heads at a time."""
+
+    def groups(self, last: bool = False) -> Iterator[KeyGroup]:
+        """All groups; last: nobody asks again, so that a group is freed as soon as it is let go of."""
+        ...
+
+
+class HeldKeys:
+    """One group of k [B, T, G, D] and v [B, T, G, D_v] that is there."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.both = [KeyGroup(slice(None), k, v)]
+
+    def groups(self, last: bool = False) -> Iterator[KeyGroup]:
+        """The one group."""
+        yield self.both.pop() if last else self.both[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +68,30 @@ class Shards:
     """One batch of split sequences, B rows of `size * length` tokens; this rank holds `length` of each, in rank order.
 
     spans: what each query of the whole sequences may read, without a sliding window.
+    positions: position_ids [1 or B, T / P] of this rank's tokens. room: bytes that every rank would give.
     """
 
     group: Any
     size: int
     length: int
     spans: Spans
+    positions: Tensor | None = None
+    rank: int = 0
+    room: int = 0
+
+    by: ClassVar[str] = "DeepSpeed Ulysses"
+    gathers_keys: ClassVar[bool] = False  # each rank has keys and values of all its heads at once, and may keep them
 
     @property
     def whole_length(self) -> int:
         """T, tokens of a whole sequence."""
         return self.size * self.length
 
-    def to_heads(self, x: Tensor) -> Tensor:
+    def pieces(self, batch_size: int, size: int) -> list[Piece]:
+        """All of a whole sequence, in order, each of at most `size` positions."""
+        return [Piece(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)]
+
+    def queries(self, x: Tensor) -> Tensor:
         """[B, H, T / P, D] -> [B, H / P, T, D], with tokens before heads in memory. Fewer heads than ranks are repeated, so
         that each rank has one."""
         batch, heads, length, width = x.shape
@@ -49,7 +105,7 @@ class Shards:
         mine = self._exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))  # [P, B, H / P, T / P, D]
         return mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
 
-    def to_tokens(self, x: Tensor, heads: int) -> Tensor:
+    def tokens(self, x: Tensor, heads: int) -> Tensor:
         """[B, H / P, T, D] -> [B, heads, T / P, D]; repeated heads are summed, as their gradients must be."""
         batch, _, _, width = x.shape
         mine = self._exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))  # [P, B, H / P, T / P, D]
@@ -58,6 +114,41 @@ class Shards:
             return x
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.unflatten(1, (heads, -1)).sum(2, dtype=wide).to(x.dtype)
+
+    def sinks(self, sinks: Tensor) -> Tensor:
+        """The part of sinks [H] that belongs to the heads of this rank's queries, as a view."""
+        return sinks.chunk(self.size)[self.rank]
+
+    def everyones(self, mine: list[int]) -> list[list[int]]:
+        """What each rank says."""
+        assert self.positions is not None
+        return [said.tolist() for said in all_gather(self.group, torch.tensor(mine, device=self.positions.device))]
+
+    def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
+        """From this rank's k [B, H_kv, T / P, D] and v, which are taken out of `parts`, those that its queries read.
+
+        heads: of the queries, H.
+        """
+        return HeldKeys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
+
+    def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
+        """From dK [B, T, G, D] and dV of a group, which are taken out of `sums`, those of this rank's tokens.
+
+        Returns:
+            dk [B, heads, T / P, D] and dv, in `dtype`.
+        """
+        return [self.tokens(sums.pop(0).to(dtype).transpose(1, 2), heads) for _ in range(2)]
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """[P, B, T / P, ...] of all ranks -> [B, T, ...]."""
+        return x.transpose(0, 1).flatten(1, 2)
+
+    def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
+        """Nothing: the order of the ranks is that of the sequence.
+
+        Args:
+            positions: [1 or B, T] in this order. padding: [B, T], True for tokens.
+        """
 
     def _exchange(self, parts: Tensor) -> Tensor:
         """Part i of [P, ...] goes to rank i; part i of the result came from there."""
@@ -68,57 +159,84 @@ class Shards:
 
 
 def gather_shards(
-    group: Any, batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any, agreed: int = 0
+    kind: Callable[..., Shards],
+    group: Any,
+    tokens: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Any,
+    agreed: int = 0,
+    room: int = 0,
 ) -> Shards:
     """What the ranks of `group` hold together: each hands in its shard of position_ids [1 or B, T / P] and of a 2-D mask.
 
     Args:
+        kind: `Shards` or another like it.
+        tokens: this rank's, [B, T / P, ...].
         agreed: a number that must be the same on all ranks, because it decides which exchanges they make.
+        room: bytes that this rank would give; the shards have what all would.
 
     Raises:
         StreamBPError: position_ids are missing, or the shards do not fit together; on every rank alike.
         UnsupportedMaskError: the mask is no padding mask.
     """
-    kind = _kind(batch_size, length, position_ids, attention_mask)
-    device = position_ids.device if position_ids is not None else torch.device("cpu")
-    mine = torch.tensor([batch_size, length, kind, agreed], device=device)
-    everyones = [other.tolist() for other in _all_gather(group, mine)]
-    for rank, other in enumerate(everyones):
-        if other != everyones[0]:
-            raise StreamBPError(
-                f"Rank 0 of the sequence-parallel group holds [rows, tokens, kind of mask, saved kv] = {everyones[0]}, "
-                f"rank {rank} {other}. Shards must have the same shape, and StreamConfig must be the same on all ranks; "
-                "only chunk_size may differ."
-            )
+    batch_size, length = tokens.shape[:2]
+    asked = _kind(batch_size, length, position_ids, attention_mask)
+    everyones = _agree(group, torch.tensor([batch_size, length, asked, agreed, room], device=tokens.device))
+    _refuse_missing(batch_size, length, position_ids, attention_mask, min(other[2] for other in everyones))
     assert position_ids is not None
-    positions = torch.cat(_all_gather(group, position_ids.contiguous()), 1)  # [1 or B, T]
+    size, given = len(everyones), min(other[4] for other in everyones)
+    spans = Spans.causal(batch_size, length * size)
+    shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), given)
+    positions = shards.in_order(torch.stack(all_gather(group, position_ids.contiguous())))  # [1 or B, T]
     padding = None
     if attention_mask is not None:
-        padding = torch.cat(_all_gather(group, attention_mask.to(torch.uint8).contiguous()), 1).bool()  # [B, T]
-    whole = length * len(everyones)
-    return Shards(group, len(everyones), length, spans_of_tokens(batch_size, whole, padding, positions))
+        everyones_masks = all_gather(group, attention_mask.to(torch.uint8).contiguous())
+        padding = shards.in_order(torch.stack(everyones_masks)).bool()  # [B, T]
+    shards.check_order(positions, padding)
+    return dataclasses.replace(shards, spans=spans_of_tokens(batch_size, length * size, padding, positions))
+
+
+def _agree(group: Any, mine: Tensor) -> list[list[int]]:
+    """What every rank hands in, all but the last number the same."""
+    everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
+    for rank, other in enumerate(everyones):
+        if other[:-1] != everyones[0][:-1]:
+            raise StreamBPError(
+                f"Rank 0 of the group that shares sequences holds [rows, tokens, kind of mask, settings] = "
+                f"{everyones[0][:-1]}, rank {rank} {other[:-1]}. Shards must have the same shape (the number of ranks must "
+                "divide the number of tokens), and StreamConfig must be the same on all ranks; only chunk_size may differ."
+            )
+    return everyones
 
 
 def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any) -> int:
-    """Whether there is a mask, 0 or 1, and how many rows of positions there are, times 2."""
+    """Whether there is a mask, 0 or 1, and how many rows of positions there are, times 2; below 0: what does not fit."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != length:
-        found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
-        raise StreamBPError(
-            f"position_ids are {found}; with sequences split over ranks (DeepSpeed Ulysses) each rank must pass those of "
-            f"its shard, [1 or {batch_size}, {length}], counted over the whole sequence: put "
-            "torch.arange(whole_length) into the batch before it is split."
-        )
+        return -1
     if attention_mask is None:
         return 2 * position_ids.shape[0]
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != (batch_size, length):
+        return -2
+    return 2 * position_ids.shape[0] + 1
+
+
+def _refuse_missing(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any, kind: int) -> None:
+    if kind == -1:
+        found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
+        raise StreamBPError(
+            f"position_ids are {found}; with sequences split over ranks each rank must pass those of its shard, "
+            f"[1 or {batch_size}, {length}], counted over the whole sequence: put torch.arange(whole_length) into "
+            "the batch before it is split (DeepSpeed Ulysses), or among the buffers of context_parallel."
+        )
+    if kind == -2:
         raise UnsupportedMaskError(
             f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; with sequences split "
             f"over ranks it must be this rank's shard of a padding mask, [{batch_size}, {length}], or None."
         )
-    return 2 * position_ids.shape[0] + 1
 
 
-def _all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
+def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
+    """Every rank's `tensor`, of any one shape [...]."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     return parts

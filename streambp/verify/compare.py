@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
-from streambp.known_names import FUNCTION_OF_NODE
+from streambp.known_names import FUNCTION_OF_NODE, LIGER
 from streambp.layer.function import StreamedLayer
 from streambp.model.describe import describe
+from streambp.model.fused_layers import Fused, fused_modules, put_on
 from streambp.model.patching import patch, unpatch
 from streambp.nested import nodes_behind
 from streambp.verify.choices import Choices
@@ -134,7 +135,11 @@ def _judge(model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.d
     scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
     with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
         streamed, notes = _run_streamed(model, config, batch, scale)
-        unpatched = _run(model, batch, scale)
+        fused = put_on(model) if config.kernels == "liger" else Fused()  # the truth is without them
+        try:
+            unpatched = _run(model, batch, scale)
+        finally:
+            fused.take_off()
         _check_finite(unpatched, narrow)
         loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
     losses = Losses(streamed.loss, unpatched.loss, loss)
@@ -175,6 +180,11 @@ def _check(model: nn.Module, seq_len: int, narrow: torch.dtype, wide: torch.dtyp
     if any("_streambp" in module.__dict__ for module in model.modules()):
         raise StreamBPError(
             f"This {name} is patched; verify compares with it unpatched. Call streambp.unpatch(model) first."
+        )
+    if LIGER in fused_modules(model):
+        raise StreamBPError(
+            f"This {name} has Liger's kernels, which cannot compute the truth on the host. Verify the model as it was "
+            "before, with kernels='liger'."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise StreamBPError(f"No parameter of this {name} requires a gradient. Call model.requires_grad_(True) first.")

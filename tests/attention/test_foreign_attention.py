@@ -252,6 +252,23 @@ def test_what_transformers_flash_attention_calls(home, ranks, known, monkeypatch
     assert known or f"calls {home}.split" in found
 
 
+@pytest.mark.parametrize(
+    ("home", "implementation"),
+    [
+        ("swift.sequence_parallel.ulysses", "sdpa"), ("swift.sequence_parallel.ulysses", "flash_attention_2"),
+        ("ring_flash_attn.adapters.hf_adapter", "flash_attention_2"), ("accelerate.utils.sequence_parallel", "sdpa"),
+    ],
+)  # fmt: skip
+def test_who_splits_sequences_elsewhere_is_named(home, implementation):
+    """ms-swift's partial, axolotl's ring, and what accelerate will register, by where their functions are written."""
+    names = {"__name__": home}
+    exec("def attend(module, query, key, value, attention_mask, **kwargs): ...", names)
+    found = functools.partial(names["attend"], dist_attn=object()) if home.startswith("swift") else names["attend"]
+    ALL_ATTENTION_FUNCTIONS[implementation] = found
+    (attention, *_) = registry.distinct_attentions(build("llama").model.layers)
+    assert f"is {home}.attend" in registry.foreign_function(attention, implementation)
+
+
 @pytest.mark.parametrize(("mask", "known"), [(sdpa_mask, True), (windowed_mask, False)])
 def test_transformers_decorators_are_looked_into(mask, known):
     """transformers 5.17 has such a decorator around `sdpa_mask`."""

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from streambp.attention import prefix
-from streambp.attention.carriers import OverCache
 from streambp.attention.spans import Kind
 from streambp.errors import UnsupportedModelError
 from streambp.model.describe import BLOCKS
 from tests.attention.traces import LENGTH, MACHINES, MODELS, trace
+from tests.tiers import thinned
 
 C, F, E, M = "cudnn", "flash", "efficient", "math"
 NATIVE = {(64, 64), (128, 128), (192, 128), (256, 256)}
-SPARSE = ("DeepSeek V3.2", "GLM 5")  # they attend by themselves, and build their [T, T] mask
+SPARSE = ("DeepSeek V3.2", "GLM 5")  # of 2,048 picked keys
 REFUSED = "DeepSeek V4"
 SOFTCAP = "Gemma 2"
 # What attends the prefixes of whole chunks on an H200; elsewhere it is FlashAttention or what is named.
@@ -34,22 +34,22 @@ def first_kernel(name, machine):
 def check(name, machine, length=LENGTH):
     found = trace(name, machine, length)
     said = found.described.attention
-    assert found.calls or name in SPARSE
+    assert found.calls
+    assert length < LENGTH or not found.large  # shorter ones are no longer than other sizes
     for call in found.calls:  # no operator says so without data
         if call.kernel == C:
             assert call.sizes in NATIVE
         if call.kernel == F:
             assert call.sizes[0] == call.sizes[1] <= 256
-    plain = {call.kind for call in found.calls if call.kernel == M}
-    if any("because" in part for part in said.split(";")):
-        assert M in found.kernels()
-    else:
-        assert all(f"plain products for {BLOCKS[kind]}" in said for kind in plain)
-        assert ("plain products" in said) == bool(plain)
+    plain = [call for call in found.calls if call.kernel == M]
+    nothing_else = {call.sizes for call in plain if call.kind is Kind.FULL}  # head sizes that no other kernel takes
+    assert ("because" in said) == bool(nothing_else)
+    assert ("plain products" in said) == bool(plain)
+    assert all(f"plain products for {BLOCKS[call.kind]}" in said for call in plain if call.sizes not in nothing_else)
     if name in SPARSE:
-        assert all(str(OverCache.costs) in layer.reason for layer in found.described.layers)
+        assert found.kernels(Kind.MASK) == {M}
+        assert all("its indexer's picks are kept, 8,192 bytes a token" in layer.reason for layer in found.described.layers)
     else:
-        assert length < LENGTH or not found.large  # shorter ones are no longer than other sizes
         assert found.kernels(Kind.FULL) - {F, M} <= {first_kernel(name, machine)}
         assert first_kernel(name, machine) in found.kernels(Kind.FULL)
     assert all(layer.path == "streams" for layer in found.described.layers)
@@ -83,6 +83,12 @@ def test_windows_without_a_kernel_for_them_are_named():
     assert "plain products for the near edges of sliding windows in 1 layer" in found.described.attention
 
 
+@pytest.mark.parametrize("name", thinned(SPARSE, lambda name: name == "GLM 5"))
+def test_keys_that_an_indexer_picks(name):
+    found = check(name, "H200", 8192 + 256)
+    assert "plain products for attention masks that are no intervals in 1 layer" in found.described.attention
+
+
 def test_a_model_whose_attention_has_its_own_cache_is_refused():
     with pytest.raises(UnsupportedModelError, match="DeepseekV4Indexer"):
         trace(REFUSED, "H200", 16_384)
@@ -92,7 +98,8 @@ def test_a_model_whose_attention_has_its_own_cache_is_refused():
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != REFUSED])
 def test_every_model_on_every_machine(name, machine):
-    check(name, machine, LENGTH if name != SOFTCAP or machine == "H200" else 8192)  # its blocks are thousands
+    thousands = name in (SOFTCAP, *SPARSE)  # of blocks
+    check(name, machine, LENGTH if not thousands or machine == "H200" else 8192)
 
 
 def unnoted(self, plan):

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from streambp.distributed.ulysses import Ulysses
-from streambp.model import causal_lm, wrappers
+from streambp.model import split
 
 
 def give_back(received, sent, group=None):
@@ -14,11 +14,11 @@ def give_back(received, sent, group=None):
 
 
 def split_over_one_rank(patch: pytest.MonkeyPatch) -> None:
-    for module in (wrappers, causal_lm):
-        patch.setattr(module, "find_ulysses", lambda implementation: Ulysses(group=None, disable_in_eval=False))
+    patch.setattr(split, "find_ulysses", lambda implementation: Ulysses(group=None, disable_in_eval=False))
     patch.setattr(dist, "all_to_all_single", give_back)
     patch.setattr(dist, "all_gather", lambda parts, tensor, group=None: parts[0].copy_(tensor))
     patch.setattr(dist, "get_world_size", lambda group=None: 1)
+    patch.setattr(dist, "get_rank", lambda group=None: 0)
 
 
 def with_shifted_labels(batch):

@@ -50,7 +50,11 @@ def run_split(*arguments, ranks=2):
     """What rank 0 of the worker for split sequences prints after RESULT."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    outputs, codes = launch("tests.distributed.split_worker", *arguments, ranks=ranks, seconds=180)
+    return result_of(*launch("tests.distributed.split_worker", *arguments, ranks=ranks, seconds=180))
+
+
+def result_of(outputs, codes):
+    """What rank 0 printed after RESULT, if no rank failed."""
     for output, code in zip(outputs, codes, strict=True):
         assert code == 0, output[-4000:]
     return json.loads(next(x for x in outputs[0].splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
@@ -63,7 +67,12 @@ def server() -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["tests.distributed.worker", "tests.distributed.split_worker", "torch.distributed.pipelining"]
+        [
+            "tests.distributed.worker",
+            "tests.distributed.split_worker",
+            "tests.distributed.context_worker",
+            "torch.distributed.pipelining",
+        ]
     )
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
         forkserver.ensure_running()

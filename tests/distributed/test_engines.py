@@ -161,18 +161,35 @@ def test_engine(engine):
     check(engine, FAST[engine])
 
 
-ON_ONE_RANK = {"shared_on": 0, "stream": {"share_prefixes": True}, "longer": 6, "steps": 2, "patched": ["before"]}
+ON_ONE_RANK = {
+    "shared_on": 0, "stream": {"share_prefixes": True}, "longer": 6, "steps": 2, "patched": ["before"], "count": True,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", FAST)
-def test_rows_share_prefixes_on_one_rank_alone(engine):
-    """Its forward is over a packed row, the other rank's over its rows; both try the model at their first call."""
+def check_sharing(engine, **more):
     settings = [{}, {"engine": "fsdp"}] if engine == "ddp" else [{"stage": 3, "zero": NOTHING_CACHED}]
-    for row in run(engine, [{**ON_ONE_RANK, **setting} for setting in settings]):
+    for row in run(engine, [{**ON_ONE_RANK, **setting, **more} for setting in settings]):
         found = row["before"]
         for reference in ("unpatched", "single process"):
             assert all(value <= bars_of({})[name] for name, value in found[reference].items()), row
         assert "were computed as" in found["shared"][0]
+        first, second = found["counts of ranks"]
+        assert first == second
+        assert sum(count for name, count in first.items() if name.startswith("calls")) > 0
+
+
+@pytest.mark.parametrize("engine", FAST)
+def test_rows_share_prefixes_on_one_rank_alone(engine):
+    """Its forward is over a packed row, the other rank's over its rows; both try the model at their first call, and make
+    the same collectives."""
+    check_sharing(engine)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("model", ["qwen3_5_text", "bamba"])
+def test_branches_of_layers_with_states_on_one_rank_alone(engine, model):
+    check_sharing(engine, model=model)
 
 
 @pytest.mark.full
@@ -219,3 +236,13 @@ def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
             ours = row[when]["single process"]["gradients"]
             print(case, "patched", when, f"error {ours:.3e}, unpatched {stock:.3e}, ratio {ours / stock:.3f}")
             assert 1e-3 < ours <= HALF * stock
+
+
+@pytest.mark.full
+def test_a_rank_with_one_row_gathers_for_the_trials_of_the_other():
+    """It shares nothing, but the model is tried at the first call of every rank."""
+    (row,) = run("ddp", [{**ON_ONE_RANK, "engine": "fsdp", "alone": True}])
+    found = row["before"]
+    for reference in ("unpatched", "single process"):
+        assert all(value <= bars_of({})[name] for name, value in found[reference].items()), row
+    assert "were computed as" in found["shared"][0]

@@ -47,11 +47,11 @@ def check_exchange(ranks, heads):
     length = 3
     whole = torch.randn(2, heads, ranks * length, 5)
     shards = Shards(None, ranks, length, Spans.causal(2, ranks * length))
-    at_heads = on_all_ranks(shards, "to_heads", list(whole.split(length, 2)))
+    at_heads = on_all_ranks(shards, "queries", list(whole.split(length, 2)))
     repeats = max(1, ranks // heads)
     expected = whole.repeat_interleave(repeats, 1).chunk(ranks, 1)
     assert all(torch.equal(found, part) for found, part in zip(at_heads, expected, strict=True))
-    back = on_all_ranks(shards, "to_tokens", at_heads, heads)
+    back = on_all_ranks(shards, "tokens", at_heads, heads)
     for found, part in zip(back, whole.split(length, 2), strict=True):
         torch.testing.assert_close(found, repeats * part)  # the sum over a head's copies
 
@@ -64,19 +64,19 @@ def test_exchange(ranks, heads):
 def test_copies_of_a_head_are_summed_in_float32():
     shards = Shards(None, 4, 1, Spans.causal(1, 4))
     parts = [torch.full((1, 1, 4, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
-    back = on_all_ranks(shards, "to_tokens", parts, 1)
+    back = on_all_ranks(shards, "tokens", parts, 1)
     assert all(found.item() == 260.0 for found in back)  # 256 if every sum were rounded
 
 
 def test_heads_that_cannot_be_split():
     with pytest.raises(UnsupportedModelError, match="6 attention heads cannot be split over 4 ranks"):
-        Shards(None, 4, 2, Spans.causal(1, 8)).to_heads(torch.randn(1, 6, 2, 3))
+        Shards(None, 4, 2, Spans.causal(1, 8)).queries(torch.randn(1, 6, 2, 3))
 
 
 def gather(patch, rank, batch, agreed=(0, 0)):
     """What two ranks with these halves of a batch agree on, as `rank` sees it."""
     halves = [{name: tensor.chunk(2, 1)[r] for name, tensor in batch.items()} for r in range(2)]
-    headers = [torch.tensor([2, 4, 2 * len(batch["position_ids"]) + len(batch) - 1, agreed[r]]) for r in range(2)]
+    headers = [torch.tensor([2, 4, 2 * len(batch["position_ids"]) + len(batch) - 1, agreed[r], 0]) for r in range(2)]
     queue = [headers, [half["position_ids"] for half in halves]]
     if "attention_mask" in batch:
         queue.append([half["attention_mask"].to(torch.uint8) for half in halves])
@@ -88,9 +88,10 @@ def gather(patch, rank, batch, agreed=(0, 0)):
             part.copy_(other)
 
     patch.setattr(dist, "get_world_size", lambda group=None: 2)
+    patch.setattr(dist, "get_rank", lambda group=None: rank)
     patch.setattr(dist, "all_gather", all_gather)
-    mine = halves[rank]
-    return gather_shards(None, 2, 4, mine["position_ids"], mine.get("attention_mask"), agreed[rank])
+    mine, tokens = halves[rank], torch.zeros(2, 4)
+    return gather_shards(Shards, None, tokens, mine["position_ids"], mine.get("attention_mask"), agreed[rank])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

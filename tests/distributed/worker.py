@@ -45,6 +45,8 @@ def batches(rank, case):
         if case["shared_on"] == rank:  # on the other ranks rows have nothing in common
             for name in ("input_ids", "labels"):
                 batch[name][1, :-6] = batch[name][0, :-6]
+        elif case.get("alone"):
+            batch = {name: value[:1] for name, value in batch.items()}
         yield batch
 
 
@@ -195,6 +197,9 @@ def run(engine_class, rank, case):
         found = train(engine_class, rank, case, when)
         row[when] = {"counts": found.counts, "engines": sorted(found.engines), "paths": found.paths, "head": found.head}
         row[when]["shared"] = found.shared
+        if "shared_on" in case:
+            row[when]["counts of ranks"] = [None] * dist.get_world_size()
+            dist.all_gather_object(row[when]["counts of ranks"], found.counts)
         row[when]["unpatched"] = compare(found, stock)
         if alone is not None:
             row[when]["single process"] = compare(found, alone)

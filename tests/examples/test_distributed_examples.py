@@ -46,6 +46,18 @@ def test_loss_falls(name, engine):
 
 
 @pytest.mark.full
+def test_context_parallel():
+    """Every rank holds a part of the half that asks, and of the half that answers."""
+    result = torchrun("-m", WATCH, EXAMPLES / "context_parallel" / "train.py")
+    assert result.returncode == 0, result.stderr[-3000:]
+    check_engine(result, "fsdp2")
+    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)]
+    assert len(losses) == 30
+    assert losses[-1] < 0.5 * losses[0]
+    assert "split over 2 ranks (context parallelism)" in result.stdout
+
+
+@pytest.mark.full
 def test_sequence_parallel(tmp_path):
     """The asking half of every sequence is on rank 1, what it asks for on rank 0."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")

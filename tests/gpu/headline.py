@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,8 +34,10 @@ import streambp
 from paper_repro.figures import AttentionSeen, wrong_paths
 from paper_repro.harness import Job, Row, run
 from paper_repro.methods import Unavailable, liger
-from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
-from tests.gpu.report import ROW_BAR, backends, environment, failed, wrong_kernels
+from paper_repro.rows import Deadline, Result, each
+from tests.gpu import script
+from tests.gpu.report import ROW_BAR, backends, wrong_kernels
+from tests.gpu.script import failed
 from tests.oracle import Gradients, gradients, relative_l2
 
 PEER, LEAN, FAST = "trl-selective-liger", "streambp-lean-liger", "streambp-fast-liger"
@@ -47,18 +48,9 @@ SECONDS, GIB, FAST_SECONDS = 1.00, 34.6, 0.93  # bars: times the peer's seconds,
 SETTINGS = {"saves": ("attn_out",), "offload": "cpu"}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, help="also keep the rows of methods in this file")
     parser.add_argument("--length", type=int, help="tokens (65,536)")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
-    add_arguments(parser)
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device: nothing was proved. Try the script itself with --device cpu --tiny.", file=sys.stderr)
-        return 2
-    return int(not print_rows(itertools.chain(((text, True) for text in environment(args.device)), report(args))))
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
@@ -163,4 +155,4 @@ def bars(row: Row, peer: Row | None) -> tuple[str, list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.main(__doc__, report, add_arguments))

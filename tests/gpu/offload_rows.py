@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import streambp
-from paper_repro.figures import GIB, LONGEST_TIMELINE, run_steps, wrong_paths
-from paper_repro.rows import Deadline, add_arguments, each, print_rows, run_child
+from paper_repro.figures import GIB, LONGEST_TIMELINE, Figures, run_steps, wrong_paths
+from paper_repro.rows import Deadline, Result, each, run_child
 from streambp.offload import manager_of
+from tests.gpu import script
+from tests.gpu.script import ROOT
 
-ROOT = Path(__file__).parents[2]
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
@@ -82,22 +84,17 @@ ROWS = {
 }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--here", choices=list(ROWS), help="this row alone, in this process")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device: nothing was measured. Try the script itself with --device cpu --tiny.", file=sys.stderr)
-        return 2
+
+
+def report(args: argparse.Namespace) -> Iterator[Result]:
     if args.here:
-        return int(not print_rows([run(args.here, args.device, args.tiny)]))
+        yield run(args.here, args.device, args.tiny)
+        return
     deadline = Deadline(args.minutes)
     others = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
-    rows = ((name, functools.partial(in_a_child, name, others, deadline)) for name in ROWS)
-    return int(not print_rows(each(rows, args.row, deadline)))
+    yield from each(((name, functools.partial(in_a_child, name, others, deadline)) for name in ROWS), args.row, deadline)
 
 
 def in_a_child(name: str, others: list[str], deadline: Deadline) -> tuple[str, bool]:
@@ -156,12 +153,7 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
     stall = sum(stats[key] - before[key] for key in ("stall_out", "stall_back")) / figures.seconds
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     problems = [*figures.problems, *wrong_paths(model)]
-    attended = [kernel for kernel in figures.ran if kernel.endswith("backward")]
-    problems += ["no fused kernel attended"] * (on_gpu and not attended)
-    measured = {"peak": figures.peak_gib or 0.0, "stalls": stall, "host": host}
-    for (what, value), bar in zip(measured.items(), row.bars, strict=True):
-        if on_gpu and bar is not None and not value <= bar:
-            problems.append(f"{what} {value:.3g} above {bar:g}")
+    problems += missed(row, figures, stall, host) if on_gpu else []
     shown = " / ".join("-" if bar is None else f"{bar:g}" for bar in row.bars)
     return (
         f"{name:<24}{figures}, stalls {stall:6.2%}, host {host:6.1f} GiB, "
@@ -171,5 +163,15 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
     ), not problems
 
 
+def missed(row: Row, figures: Figures, stall: float, host: float) -> list[str]:
+    """What a GPU is asked for: a fused kernel that attended, and the row's bars."""
+    problems = [] if any(kernel.endswith("backward") for kernel in figures.ran) else ["no fused kernel attended"]
+    peak = math.nan if figures.peak_gib is None else figures.peak_gib
+    for what, value, bar in zip(("peak", "stalls", "host"), (peak, stall, host), row.bars, strict=True):
+        if bar is not None and not value <= bar:
+            problems.append(f"{what} {value:.3g} above {bar:g}")
+    return problems
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.main(__doc__, report, add_arguments))

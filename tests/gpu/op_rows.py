@@ -29,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
+from paper_repro.rows import Deadline, Result, each
 from streambp.accumulate import add_product
 from streambp.attention.attend import Layout
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
@@ -37,7 +37,9 @@ from streambp.attention.spans import Block, Kind, Run, Spans
 from streambp.chunks import ChunkPlan
 from streambp.config import ATTENTION
 from streambp.errors import AttentionChoiceError
-from tests.gpu.report import backends, environment, failed
+from tests.gpu import script
+from tests.gpu.report import backends
+from tests.gpu.script import failed
 from tests.gpu.watched_kernels import Judged, counts, watching
 from tests.seeds import seeded
 
@@ -50,18 +52,6 @@ GRADS = ("dq", "dk", "dv")
 WHOLE_BAR, KERNEL_BAR = 1.5, 2.0
 SUM_BAR = 1e-4  # a sum of products in float32; one that was rounded to half precision is 1e-3 off
 Tensors = dict[str, Tensor]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
-    add_arguments(parser)
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device: nothing was proved. Try the script itself with --device cpu --tiny.", file=sys.stderr)
-        return 2
-    return int(not print_rows(itertools.chain(((text, True) for text in environment(args.device)), report(args))))
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
@@ -234,4 +224,4 @@ def wait(device: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.main(__doc__, report))

@@ -1,4 +1,4 @@
-"""Proves the CUDA path and prints a table: `python tests/gpu/report.py [--output FILE] [--row NAME] [--minutes 8]`.
+"""Proves the CUDA path and prints a table: `python tests/gpu/report.py [--row NAME] [--minutes 8]`.
 
 1. Gradient error of a small bf16 model against a float32 oracle, for every backend, saves and kind of spans, beside the
    unpatched model's own error; the oracle has the bf16 model's weights, so that no error is that of rounding weights. Each
@@ -17,17 +17,14 @@ Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device c
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -35,44 +32,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import streambp
-from paper_repro.figures import HEAD, NOT_FUSED, AttentionSeen, Figures, run_steps, versions, wrong_paths
-from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
+from paper_repro.figures import HEAD, NOT_FUSED, AttentionSeen, Figures, run_steps, wrong_paths
+from paper_repro.rows import Deadline, Result, each
+from tests.gpu import script
+from tests.gpu.script import failed
 from tests.oracle import Gradients, gradients, relative_l2
 
-ROOT = Path(__file__).parents[2]
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
 SPANS = ("plain", "left-padded", "right-padded", "packed", "window")
 ROW_BAR, MEAN_BAR = 1.15, 1.05
 FEWEST = 8  # rows of which the mean is judged
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="also write the table to this file")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
-    add_arguments(parser)
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device: nothing was proved. Try the script itself with --device cpu --tiny.", file=sys.stderr)
-        return 2
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(args.output.open("w")) if args.output else None
-        rows = itertools.chain(((text, True) for text in environment(args.device)), report(args))
-        return int(not print_rows(copied_to(file, rows)))
-
-
-def copied_to(file: TextIO | None, rows: Iterable[Result]) -> Iterator[Result]:
-    for text, passed in rows:
-        if file is not None:
-            print(text, file=file, flush=True)
-        yield text, passed
-
-
-def environment(device: str) -> list[str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return [f"{name}; {versions()}; commit {commit.stdout.strip() or 'unknown'}", ""]
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
@@ -137,11 +106,6 @@ def error_row(
         f"{name:<34}{ratio * noise:>10.3e}{noise:>12.3e}{ratio:>8.3f}   stream, {kernels}{failed(problems)}",
         not problems,
     )
-
-
-def failed(problems: Iterable[str]) -> str:
-    """The end of a row's line."""
-    return f"   FAILED: {'; '.join(problems)}" if problems else ""
 
 
 def make_known(spans: str, length: int, device: str, width: int) -> Known:
@@ -250,4 +214,4 @@ def wrong_figures(buffers: int, ran: set[str], device: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.main(__doc__, report))

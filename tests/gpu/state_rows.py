@@ -41,13 +41,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import streambp
 from paper_repro.figures import wrong_paths
-from paper_repro.rows import Deadline, Result, add_arguments, each, print_rows
+from paper_repro.rows import Deadline, Result, each
 from streambp.chunks import ChunkPlan
 from streambp.recurrent.documents import Documents, telling
 from streambp.recurrent.states import StateCache
 from tests import zoo
 from tests.families import make_batch
-from tests.gpu.report import environment
+from tests.gpu import script
 from tests.gpu.state_kernels import FULL, KERNELS, TINY, Function, Kernel, Named, Sizes, fallbacks
 from tests.layer import reference_kernels
 from tests.oracle import assert_as_precise, gradients, relative_l2
@@ -308,17 +308,5 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
     yield from each(((name, functools.partial(measured, name, args)) for name in ROWS), args.row, Deadline(args.minutes))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
-    add_arguments(parser)
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device: nothing was proved. Try the script itself with --device cpu --tiny.", file=sys.stderr)
-        return 2
-    return int(not print_rows(itertools.chain(((text, True) for text in environment(args.device)), report(args))))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script.main(__doc__, report))

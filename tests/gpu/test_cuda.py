@@ -6,6 +6,7 @@ covers: attention/kernels.py, offload/engines.py
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import subprocess
 import sys
@@ -15,13 +16,14 @@ import torch
 import transformers
 
 import streambp
+from paper_repro.figures import Figures
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.attention import attend, backend, kernels, prefix
 from streambp.layer import function
 from streambp.offload import manager_of
 from tests.families import build, make_batch
-from tests.gpu import offload_rows, report
+from tests.gpu import offload_rows, report, script
 from tests.oracle import relative_l2
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -130,12 +132,12 @@ def test_figures_ask_for_what_runs_on_a_gpu(monkeypatch):
 
 
 def test_rows_say_what_they_ran_on():
-    (line, _) = report.environment("cpu")
+    ((line, _),) = script.environment("cpu")
     assert f"torch {torch.__version__}; transformers {transformers.__version__}" in line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         patch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-        assert "; cuDNN 91900; commit" in report.environment("cpu")[0]
+        assert "; cuDNN 91900; commit" in next(script.environment("cpu"))[0]
 
 
 def test_a_row_that_raises_is_not_the_last(monkeypatch):
@@ -248,3 +250,14 @@ def test_rows_of_offloading_fail_where_layers_do_not_stream(monkeypatch):
     line, passed = offload_rows.run("8B 65,536", "cpu", tiny=True)
     assert not passed
     assert "FAILED: injected" in line
+
+
+def test_rows_of_offloading_are_judged_on_a_gpu():
+    row = offload_rows.Row("8B", 64, streambp.StreamConfig(), (34.6, 0.02, 115.0))
+    good = Figures(1.0, 1.0, 33.0, 40.0, 0, 1.0, 1, 1.0, 1.0, ("cudnn", "cudnn backward"), frozenset(), ())
+    assert offload_rows.missed(row, good, 0.01, 100.0) == []
+    assert offload_rows.missed(row, dataclasses.replace(good, ran=("cudnn",)), 0.01, 100.0) == ["no fused kernel attended"]
+    beyond = dataclasses.replace(good, peak_gib=35.0)
+    assert offload_rows.missed(row, beyond, 0.03, math.nan) == [
+        "peak 35 above 34.6", "stalls 0.03 above 0.02", "host nan above 115",
+    ]  # fmt: skip

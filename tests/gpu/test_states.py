@@ -6,15 +6,18 @@ covers: recurrent/documents.py, recurrent/scans.py
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import math
 import sys
 
 import pytest
 import torch
+from transformers.models.bamba.modeling_bamba import BambaMixer
 
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
+from streambp.attention import attend
 from streambp.recurrent import documents, scans
 from tests import zoo
 from tests.gpu import state_rows
@@ -80,6 +83,33 @@ def test_the_rows_fail_where_states_are_wrong(row, owner, attribute, mutant, mon
     ((line, passed),) = rows(row)
     assert not passed, line
     assert "FAILED" in line
+
+
+def half_the_gradient_of_values(real, ctx, grad):
+    dq, dk, dv, *rest = real(ctx, grad)
+    return dq, dk, dv * 0.5 if grad.shape[0] > 1 else dv, *rest  # layers are tried with one row
+
+
+def test_a_model_fails_where_its_gradients_are_wrong(monkeypatch):
+    real = attend.PrefixAttention.backward
+    mutant = functools.partial(half_the_gradient_of_values, real)
+    monkeypatch.setattr(attend.PrefixAttention, "backward", staticmethod(mutant))
+    ((line, passed),) = rows("bf16 lfm2")
+    assert not passed
+    assert "FAILED" in line
+
+
+@needs_mixer_functions
+def test_a_composed_scan_that_is_another_fails(monkeypatch):
+    real = BambaMixer.forward
+
+    def forward(self, x, cache_params=None):
+        return real(self, x, cache_params) * (1.0 if cache_params is None else 1.5)
+
+    monkeypatch.setattr(BambaMixer, "forward", forward)
+    ((line, passed),) = rows(state_rows.FUSED)
+    assert not passed
+    assert "FAILED: they differ" in line
 
 
 @needs_mixer_functions

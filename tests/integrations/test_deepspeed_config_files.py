@@ -1,4 +1,4 @@
-"""DeepSpeed configs that cannot be read, and values of types that no field takes.
+"""DeepSpeed configs that cannot be read, values of types that no field takes, and a section with fields.
 
 covers: integrations/deepspeed.py
 """
@@ -9,7 +9,7 @@ import pytest
 
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
-from streambp.integrations.deepspeed import read
+from streambp.integrations.deepspeed import read, stream_config
 
 
 @pytest.mark.parametrize("saves", [None, 5, "attn_out", ("attn_out", 3)])
@@ -28,3 +28,8 @@ def test_a_config_that_is_no_json(tmp_path):
     file.write_text("{,")
     with pytest.raises(ConfigError, match=r"ds\.json.*line 1 column 2"):
         read(str(file))
+
+
+def test_the_section_has_streamconfigs_fields():
+    section = {"chunk_size": 5, "saves": ["kv"], "share_prefixes": True}
+    assert stream_config({"streambp": section}) == StreamConfig(chunk_size=5, saves=("kv",), share_prefixes=True)

@@ -52,8 +52,10 @@ def trainer(tmp_path, model=None, **more):
 
 def test_axolotls_section_patches_the_trainers_model_and_reference(axolotl, tmp_path, capsys):
     made = trainer(tmp_path)
-    axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={"chunk_size": 5, "saves": ["kv"]}), made)
-    assert settings(made.model) == StreamConfig(chunk_size=5, saves=("kv",), lazy_logits=True)
+    axolotl.StreamPlugin().post_trainer_create(
+        SimpleNamespace(streambp={"chunk_size": 5, "saves": ["kv"], "share_prefixes": True}), made
+    )
+    assert settings(made.model) == StreamConfig(chunk_size=5, saves=("kv",), lazy_logits=True, share_prefixes=True)
     made.ref_model = model_of(7).eval()
     made.train()
     assert is_patched(made.ref_model)
@@ -108,9 +110,9 @@ def test_ms_swifts_callback(modules, tmp_path, monkeypatch):
         def __init__(self, model, args):
             super().__init__(model, args, callbacks=[names["streambp"](args, self)], train_dataset=rows())
 
-    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5}')
+    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "share_prefixes": true}')
     made = Trainers(model_of(), arguments(tmp_path / "out"))
-    assert settings(made.model) == StreamConfig(chunk_size=5, lazy_logits=True)
+    assert settings(made.model) == StreamConfig(chunk_size=5, lazy_logits=True, share_prefixes=True)
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "lazy_logits": false}')
     assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(chunk_size=5)
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": -5}')
@@ -147,7 +149,7 @@ class Engine:
 @pytest.fixture
 def engines(modules, monkeypatch):
     """A class of the engine, and of one that wraps models in its own way, of a verl that has imported ours."""
-    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5}')
+    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "share_prefixes": true}')
     engine = type("FSDPEngine", (Engine,), {})
     turbo = type("FSDPTurboEngine", (engine,), {"_build_fsdp_module": lambda self, module: module})
     modules("verl.workers.engine.fsdp.transformer_impl", FSDPEngine=engine)
@@ -164,7 +166,7 @@ def test_verls_engine_streams_what_it_trains(engines, attended_chunks, capsys):
     expected = stock.gradients(ids)
     assert not attended_chunks
     found = ours.gradients(ids)
-    assert settings(ours.module) == StreamConfig(chunk_size=5, lazy_logits=True)
+    assert settings(ours.module) == StreamConfig(chunk_size=5, lazy_logits=True, share_prefixes=True)
     assert ours.module.wrapped
     assert 5 in attended_chunks
     assert ids.shape[1] not in attended_chunks

@@ -8,14 +8,11 @@ covers: integrations/trl/__init__.py, integrations/trl/dpo.py, integrations/trl/
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
 
 import streambp
-from streambp.prefixes import calls
-from streambp.prefixes.tree import find_tree
 from tests import zoo
 from tests.families import VOCABULARY, build, mix_neighbours
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
@@ -307,46 +304,6 @@ def test_grpo(loss_type, tmp_path, attended_chunks, checkpoint):
     assert any(entry["reward_std"] > 0 for entry in expected[0])
 
 
-@pytest.fixture
-def shared_calls(monkeypatch):
-    """For each call of a backbone whose settings say so: whether rows that share a few tokens were computed as a tree."""
-    found = []
-    real_call = calls.SharedPrefixes.call
-
-    def call(self, *args, **kwargs):
-        output = real_call(self, *args, **kwargs)
-        found.append("rows were computed" not in self.told)
-        return output
-
-    monkeypatch.setattr(calls.SharedPrefixes, "call", call)
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=2, saves=0.0))
-    return found
-
-
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.full)], ids=["full", "peft"])
-def test_dpo_with_shared_prompts(lora, tmp_path, shared_calls, checkpoint):
-    def run(trainer_class, config_class, **settings):
-        seed_torch(0)
-        trainer, model = ({"peft_config": peft.LoraConfig(**LORA)}, {}) if lora else ({}, checkpoint)
-        return train(trainer_class, config_class, pairs(), tmp_path, trainer=trainer, **model, **settings)
-
-    expected = run(DPOTrainer, DPOConfig)
-    found = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED, stream_share_prefixes=True)
-    compare(expected, found)
-    assert shared_calls
-    assert all(shared_calls)  # policy and reference, in every step
-
-
-def test_grpo_with_shared_prompts(tmp_path, shared_calls, checkpoint):
-    """A micro-batch is a group; TRL shuffles the rows of larger ones apart."""
-    settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}}
-    expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings)
-    shared = {**STREAMED, "stream_share_prefixes": True}
-    found = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **shared)
-    compare(expected, found)
-    assert sum(shared_calls) > len(shared_calls) / 2
-
-
 @pytest.mark.parametrize("given", ["model", "peft", "base of peft"])
 def test_a_patched_model_keeps_its_settings(given, tmp_path, attended_chunks):
     model = build("qwen3", torch.float64)
@@ -383,9 +340,10 @@ def test_settings_from_the_command_line():
     from trl import TrlParser
 
     config = TrlParser((StreamSFTConfig,)).parse_args_and_config(
-        ["--stream_chunk_size", "512", "--stream_saves", "kv", "attn_out", "--output_dir", "x", "--bf16", "False"]
-    )[0]
-    assert config.stream_config() == streambp.StreamConfig(chunk_size=512, saves=("kv", "attn_out"))
+        ["--stream_chunk_size", "512", "--stream_saves", "kv", "attn_out", "--output_dir", "x", "--bf16", "False",
+         "--stream_share_prefixes"]
+    )[0]  # fmt: skip
+    assert config.stream_config() == streambp.StreamConfig(chunk_size=512, saves=("kv", "attn_out"), share_prefixes=True)
     with pytest.raises(streambp.StreamBPError, match="chunk_size"):
         StreamSFTConfig(output_dir="x", stream_chunk_size="big", bf16=False).stream_config()
     with pytest.raises(streambp.StreamBPError, match="saves is 'kv'"):

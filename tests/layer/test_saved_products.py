@@ -1,6 +1,6 @@
 """`saves` with globs of Linear names: their outputs are kept, their products not computed again, the gradients the same.
 
-covers: layer/products.py, layer/saved.py
+covers: config.py, layer/products.py, layer/saved.py, model/patching.py
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import streambp
+from streambp.layer import saved
+from streambp.layer.saved import Kept
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.seeds import seed_torch
@@ -79,6 +81,46 @@ def test_everything_saved_leaves_only_the_gradients_products():
     share = check(build("qwen3", intermediate_size=256), ("*", "attn_out", "kv"))
     print(f"Linear FLOPs of backward with every product saved: {share:.3f} of those with kv and attn_out saved")
     assert share <= 0.75
+
+
+def kept_after(model, saves):
+    """What each layer keeps in the second step."""
+    kept = {}
+    real = Kept.find_products
+
+    def find_products(self):
+        real(self)
+        kept[self.site.index] = {*self.products, *({"kv", "attn_out"} & set(self.saves))}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kept, "find_products", find_products)
+        step(model, saves)
+    return kept
+
+
+def test_the_last_layers_alone():
+    model = build("qwen3", num_hidden_layers=4)
+    saves = ("attn_out@1", "kv", "mlp.gate_proj@3", "mlp.gate_proj@2")
+    check(model, saves)
+    kept = kept_after(model, saves)
+    gate = {"mlp.gate_proj"}
+    assert [kept[index] for index in range(4)] == [{"kv"}, {"kv"} | gate, {"kv"} | gate, {"kv", "attn_out"} | gate]
+
+
+def test_more_layers_than_there_are():
+    with pytest.raises(streambp.StreamBPError, match=r"saves names 'kv@3', the last 3 layers; the model has 2"):
+        streambp.patch(build("qwen3"), streambp.StreamConfig(saves=("kv@3",)))
+
+
+def test_what_backward_does_not_read_is_not_kept():
+    kept = kept_after(build("qwen3"), ("*",))
+    assert all("mlp.up_proj" in products and "mlp.down_proj" not in products for products in kept.values())
+
+
+def test_a_product_kept_for_nothing_is_seen(monkeypatch):
+    monkeypatch.setattr(saved, "never_read", lambda situations: frozenset())
+    with pytest.raises(AssertionError):
+        test_what_backward_does_not_read_is_not_kept()
 
 
 def test_an_output_changed_in_place_is_refused():

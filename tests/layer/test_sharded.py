@@ -1,12 +1,13 @@
 """Layers cut at their attention, on a group of one rank: the same gradients, no product twice, bytes that do not grow with
 the number of ranks. Two ranks: tests/distributed/test_split_sequences.py.
 
-covers: sharded/call.py, sharded/halves.py, sharded/layer.py, sharded/shards.py
+covers: sharded/call.py, sharded/gathered.py, sharded/halves.py, sharded/layer.py, sharded/shards.py
 """
 
 from __future__ import annotations
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import streambp
 from streambp.attention.spans import Spans
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedMaskError, UnsupportedModelError
+from streambp.known_names import GATHER, REDUCE_SCATTER
 from streambp.layer.site import LayerSite
+from streambp.sharded.gathered import GatheredShards
 from streambp.sharded.layer import stream_shard
 from streambp.sharded.shards import Shards
 from tests import zoo
@@ -29,7 +32,7 @@ from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.seeds import seed_torch
 from tests.test_oracle import reference
 from tests.tiers import thinned
-from tests.versions import needs_diffllamas_calls, needs_states
+from tests.versions import needs_diffllamas_calls, needs_indexers, needs_states
 
 
 @pytest.fixture
@@ -72,12 +75,12 @@ def test_gradients_are_exact(family, mode, saves, one_rank, float64_oracle):
 @pytest.mark.parametrize(
     "name",
     thinned(
-        ["qwen3_moe", "gemma3n_text", "gemma4_text", "cohere2", "deepseek_v3", "granite"],
+        ["qwen3_moe", "gemma3n_text", "gemma4_text", "cohere2", "deepseek_v3", "granite", "gpt_oss"],
         lambda name: name not in ("gemma4_text", "granite"),
     ),
 )
 def test_other_layers_are_exact(name, one_rank, float64_everywhere):
-    """Experts, keys and values that later layers read, 4-D hidden states, no positions, latent attention."""
+    """Experts, keys and values that later layers read, 4-D hidden states, no positions, latent attention, sinks."""
     model = zoo.build(name)
     expected_loss, expected = gradients(model, **make_batch("plain"))
     loss, found = shard_gradients(model, make_batch("plain"))
@@ -212,7 +215,7 @@ def test_linear_products_are_not_computed_in_both_halves(name, monkeypatch):
     assert ratio <= 1.05
 
 
-def bytes_of_a_token(ranks):
+def bytes_of_a_token(ranks, over=over):
     """Of this rank's shard, between 8k and 16k tokens: what a chunk takes is in both."""
     index = itertools.count()
 
@@ -236,12 +239,30 @@ def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
     assert found[2] == pytest.approx(found[4], rel=0.01)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [16, 64])
+@pytest.mark.parametrize(("room", "of_shard", "of_whole"), [(1, 46, 2.6), (2**50, 51, 16)])
+def test_bytes_where_keys_are_gathered(room, of_shard, of_whole, ranks, monkeypatch):
+    """KB a token of the shard, and a token of the whole sequence: one kv head at a time, and all eight at once."""
+    arrived = types.SimpleNamespace(wait=lambda: None)
+    for names in (GATHER, REDUCE_SCATTER):
+        for name in names:
+            monkeypatch.setattr(dist, name, lambda received, sent, group=None, async_op=False: arrived, raising=False)
+
+    def gathered(ranks, length):
+        return GatheredShards(None, ranks, length, Spans.causal(1, ranks * length), room=room)
+
+    found = bytes_of_a_token(ranks, gathered)
+    print(f"{ranks} ranks, room {room}, KB per token of the shard: {found}")
+    assert max(found.values()) <= of_shard + ranks * of_whole
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
         ("qwen3", {"attention_dropout": 0.1}, "attention dropout"),
-        ("gpt_oss", {}, "attention sink"),
         pytest.param("diffllama", {}, "attended 2 times", marks=needs_diffllamas_calls),
+        pytest.param("deepseek_v32", {}, "compares all keys of the sequence", marks=needs_indexers),
         ("gptj", {}, "attends by itself"),
         pytest.param("lfm2", {}, "goes on from a state", marks=needs_states),
         ("llama4_text", {"attention_chunk_size": 8}, "sliding window"),

@@ -17,11 +17,15 @@ import torch
 
 import streambp
 from streambp import cli
+from streambp.config import parse_bytes
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
 from streambp.planner.plan import choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
-from streambp.planner.report import plan_table
+from streambp.planner.report import plan_table, tree_lines, written
+from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import streamed
+from streambp.planner.tree import module_tree
+from tests import zoo
 from tests.families import build, make_batch
 from tests.planner.laws import made_work
 from tests.planner.test_estimates import SMALL, made_up
@@ -122,6 +126,30 @@ def test_a_plan_of_a_model(monkeypatch):
         name: length >= found.seq_len for name, length in rows.items()
     }
     assert all(f"{timed.tokens_per_second:,.0f}" in table for timed in found.times if timed.fits)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(8 * GIB, '"8GiB"'), (12_345_678_901, '"11.4GiB"'), (GIB - 1, '"1023MiB"'), (2**20 - 1, "1048575"), (1, "1")],
+)
+def test_memory_is_written_as_a_person_does(size, text):
+    """And is never more than there is."""
+    assert written(size) == text
+    assert 0.9 * size < parse_bytes("gpu_memory", text.strip('"')) <= size
+
+
+def test_the_module_tree_has_no_empty_rows():
+    """GPT-2's dropouts have no parameters, and keep nothing in bf16 that the planner sees without data at rate 0."""
+    config = zoo.tiny_config("gpt2")
+    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        setattr(config, name, 0.0)
+    skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
+    assert any(isinstance(module, torch.nn.Dropout) for module in skeleton.model.modules())
+    tree = module_tree(skeleton, reduce_layers(skeleton.model), 1)
+    lines = tree_lines(tree)
+    assert not [line for line in lines if "Dropout" in line]
+    assert [line for line in lines if "LayerNorm" in line]
+    assert tree.parameters == sum(child.count * child.parameters for child in tree.children)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from streambp.launch.groups import keep_groups
+
 MODULES = {
     "StreamSFTConfig": "sft",
     "StreamSFTTrainer": "sft",
@@ -15,7 +17,7 @@ MODULES = {
     "StreamPPOConfig": "ppo",
     "StreamPPOTrainer": "ppo",
 }
-__all__ = list(MODULES)
+__all__ = [*MODULES, "keep_groups"]
 
 
 def __getattr__(name: str) -> Any:

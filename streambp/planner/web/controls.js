@@ -8,22 +8,24 @@ const offloads = (method) => (method.prefix_on_host ? `${method.offload}, keys` 
 
 function fill_controls() {
   const start = data.setting;
-  const options = (select, pairs, chosen) =>
+  const fill = (select, pairs, chosen) =>
     select.replaceChildren(...pairs.map(([value, text]) => {
       const option = element("option", { value }, text);
       option.defaultSelected = String(value) === String(chosen);
       return option;
     }));
-  options(form.training, data.profiles.map(({ training }, index) => [index, training]), 0);
+  fill(form.training, data.profiles.map(({ training }, index) => [index, training]), 0);
   by_id("training-field").hidden = data.profiles.length < 2;
   const sizes = { 12: "12 B: Adam, float32 weights", 8: "8 B: Adam in float32", 4: "4 B: Adam in bf16", 0: "none" };
   if (!(start.optimizer in sizes)) sizes[start.optimizer] = `${start.optimizer} B a parameter`;
-  options(form.optimizer, Object.entries(sizes).sort(([a], [b]) => b - a), start.optimizer);
+  fill(form.optimizer, Object.entries(sizes).sort(([a], [b]) => b - a), start.optimizer);
   const chunked = data.profiles[0].profile.methods.filter((method) => method.chunked);
   const choices = (values, words) => [["auto", "best"], ...[...new Set(values)].map((value) => [value, words[value] || value])];
-  options(form.saves, choices(chunked.map((method) => method.saves.join("+")), { "": "nothing" }), "auto");
-  options(form.offload, choices(chunked.map(offloads), { cpu: "to host", "cpu, keys": "also keys" }), "auto");
-  options(form.device, data.devices.map(({ name, guess }) => [name, guess ? `${name} (guessed)` : name]), data.devices[0].name);
+  fill(form.saves, choices(chunked.map((method) => method.saves.join("+")), { "": "nothing" }), "auto");
+  fill(form.offload, choices(chunked.map(offloads), { cpu: "to host", "cpu, keys": "also keys" }), "auto");
+  const chunks = chunk_sizes(data.profiles[0].profile.batch_size);
+  fill(form.chunk, [["auto", "best"], ...chunks.map((size) => [size, `${whole(size)} tokens`])], "auto");
+  fill(form.device, data.devices.map(({ name, guess }) => [name, guess ? `${name} (guessed)` : name]), data.devices[0].name);
   for (const stage of [0, 1, 2, 3]) {
     const radio = element("input", { type: "radio", name: "zero", value: stage, "aria-label": `ZeRO stage ${stage}` });
     radio.defaultChecked = stage === start.zero;
@@ -54,7 +56,7 @@ function read_hash(hash) {
 }
 
 function write_hash() {
-  const pairs = ["T", "gpu", "host", "gpus", "zero", "training", "optimizer", "on_host", "accumulate", "saves", "offload", "device"].map(
+  const pairs = ["T", "gpu", "host", "gpus", "zero", "training", "optimizer", "on_host", "accumulate", "saves", "offload", "chunk", "device"].map(
     (name) => [name, form[name].type === "checkbox" ? Number(form[name].checked) : form[name].value.replaceAll(",", "")],
   );
   const theme = document.documentElement.dataset.theme;
@@ -86,21 +88,34 @@ function read_controls() {
 /** Everything that the page shows. */
 function evaluate({ profile, seq_len, setting, memory, rates }) {
   const { value: saves } = form.saves, { value: offload } = form.offload;
+  const only = form.chunk.value === "auto" ? undefined : Number(form.chunk.value);
   const allowed = profile.methods.filter((method) => !method.chunked
     || ((saves === "auto" || saves === method.saves.join("+")) && (offload === "auto" || offload === offloads(method))));
   if (!allowed.some((method) => method.chunked)) return null;
   const size = chunk_sizes(profile.batch_size).at(-1);
-  const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, setting, rates);
+  const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, setting, rates, only);
   const rows = profile.methods.map((method) => {
-    const fastest = choose(profile, [method], seq_len, memory, setting, rates);
+    const offered = allowed.includes(method), within = offered ? only : undefined;
+    const time = timed(profile, method, seq_len, memory, setting, rates, within);
+    const chosen = plan.choice !== null && plan.choice.method === method.name;
+    const { chunk_size } = chosen ? plan.choice : time;
     return {
-      method, at: peak(profile, method, seq_len, size, setting), flops: flops(method, seq_len, size, setting),
-      spent: fastest ? fastest.seconds : seconds(method, seq_len, size, rates, setting), fits: fastest !== null,
-      longest: longest(profile, method, memory, setting), chosen: plan.choice !== null && plan.choice.method === method.name,
-      offered: allowed.includes(method),
+      method, chunk_size, at: peak(profile, method, seq_len, chunk_size, setting), fits: time.fits, chosen,
+      spent: seconds(method, seq_len, chunk_size, rates, setting), flops: flops(method, seq_len, chunk_size, setting),
+      longest: longest(profile, method, memory, setting, within), offered,
     };
   });
   const closest = rows.filter((row) => row.offered && row.method.chunked)
     .reduce((one, other) => (other.longest.seq_len - one.longest.seq_len || one.at.total - other.at.total) > 0 ? other : one);
-  return { profile, seq_len, setting, memory, rates, size, plan, rows, closest };
+  const every = options(profile, profile.methods, seq_len, memory, setting, rates);
+  return { profile, seq_len, setting, memory, rates, size, plan, rows, closest, every };
+}
+
+/** Let the controls say one setting, of a streamed method. */
+function apply_setting(name, chunk_size) {
+  const method = shown.profile.methods.find((one) => one.name === name);
+  form.saves.value = method.saves.join("+");
+  form.offload.value = offloads(method);
+  form.chunk.value = chunk_sizes(shown.profile.batch_size).findLast((size) => size >= chunk_size) || "auto";
+  update();
 }

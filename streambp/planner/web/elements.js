@@ -38,12 +38,20 @@ function phase_text(name) {
 
 const binds_text = (binds) => (binds === "host memory" ? binds : `GPU memory, ${phase_text(binds)}`);
 
+/** Bytes as a person writes them in Python, rounded down. */
+function written(size) {
+  for (const [unit, name, digits] of [[GIB, "GiB", 10], [2 ** 20, "MiB", 1]]) {
+    if (size >= unit) return `"${Math.floor((size * digits) / unit) / digits}${name}"`;
+  }
+  return String(size);
+}
+
 function config_text({ chunk_size, saves, offload, gpu_memory }) {
   const tuple = `(${saves.map((name) => `"${name}"`).join(", ")}${saves.length === 1 ? "," : ""})`;
   const parts = [`chunk_size=${chunk_size}`];
   if (saves.length) parts.push(`saves=${tuple}`);
   if (offload !== "none") parts.push(`offload="${offload}"`);
-  if (gpu_memory !== null) parts.push(`gpu_memory=${gpu_memory}`);
+  if (gpu_memory !== null) parts.push(`gpu_memory=${written(gpu_memory)}`);
   return `streambp.patch(model, streambp.StreamConfig(${parts.join(", ")}))`;
 }
 

@@ -28,7 +28,7 @@ function update() {
     return;
   }
   shown = found;
-  for (const show of [show_head, show_verdict, show_levers, draw_chart, show_methods, show_left_out, show_phases, show_modules]) {
+  for (const show of [show_head, show_verdict, show_next, show_levers, draw_frontier, draw_charts, show_methods, show_left_out, show_phases, show_modules]) {
     show();
   }
   announce();
@@ -68,12 +68,14 @@ function start() {
   by_id("longest").addEventListener("click", () => { set_length(shown.plan.best.seq_len); });
   by_id("step").addEventListener("change", show_phases);
   by_id("copy").addEventListener("click", copy_code);
-  svg.addEventListener("pointermove", point_at_chart);
-  svg.addEventListener("pointerleave", hide_tip);
-  svg.addEventListener("click", (event) => { const tokens = pointed(event); if (tokens) set_length(tokens); });
+  for (const kind of [BYTES, SECONDS]) {
+    kind.svg.addEventListener("pointermove", (event) => point_at_chart(kind, event));
+    kind.svg.addEventListener("pointerleave", hide_tip);
+    kind.svg.addEventListener("click", (event) => { const tokens = pointed(kind, event); if (tokens) set_length(tokens); });
+  }
   addEventListener("hashchange", () => { read_hash(location.hash); update(); });
   addEventListener("keydown", (event) => { if (event.key === "Escape") hide_tip(); });
-  addEventListener("resize", draw_chart);
+  addEventListener("resize", () => { draw_frontier(); draw_charts(); });
   update();
 }
 

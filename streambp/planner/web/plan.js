@@ -111,8 +111,8 @@ function counts_chunks(method) {
   return method.host_per_chunk > 0 || [...method.first, ...method.accumulating].some((phase) => phase.per_chunk > 0);
 }
 
-function longest(profile, method, memory, setting) {
-  const sizes = chunk_sizes(profile.batch_size);
+function longest(profile, method, memory, setting, only) {
+  const sizes = only === undefined ? chunk_sizes(profile.batch_size) : [only];
   const found = (counts_chunks(method) ? sizes : sizes.slice(-1)).map((size) => longest_with(profile, method, memory, setting, size));
   return found.reduce((one, other) => (other.seq_len > one.seq_len ? other : one));
 }
@@ -128,32 +128,52 @@ function longest_with(profile, method, memory, setting, size) {
   return { method: method.name, seq_len: low, binds: beyond.total > usable(memory) ? beyond.phase : "host memory" };
 }
 
-function choose(profile, methods, seq_len, memory, setting, rates) {
-  const found = [];
-  for (const method of methods) {
-    for (const size of chunk_sizes(profile.batch_size)) {
-      const at = peak(profile, method, seq_len, size, setting);
-      if (fits(at, memory)) {
-        const { name, saves, offload } = method;
-        found.push({
-          method: name, saves, offload, chunk_size: Math.min(size, seq_len), seq_len, peak: at,
-          flops: flops(method, seq_len, size, setting), seconds: seconds(method, seq_len, size, rates, setting),
-          gpu_memory: method.prefix_on_host ? Math.max(1, Math.trunc(usable(memory) - at.total)) : null,
-        });
-      }
-    }
-  }
-  let best = null;
+/** Every method with every chunk size, or with one chunk where it is not cut; `only`: with chunks of that size. */
+function options(profile, methods, seq_len, memory, setting, rates, only) {
+  return methods.flatMap((method) => {
+    const sizes = !method.chunked ? [seq_len] : only === undefined ? chunk_sizes(profile.batch_size) : [only];
+    return [...new Set(sizes.map((size) => Math.min(size, seq_len)))].map((size) => {
+      const at = peak(profile, method, seq_len, size, setting), { name, saves, offload } = method;
+      return {
+        method: name, saves, offload, chunk_size: size, seq_len, peak: at,
+        flops: flops(method, seq_len, size, setting), seconds: seconds(method, seq_len, size, rates, setting),
+        gpu_memory: method.prefix_on_host ? Math.max(1, Math.trunc(usable(memory) - at.total)) : null,
+      };
+    });
+  });
+}
+
+function choose(profile, methods, seq_len, memory, setting, rates, only) {
+  const found = options(profile, methods, seq_len, memory, setting, rates, only).filter((one) => fits(one.peak, memory));
   const fastest = Math.min(...found.map((one) => one.seconds.total));
+  const order = (one) => [fastest ? Number((one.seconds.total / fastest).toFixed(2)) : 1, one.peak.host, -one.chunk_size];
+  let best = null;
   for (const one of found) {
-    one.order = [fastest ? Number((one.seconds.total / fastest).toFixed(2)) : 1, one.peak.host, -one.chunk_size];
-    const differs = best ? [0, 1, 2].find((place) => one.order[place] !== best.order[place]) : 0;
-    if (!best || (differs !== undefined && one.order[differs] < best.order[differs])) best = one;
+    const [mine, theirs] = [order(one), order(best || one)];
+    const differs = [0, 1, 2].find((place) => mine[place] !== theirs[place]);
+    if (!best || (differs !== undefined && mine[differs] < theirs[differs])) best = one;
   }
   return best;
 }
 
-function levers(profile, now, memory, setting) {
+function timed(profile, method, seq_len, memory, setting, rates, only) {
+  const choice = choose(profile, [method], seq_len, memory, setting, rates, only);
+  const size = choice ? choice.chunk_size : Math.min(only === undefined ? chunk_sizes(profile.batch_size).at(-1) : only, seq_len);
+  const spent = choice ? choice.seconds : seconds(method, seq_len, size, rates, setting);
+  const total = choice ? choice.peak.total : peak(profile, method, seq_len, size, setting).total;
+  return {
+    method: method.name, chunk_size: method.chunked ? size : seq_len, fits: choice !== null, peak: total, seconds: spent.total,
+    tokens_per_second: throughput(spent, seq_len, profile.batch_size, setting),
+  };
+}
+
+function next_fastest(profile, times, choice) {
+  const streamed = (one) => profile.methods.find((method) => method.name === one.method).chunked;
+  return times.filter((one) => one.fits && streamed(one) && !(choice && one.method === choice.method))
+    .sort((one, other) => one.seconds - other.seconds).slice(0, 2);
+}
+
+function levers(profile, now, memory, setting, only) {
   const options = [];
   if (setting.optimizer && !setting.optimizer_on_host) {
     options.push(["optimizer state on the host", { ...setting, optimizer_on_host: true }, memory]);
@@ -169,20 +189,23 @@ function levers(profile, now, memory, setting) {
   return options
     .map(([change, other, budget]) => {
       const chunked = profile.methods.filter((method) => method.chunked);
-      const seq_len = Math.max(...chunked.map((method) => longest(profile, method, budget, other).seq_len));
+      const seq_len = Math.max(...chunked.map((method) => longest(profile, method, budget, other, only).seq_len));
       return { change, seq_len, setting: other, memory: budget };
     })
     .filter((lever) => lever.seq_len > 1.05 * now);
 }
 
-function plan_profile(profile, seq_len, memory, setting, rates) {
+function plan_profile(profile, seq_len, memory, setting, rates, only) {
   const chunked = profile.methods.filter((method) => method.chunked);
-  const table = profile.methods.map((method) => longest(profile, method, memory, setting));
+  const table = profile.methods.map((method) => longest(profile, method, memory, setting, only));
   const streamed = table.filter((row) => chunked.some((method) => method.name === row.method));
   const best = streamed.reduce((one, other) => (other.seq_len > one.seq_len ? other : one));
   const length = seq_len === "max" ? best.seq_len : seq_len;
-  const choice = length ? choose(profile, chunked, length, memory, setting, rates) : null;
+  const choice = length ? choose(profile, chunked, length, memory, setting, rates, only) : null;
+  const times = length ? profile.methods.map((method) => timed(profile, method, length, memory, setting, rates, only)) : [];
   return {
-    seq_len: length, choice, best, binds: best.binds, levers: levers(profile, best.seq_len, memory, setting), longest: table,
+    seq_len: length, choice, best, binds: best.binds, longest: table,
+    levers: levers(profile, best.seq_len, memory, setting, only),
+    times, next_fastest: next_fastest(profile, times, choice),
   };
 }

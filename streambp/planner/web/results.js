@@ -1,6 +1,7 @@
 // Verdict, levers, methods, phases and modules.
 
 const KINDS = ["weights", "optimizer", "gradients", "activations"];
+const PARTS = { products: "Matrix products", attention: "Attention", elementwise: "Other kernels", waiting: "Waiting for copies or the host" };
 let shown = null; // what the page shows now, as `evaluate` found it
 
 function show_head() {
@@ -9,7 +10,7 @@ function show_head() {
   const trained = sum("trainable") === sum("parameters") ? "all trained" : `${count_text(sum("trainable"))} trained`;
   const rows = profile.batch_size > 1 ? `${profile.batch_size} rows` : "1 row";
   by_id("name").textContent = data.name;
-  document.title = `${data.name}: memory plan`;
+  document.title = `${data.name}: plan`;
   by_id("about").textContent = [
     profile.model, `${count_text(sum("parameters"))} parameters, ${trained}`, profile.dtype, `${profile.layers} layers`,
     `${rows} a step on each GPU`,
@@ -20,13 +21,15 @@ function show_verdict() {
   const { plan, seq_len, memory, closest, profile, setting, rates } = shown, { choice, best } = plan;
   const card = by_id("verdict"), limit = usable(memory), at = choice ? choice.peak : closest.at;
   card.dataset.fits = choice ? "yes" : "no";
-  by_id("verdict-title").textContent = `${whole(seq_len)} tokens ${choice ? "fit" : "do not fit"}`;
   const short = at.total > limit ? `needs ${memory_text(at.total)} of the GPU` : `needs ${memory_text(at.host)} of host memory`;
   by_id("verdict-detail").textContent = choice
     ? `with ${choice.method} in chunks of ${whole(choice.chunk_size)} tokens.`
     : `${closest.method.name}, which comes closest, ${short}.`;
   const work = choice ? choice.flops : closest.flops;
   const spent = choice ? choice.seconds : closest.spent, speed = throughput(spent, seq_len, profile.batch_size, setting);
+  by_id("verdict-title").textContent = choice
+    ? `${whole(seq_len)} tokens fit: ${time_text(spent.total)} a step, ${whole(speed)} tokens/s`
+    : `${whole(seq_len)} tokens do not fit`;
   const host_limit = memory.host === null ? "no limit" : `of ${memory_text(memory.host)}`;
   const cells = [
     ["Peak per GPU", gib("peak", at.total), `of ${memory_text(limit)} usable`],
@@ -39,6 +42,7 @@ function show_verdict() {
   by_id("figures").replaceChildren(...cells.map(([term, value, small]) =>
     element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, small)))));
   by_id("longest").disabled = !best.seq_len;
+  show_parts(spent);
   by_id("code-box").hidden = !choice;
   const pieces = choice ? config_text(choice).split(/(?<=\()/) : [];
   by_id("code").replaceChildren(...pieces.flatMap((piece) => [piece, element("wbr")]));
@@ -48,27 +52,55 @@ function show_verdict() {
   by_id("usable").textContent = `${memory_text(limit)} usable: ${Math.round(100 * memory.reserve)} % is left alone.`;
 }
 
+/** What a step's seconds go into. */
+function show_parts(spent) {
+  const parts = Object.entries(PARTS).filter(([name]) => spent[name] > 0.0005 * spent.total);
+  let left = 0;
+  by_id("parts-bar").replaceChildren(...parts.map(([name]) => {
+    const width = 100 * spent[name] / spent.total;
+    left += width;
+    return element("span", { class: "kind", style: `--c: var(--${name}); left: ${left - width}%; width: ${width}%` });
+  }));
+  by_id("parts").replaceChildren(...parts.map(([name, text]) => element("li", { style: `--c: var(--${name})` },
+    element("i"), `${text} `, element("b", {}, figure(`seconds of ${name}`, spent[name], time_text(spent[name]))))));
+}
+
+/** A list's row: what, a figure with words, and a button that applies it. */
+function offer(what, text, run) {
+  const apply = element("button", { type: "button", "aria-label": `Apply: ${what}` }, "Apply");
+  apply.addEventListener("click", () => {
+    run();
+    by_id("verdict-title").scrollIntoView({ block: "nearest" });
+  });
+  return element("li", {}, element("span", {}, what), element("span", {}, ...text), apply);
+}
+
+function show_next() {
+  const found = next_fastest(shown.profile, shown.rows.map((row) => ({
+    method: row.method.name, fits: row.fits, seconds: row.spent.total, row,
+  })), shown.plan.choice);
+  by_id("next-title").hidden = !found.length;
+  by_id("next-title").textContent = `Next in speed (what is as fast to half a percent comes by what it moves to the host):`;
+  by_id("next-fastest").replaceChildren(...found.map(({ method, seconds: spent, row }, place) =>
+    offer(method, [figure(`next ${place}`, spent, time_text(spent)), `, ${memory_text(row.at.total)}`],
+      () => apply_setting(method, row.chunk_size))));
+}
+
 function show_levers() {
   const { plan } = shown;
   by_id("binds").replaceChildren(
     plan.best.seq_len ? "What binds the longest sequence: " : "Not even one token fits. What binds: ",
     element("strong", { "data-key": "binds", "data-value": plan.binds }, binds_text(plan.binds)),
     plan.levers.length ? `. What would ${plan.best.seq_len ? "allow a longer one" : "help"}:` : ".");
-  by_id("levers").replaceChildren(...plan.levers.map((lever) => {
-    const apply = element("button", { type: "button", "aria-label": `Apply: ${lever.change}` }, "Apply");
-    apply.addEventListener("click", () => {
+  by_id("levers").replaceChildren(...plan.levers.map((lever) => offer(
+    lever.change[0].toUpperCase() + lever.change.slice(1), ["up to ", figure(`lever ${lever.change}`, lever.seq_len, whole(lever.seq_len)), " tokens"], () => {
       form.gpus.value = lever.setting.gpus;
       form.zero.value = lever.setting.zero;
       form.on_host.checked = lever.setting.optimizer_on_host;
       form.gpu.value = lever.memory.gpu / GIB;
       if (lever.memory.host !== null) form.host.value = (lever.memory.host * lever.setting.gpus) / GIB;
       update();
-      by_id("verdict-title").scrollIntoView({ block: "nearest" });
-    });
-    const reach = figure(`lever ${lever.change}`, lever.seq_len, whole(lever.seq_len));
-    return element("li", {}, element("span", {}, lever.change[0].toUpperCase() + lever.change.slice(1)),
-      element("span", {}, "up to ", reach, " tokens"), apply);
-  }));
+    })));
 }
 
 function swatch(method) {
@@ -81,10 +113,11 @@ function swatch(method) {
 }
 
 function show_methods() {
-  const { rows, seq_len, memory } = shown, limit = usable(memory);
+  const { rows, seq_len, memory, profile, setting } = shown, limit = usable(memory);
   by_id("peak-head").textContent = `Peak at ${whole(seq_len)}`;
   by_id("methods").tBodies[0].replaceChildren(...rows.map((one) => {
-    const { method, at, flops: work, longest: reach, chosen, offered, spent, fits: fitting } = one;
+    const { method, at, longest: reach, chosen, offered, spent, fits: fitting } = one;
+    const speed = throughput(spent, seq_len, profile.batch_size, setting);
     const label = element("th", { scope: "row" }, swatch(method), method.name);
     if (chosen) label.append(element("span", { class: "tag" }, "chosen"));
     const cell = (name, over, ...content) =>
@@ -94,7 +127,7 @@ function show_methods() {
       cell("peak", at.total > limit, gib(`peak ${key}`, at.total)),
       cell("host", memory.host !== null && at.host > memory.host, gib(`host ${key}`, at.host)),
       cell("seconds", !fitting, figure(`seconds ${key}`, spent.total, time_text(spent.total))),
-      cell("PFLOP", false, figure(`flops ${key}`, work, work_text(work))),
+      cell("tokens/s", !fitting, figure(`tokens_per_second ${key}`, speed, whole(speed))),
       cell("longest", false, figure(`longest ${key}`, reach.seq_len, whole(reach.seq_len))),
       cell("stopped by", false, binds_text(reach.binds).replace(" memory,", ",")));
     row.addEventListener("pointerenter", () => light(method.name));
@@ -111,8 +144,10 @@ function show_left_out() {
 }
 
 function light(name) {
-  svg.classList.toggle("dim", name !== null);
-  for (const line of svg.querySelectorAll("[data-method]")) line.classList.toggle("lit", line.dataset.method === name);
+  for (const chart of document.querySelectorAll("figure > svg")) {
+    chart.classList.toggle("dim", name !== null);
+    for (const line of chart.querySelectorAll("[data-method]")) line.classList.toggle("lit", line.dataset.method === name);
+  }
 }
 
 function show_phases() {
@@ -122,7 +157,7 @@ function show_phases() {
   select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
   select.value = wanted;
   const row = rows.find(({ method }) => method.name === wanted) || rows.find(({ chosen }) => chosen) || closest;
-  const chunk_size = row.chosen ? plan.choice.chunk_size : shown.size;
+  const { chunk_size } = row;
   const at = peak(profile, row.method, seq_len, chunk_size, setting), limit = usable(memory);
   const chunks = row.method.chunked ? ` in chunks of ${whole(Math.min(chunk_size, seq_len))}` : "";
   by_id("phases-note").textContent = `${row.method.name}, ${whole(seq_len)} tokens${chunks}; of the layers of a kind, the first `
@@ -167,8 +202,8 @@ function show_modules() {
     const name = node.name ? `${node.name} ` : "", times = node.count > 1 ? `${node.count} × ` : "";
     rows.push(element("tr", {},
       element("th", { scope: "row", style: `--depth: ${depth}` }, name, element("small", {}, `${times}${node.kind}`)),
-      element("td", {}, figure(`parameters ${rows.length}`, node.parameters, count_text(node.parameters))),
-      element("td", {}, figure(`activation ${rows.length}`, node.activation, (node.activation / 1024).toFixed(1)))));
+      element("td", {}, figure(`parameters ${rows.length}`, node.parameters, node.parameters ? count_text(node.parameters) : "–")),
+      element("td", {}, figure(`activation ${rows.length}`, node.activation, node.activation ? (node.activation / 1024).toFixed(1) : "–"))));
     for (const child of node.children) add(child, depth + 1);
   };
   add(shown.profile.tree, 0);

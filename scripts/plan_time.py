@@ -1,0 +1,123 @@
+"""Processor time of plans, and whether their memory is the same as another commit's.
+
+    OMP_NUM_THREADS=1 python scripts/plan_time.py                       # this tree
+    OMP_NUM_THREADS=1 python scripts/plan_time.py --against /path/to/tree/of/another/commit
+
+Each model is planned in a process of its own, for one tree (it comes first in PYTHONPATH) and then for the other, so that a
+machine that is busy is so for both. Printed are seconds of processor time without imports: of the first plan, and of a
+second one of the same model where the tree keeps what was counted. Memory is every number of every method's phases, in both
+regimes, and of the host; the exit code is 1 where one of them differs between the trees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent.parent
+BYTES = 0.05  # by which lines of the same bytes may differ: they are solved for in float64
+LINE = ("constant", "per_token", "per_chunk_token", "per_chunk")
+HOST = tuple(f"host_{name}" for name in ("constant", "per_token", "per_chunk"))
+MODELS = ("Qwen3-8B", "Qwen3-30B-A3B", "gemma3-27b", "Qwen3.5-9B")
+QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32}
+
+
+def configs() -> dict[str, Callable[[], Any]]:
+    """The models' shapes."""
+    import transformers as t
+
+    dense = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8}
+    sparse = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_key_value_heads": 4}
+    experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    gemma = {
+        "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024, "vocab_size": 262208,
+        "query_pre_attn_scalar": 168,
+    }  # fmt: skip
+    made = (
+        functools.partial(t.Qwen3Config, **QWEN3, **dense),
+        functools.partial(t.Qwen3MoeConfig, **QWEN3, **sparse, **experts),
+        functools.partial(t.Gemma3TextConfig, **gemma),
+        t.Qwen3_5TextConfig,
+    )
+    return dict(zip(MODELS, made, strict=True))
+
+
+def count(name: str) -> dict[str, Any]:
+    """Seconds of plans of a model in this process, and the numbers of the first."""
+    import inspect
+
+    from streambp.planner import plan
+    from streambp.planner.profile import to_json
+
+    config = configs()[name]()
+    kept = "cache" in inspect.signature(plan).parameters
+    spent = []
+    for _ in range(1 + kept):
+        begun = time.process_time()
+        found = plan(config, 65536, gpu_memory="141GiB", **({"cache": True} if kept else {}))
+        spent.append(time.process_time() - begun)
+    methods = to_json(found.profile)["methods"]
+    numbers = {
+        f"{method['name']}, {regime}, {number} {phase['name']}, {field}": phase.get(field, 0.0)
+        for method in methods
+        for regime in ("first", "accumulating")
+        for number, phase in enumerate(method[regime])
+        for field in LINE
+    }
+    numbers |= {f"{method['name']}, {field}": method.get(field, 0.0) for method in methods for field in HOST}
+    return {"spent": spent, "numbers": numbers}
+
+
+def counted(tree: Path, name: str) -> dict[str, Any]:
+    """`count` in a process with that tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": folder}
+        command = [sys.executable, "-W", "ignore", __file__, "--count", name]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def differing(ours: dict[str, float], theirs: dict[str, float]) -> list[str]:
+    """The numbers that are not the same."""
+    found = [name for name in ours.keys() & theirs.keys() if abs(ours[name] - theirs[name]) > BYTES]
+    return sorted(found) + sorted(ours.keys() ^ theirs.keys())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, metavar="TREE", help="of another commit")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="MODEL")
+    parser.add_argument("--count", choices=MODELS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.count:
+        print(json.dumps(count(arguments.count)))
+        return 0
+    wrong = 0
+    for name in arguments.models:
+        ours = counted(HERE, name)
+        line = f"{name:16} {ours['spent'][0]:6.1f} s, a second plan {ours['spent'][1]:.2f} s"
+        if arguments.against is not None:
+            theirs = counted(arguments.against, name)
+            different = differing(ours["numbers"], theirs["numbers"])
+            wrong += len(different)
+            share = theirs["spent"][0] / ours["spent"][0]
+            line += f"; the other tree {theirs['spent'][0]:6.1f} s, {share:.2f} x; "
+            line += f"{len(ours['numbers'])} memory numbers, {len(different) or 'none'} different"
+            line += "".join(f"\n    {one}" for one in different[:5])
+        print(line, flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The indexers of sparse attention: which keys each query of a chunk reads.
+
+[Note: indexers] An indexer (DeepSeek V3.2, GLM 5) scores all keys up to a query in each of its heads, and picks the highest
+sums. It has no gradient. Its forward is the model's own, called for a few queries at a time, so that of its scores
+[B, queries, heads, keys] in float32 no more than `SCORES` bytes exist; its keys [B, T, D] are collected over the chunks and
+dropped after the forward. The picks are kept for backward, whose recomputation does not score again: rounding could let it
+choose another key than forward did, and its gradient would be that of another function. A refill needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.attention.picked import visible
+from streambp.attention.prefix import ChunkMask, Stage
+from streambp.cache import ChunkCache
+from streambp.known_names import CACHES, INDEX_HEADS, INDEXER
+from streambp.nested import rebuilt
+
+SCORES = 2**28  # bytes of an indexer's scores in all of its heads; its operators hold a few copies
+
+
+def indexers_of(module: nn.Module) -> list[nn.Module]:
+    """The modules inside that pick keys."""
+    return [part for part in module.modules() if INDEXER in type(part).__name__]
+
+
+@contextlib.contextmanager
+def picking(indexers: Sequence[nn.Module], point: ChunkMask) -> Iterator[None]:
+    """Within, these modules pick keys for the queries of the point's chunk, or know what they have picked."""
+    before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
+    for number, indexer in enumerate(indexers):
+        indexer.forward = functools.partial(_pick, indexer, indexer.forward, number, point)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for indexer, forward in before:
+            if forward is None:
+                indexer.__dict__.pop("forward", None)
+            else:
+                indexer.forward = forward  # type: ignore[method-assign]
+
+
+def _pick(
+    indexer: nn.Module, forward: Callable[..., Tensor], number: int, point: ChunkMask, *args: Any, **kwargs: Any
+) -> Tensor:
+    """[B, C, k] in int32: the keys that the chunk's queries read."""
+    named = dict(inspect.signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments)
+    named.pop(next(iter(named)))
+    x: Tensor = next(value for value in named.values() if isinstance(value, Tensor))  # [B, C, h]
+    if point.stage is Stage.REFILL:
+        return x.new_empty(*x.shape[:2], 0, dtype=torch.int32)  # the layer stops before it reads them
+    if point.picks is not None:
+        picks = point.picks[number]
+    else:
+        with torch.no_grad():
+            picks = _few_queries_at_a_time(indexer, forward, number, point, named, x)
+    point.picked.append(picks)
+    return picks
+
+
+def _few_queries_at_a_time(
+    indexer: nn.Module, forward: Callable[..., Tensor], number: int, point: ChunkMask, named: dict[str, Any], x: Tensor
+) -> Tensor:
+    """[B, C, k] for x [B, C, h]."""
+    chunk, rows = point.chunk, x.shape[0]
+    heads: int = getattr(indexer, INDEX_HEADS)
+    step = max(1, SCORES // (4 * heads * chunk.stop))
+    picks: list[Tensor] = []
+    for row in range(rows):
+        found = []
+        for start in range(chunk.start, chunk.stop, step):
+            stop = min(start + step, chunk.stop)
+            found.append(forward(**_part(named, number, point, row, rows, start, stop)))  # [1, queries, k]
+        most = found[-1].shape[-1]  # the first queries may have fewer keys, pick all, and the first once more
+        picks.append(torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1))
+    return picks[0] if rows == 1 else torch.cat(picks)
+
+
+def _part(
+    named: dict[str, Any], number: int, point: ChunkMask, row: int, rows: int, start: int, stop: int
+) -> dict[str, Any]:
+    """An indexer's arguments for queries [start, stop) of one row."""
+    prefix, chunk = point.prefix, point.chunk
+
+    def cut(x: Tensor) -> Tensor:
+        if x.dim() < 2 or x.shape[0] not in (1, rows) or x.shape[1] != chunk.stop - chunk.start:
+            return x
+        return _row(x, row)[:, start - chunk.start : stop - chunk.start]
+
+    def read(k: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
+        """k [1, 1, queries, D] -> all up to the last of them, [1, 1, stop, D]."""
+        keys = prefix.index_keys.get(number)
+        if keys is None:
+            keys = prefix.index_keys[number] = k.new_empty(rows, prefix.length, k.shape[-1])  # [B, T, D]
+        keys[row, start:stop] = k[0, 0]
+        return keys[row, :stop][None, None], nothing
+
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        if name in CACHES:
+            found[name] = ChunkCache(start, read)
+        elif value is point:
+            device = next(x for x in named.values() if isinstance(x, Tensor)).device
+            tile = visible(prefix.layout, start, stop, 0, stop, device)
+            found[name] = _row(tile, row)[:, 0]  # [1, queries, stop]
+        else:
+            found[name] = rebuilt(value, cut)
+    return found
+
+
+def _row(x: Tensor, row: int) -> Tensor:
+    """[1, ...] of [B or 1, ...]."""
+    return x if len(x) == 1 else x[row : row + 1]

@@ -1,0 +1,64 @@
+"""Sparse attention: a mask of the keys that an indexer has picked for each query.
+
+[Note: picked keys] The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by tile, for one block of
+queries and keys at a time: no mask of a chunk against its prefix exists, and none of the whole sequence. Where there are as
+many picks as keys up to the chunk's end, every key is picked, and the mask below is all that counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from streambp.attention.masks import DenseMask, edges
+from streambp.attention.spans import Spans
+from streambp.chunks import Chunk
+
+
+def visible(layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
+    """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1): bool (True is read), or to be added to the scores."""
+    if isinstance(layout, DenseMask):
+        return layout.tile(q0, q1, k0, k1, device)
+    key = ("edges", device)
+    if key not in layout.derived:
+        layout.derived[key] = edges(layout, device)
+    first, last = (edge[:, q0:q1, None] for edge in layout.derived[key])  # [B, q, 1]
+    keys = torch.arange(k0, k1, device=device)
+    return ((keys >= first) & (keys <= last))[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class PickedMask(DenseMask):
+    """What a chunk's queries may read of the keys that were picked for them. [Note: picked keys]
+
+    Args:
+        source: [B, C, k] the picks, in integers of any size.
+        below: what they may read at all. start: the chunk's first position.
+    """
+
+    below: Spans | DenseMask = dataclasses.field(kw_only=True)
+    start: int = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "derived", self.below.derived.setdefault("picked", {}))  # plans, for all layers
+
+    @classmethod
+    def of(cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor) -> Spans | DenseMask:
+        """For picks [B, C, k] of a chunk of `length` positions; `below` itself if all keys are picked."""
+        if picks.shape[-1] >= chunk.stop:
+            return below
+        barriers = below.barriers if isinstance(below, DenseMask) else ()
+        return cls(len(picks), length, picks, barriers, below=below, start=chunk.start)
+
+    def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
+        """As in `DenseMask`."""
+        assert isinstance(self.source, Tensor)
+        read = visible(self.below, q0, q1, k0, k1, device)
+        picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]
+        elsewhere = k1 - k0  # a column of its own, which is dropped
+        picks = torch.where((picks >= 0) & (picks < elsewhere), picks, elsewhere)
+        chosen = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
+        chosen = chosen.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
+        return read & chosen if read.dtype == torch.bool else read.masked_fill(~chosen, torch.finfo(read.dtype).min)

@@ -1,0 +1,52 @@
+"""torch's context parallelism, which accelerate's `cp_size`, HF Trainer and TRL's trainers enter around every step.
+
+Within `torch.distributed.tensor.experimental.context_parallel` a closure stands in for `scaled_dot_product_attention`.
+Streamed attention does not call it. It takes the process group and the order of the shards from there, and streamed layers
+gather keys and values themselves (`sharded/gathered.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from streambp.errors import UnsupportedModelError
+from streambp.known_names import (
+    CONTEXT_PARALLEL,
+    CONTEXT_PARALLEL_BALANCED,
+    CONTEXT_PARALLEL_MESH,
+    CONTEXT_PARALLEL_OPTIONS,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextParallel:
+    """The process group over which sequences are split; balanced: of 2 P parts rank r holds parts r and 2 P - 1 - r, else
+    of P parts the one of its number."""
+
+    group: Any
+    balanced: bool
+
+
+def find_context_parallel() -> ContextParallel | None:
+    """What is at work now, if it is.
+
+    Raises:
+        UnsupportedModelError: it is, but its mesh or its order is not where torch 2.11 to 2.13 keep them.
+    """
+    function = F.scaled_dot_product_attention
+    if not (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
+        return None
+    try:
+        mesh = inspect.getclosurevars(function).nonlocals[CONTEXT_PARALLEL_MESH]
+        options = function.__globals__[CONTEXT_PARALLEL_OPTIONS]
+        return ContextParallel(mesh.get_group(), bool(getattr(options, CONTEXT_PARALLEL_BALANCED)))
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            "torch's context parallelism splits the sequence over ranks, but its mesh of one dimension or the order of its "
+            f"shards is not where torch 2.11 to 2.13 keep them ({type(error).__name__}: {error}). Use one of these "
+            "versions and a mesh of one dimension, or run this model unpatched (streambp.unpatch(model))."
+        ) from error

@@ -1,0 +1,60 @@
+"""Whether a batch is split over ranks, and by whom."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from streambp.attention.interface import own_implementation
+from streambp.distributed.context_parallel import ContextParallel, find_context_parallel
+from streambp.distributed.ulysses import Ulysses, find_ulysses
+from streambp.errors import UnsupportedModelError
+from streambp.layer.site import LayerSite
+from streambp.sharded.call import keeps
+from streambp.sharded.gathered import GatheredShards, room_for_keys
+from streambp.sharded.shards import Shards, gather_shards
+
+MANY = 2**16  # more than layers
+
+
+def find_split(config: PreTrainedConfig, training: bool) -> Ulysses | ContextParallel | None:
+    """Who splits the sequences of a model with this config now, if anybody does; training: the model's mode.
+
+    Raises:
+        UnsupportedModelError: both do, or what streamed layers need to know of it is not where it is expected.
+    """
+    ulysses, context = find_ulysses(own_implementation(config)), find_context_parallel()
+    if ulysses is None or not ulysses.splits(training):
+        return context
+    if context is not None:
+        raise UnsupportedModelError(
+            "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks; streamed layers know one "
+            "of them at a time. Choose one, or run this model unpatched (streambp.unpatch(model))."
+        )
+    return ulysses
+
+
+def shards_of(
+    kwargs: Mapping[str, Any], config: PreTrainedConfig, training: bool, sites: Callable[[], list[LayerSite]]
+) -> Shards | None:
+    """How the batch of a backbone's call is split over ranks; collectives if it is, None if not.
+
+    Args:
+        sites: gives the layers. In how many of them keys or attention's results are saved has to be the same on all ranks,
+            since it changes what they exchange.
+    """
+    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    found = find_split(config, training)
+    if found is None or tokens is None:
+        return None
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    layers = [site.config for site in sites()]
+    agreed = sum(keeps(layer, "kv") + MANY * keeps(layer, "attn_out") for layer in layers)
+    if isinstance(found, Ulysses):
+        return gather_shards(Shards, found.group, tokens, positions, mask, agreed)
+    kind = functools.partial(GatheredShards, balanced=found.balanced)
+    agreed += MANY * MANY * found.balanced
+    return gather_shards(kind, found.group, tokens, positions, mask, agreed, room_for_keys(tokens.device))

@@ -1,0 +1,102 @@
+"""What the queries of whole sequences may read, from the masks that a model makes of one shard on each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices
+
+from streambp.attention.masks import LazyMask, agrees, rows_of
+from streambp.attention.spans import Spans
+from streambp.errors import UnsupportedMaskError
+
+
+class Shown(enum.IntEnum):
+    """What the mask of one shard shows of the documents of packed rows."""
+
+    NOTHING = 0
+    KNOWN = 1
+    IGNORED = 2
+    REFUSED = 3  # it is more than padding, packing and a window
+
+
+def resolve_whole(
+    mask: LazyMask | Tensor | None,
+    whole: Spans,
+    length: int,
+    position_ids: Tensor | None,
+    device: torch.device,
+    everyones: Callable[[list[int]], list[list[int]]],
+) -> Spans:
+    """What the queries of whole sequences may read, where the model's mask describes one shard of `length` tokens.
+
+    One shard may show what another does not: where its window ends, or whether documents are known. So the ranks say what
+    they see, and each comes to the same end. A head and a tail in one shard look like two documents: of the shard's own
+    documents nothing is taken, those of the whole sequences are in `whole`.
+
+    Args:
+        whole: the spans that padding and packing of the whole sequences give, without a window.
+        position_ids: the shard's, [1 or B, length].
+        everyones: what each rank says, from what this one says; called once for each mask of the model, on every rank.
+
+    Raises:
+        UnsupportedMaskError: the mask is more than padding, packing and a window, or may be; on every rank alike.
+    """
+    rows = len(whole.rows)
+    if mask is None:
+        return Spans.causal(rows, whole.length)
+    if isinstance(mask, LazyMask) and mask.whole is not None:
+        return mask.whole
+    window, clear, shown = _shown(mask, rows, whole.length, length, position_ids, device)
+    said = everyones([-1 if window is None else window, clear, shown])
+    if any(other[2] == Shown.REFUSED or other[0] != said[0][0] for other in said):
+        raise UnsupportedMaskError(
+            "The attention mask is no sliding window, padding or packing; where sequences are split over ranks streambp "
+            "knows one rank's part of it only. Train this model without splitting sequences."
+        )
+    if not any(other[1] for other in said):
+        raise UnsupportedMaskError(
+            f"One shard of {length} tokens does not show whether the attention mask is a sliding window of "
+            f"{window}. Use longer sequences or fewer ranks, or train without splitting sequences."
+        )
+    assert isinstance(mask, LazyMask)
+    ignored = any(other[2] == Shown.IGNORED for other in said) and mask.description.get("attention_mask") is None
+    mask.whole = Spans.causal(rows, whole.length, window) if ignored else dataclasses.replace(whole, window=window)
+    return mask.whole
+
+
+def _shown(
+    mask: LazyMask | Tensor, rows: int, whole: int, length: int, position_ids: Tensor | None, device: torch.device
+) -> tuple[int | None, bool, Shown]:
+    """The window of a shard's mask, whether it is certain that there is no other, and what else the mask shows.
+
+    Args:
+        whole: tokens of a whole sequence.
+        position_ids: the shard's, [1 or B, length].
+    """
+    if isinstance(mask, Tensor) or mask.description.get("use_vmap", False):
+        return None, False, Shown.REFUSED
+    known = mask.description
+    padding, window = known.get("attention_mask"), known.get("local_size")
+    plain = known["mask_function"] is causal_mask_function
+    packed = None
+    if padding is None and position_ids is not None:
+        packed = find_packed_sequence_indices(position_ids.expand(rows, -1))
+    else:
+        padding = None if padding is None or bool(padding.all()) else padding
+    ends_in_sight = window is None or window < length
+    everywhere = functools.partial(agrees, Spans.causal(1, whole, window), known, None, device)
+    if packed is not None:
+        if not plain and agrees(Spans(length, rows_of(rows, length, None, packed), window), known, None, device):
+            return window, ends_in_sight, Shown.KNOWN
+        if not agrees(Spans.causal(rows, length, window), known, None, device):
+            return window, False, Shown.REFUSED
+        return window, plain or everywhere(), Shown.IGNORED
+    if not agrees(Spans(length, rows_of(rows, length, padding, None), window), known, padding, device):
+        return window, False, Shown.REFUSED
+    return window, plain or everywhere(), Shown.NOTHING

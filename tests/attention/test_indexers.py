@@ -1,0 +1,274 @@
+"""Sparse attention with an indexer: scored a few queries at a time, picked once, masked one block at a time.
+
+covers: attention/indexers.py, attention/picked.py, attention/interface.py, layer/saved.py, planner/survey.py
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import streambp
+from streambp.admission import entry
+from streambp.admission.own_run import OtherModelError
+from streambp.admission.probe import Verdict
+from streambp.admission.stacks import kind_of
+from streambp.attention import indexers, interface, picked
+from streambp.attention.carriers import Picking, ThroughInterface
+from streambp.attention.prefix import ChunkMask, Prefix, Stage
+from streambp.attention.spans import Spans
+from streambp.chunks import Chunk
+from streambp.errors import UnsupportedModelError
+from streambp.layer.saved import Kept
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.survey import streamed, survey
+from tests import zoo
+from tests.families import make_batch
+from tests.layer.test_states import patched
+from tests.oracle import gradients, worst_error
+from tests.tiers import thinned
+from tests.versions import needs_indexers
+
+pytestmark = needs_indexers
+
+TOPK, LENGTH, CHUNK = 4, 23, 5
+FEW = 3  # queries of the last chunk that are scored at a time
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text")
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def build(name="deepseek_v32", **changes):
+    return zoo.build(name, index_topk=TOPK, **changes)
+
+
+def scores_for(model, monkeypatch, queries=FEW, length=LENGTH):
+    """The scores of so many queries against all keys may exist."""
+    heads = next(m for m in model.modules() if type(m).__name__.endswith("Indexer")).n_heads
+    monkeypatch.setattr(indexers, "SCORES", 4 * heads * length * queries)
+    return heads * length * queries
+
+
+def check(stock, batch, chunk_size=CHUNK, **settings):
+    """The patched model, where its loss and gradients are the unpatched model's."""
+    expected_loss, expected = gradients(copy.deepcopy(stock), **batch)
+    ours = patched(stock, chunk_size=chunk_size, **settings)
+    loss, found = gradients(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+    return ours
+
+
+@pytest.mark.parametrize("mode", ["plain", "left-padded", "right-padded", "packed"])
+@pytest.mark.parametrize("name", [n if n == "deepseek_v32" else pytest.param(n, marks=pytest.mark.full) for n in SPARSE])
+def test_a_few_queries_at_a_time(name, mode, monkeypatch):
+    stock = build(name)
+    scores_for(stock, monkeypatch)
+    ours = check(stock, make_batch(mode))
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, torch.Tensor):
+                self.most = max(self.most, part.numel())
+        return result
+
+
+def largest_of_a_step(monkeypatch, length=96):
+    """In units of T * T, and what the scores of two queries have."""
+    ours = patched(build(), chunk_size=12)
+    scores = scores_for(ours, monkeypatch, 2, length)
+    batch = {**make_batch("plain", length=length)}
+    batch = {name: value[:1] for name, value in batch.items()}
+    gradients(ours, **batch)  # what is tried before the first step is small
+    with Largest() as seen:
+        ours(**batch, use_cache=False).loss.backward()
+    return seen.most / length**2, scores / length**2
+
+
+def test_nothing_is_as_large_as_a_mask_of_the_sequence(monkeypatch):
+    most, scores = largest_of_a_step(monkeypatch)
+    assert scores < 0.7
+    assert most < 1.0
+
+
+def test_the_mutant_that_scores_a_chunk_at_once(monkeypatch):
+    step = indexers._few_queries_at_a_time
+
+    def at_once(*given):
+        with monkeypatch.context() as patch:
+            patch.setattr(indexers, "SCORES", 2**40)
+            return step(*given)
+
+    monkeypatch.setattr(indexers, "_few_queries_at_a_time", at_once)
+    assert largest_of_a_step(monkeypatch)[0] > 1.0
+
+
+def loss_then_other_picks(monkeypatch, **settings):
+    """The error of gradients where an indexer that is asked in backward would pick other keys; and how often it was."""
+    stock, batch = build(), make_batch("plain")
+    _, expected = gradients(copy.deepcopy(stock), **batch)
+    ours = patched(stock, chunk_size=CHUNK, **settings)
+    gradients(ours, **batch)
+    asked = 0
+    loss = ours(**batch, use_cache=False).loss
+    ours.zero_grad()
+    real = indexers._few_queries_at_a_time
+
+    def others(*given):
+        nonlocal asked
+        asked += 1
+        return torch.zeros_like(real(*given))
+
+    monkeypatch.setattr(indexers, "_few_queries_at_a_time", others)
+    loss.backward()
+    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    return worst_error(found, expected), asked
+
+
+SETTINGS = ({}, {"saves": ("attn_out",)}, {"offload": "cpu"}, {"saves": ("kv", "attn_out"), "offload": "cpu"})
+
+
+@pytest.mark.parametrize("settings", thinned(SETTINGS, lambda s: s in ({}, {"offload": "cpu"})), ids=str)
+def test_backward_reads_what_forward_picked(settings, monkeypatch):
+    error, asked = loss_then_other_picks(monkeypatch, **settings)
+    assert asked == 0
+    assert error <= 1e-10
+
+
+def test_the_mutant_that_picks_again(monkeypatch):
+    monkeypatch.setattr(Kept, "picks", lambda self, chunk: None)
+    error, asked = loss_then_other_picks(monkeypatch)
+    assert asked > 0
+    assert error > 1e-6
+
+
+def test_picks_are_kept_until_their_chunk_is_differentiated(monkeypatch):
+    """8 KB a token at 2,048 picks: 4 bytes each."""
+    kept = []
+    real = Kept.keep
+    monkeypatch.setattr(Kept, "keep", lambda self, chunk, *given: (real(self, chunk, *given), kept.append(self))[0])
+    ours = patched(build(), chunk_size=CHUNK)
+    loss = ours(**make_batch("plain"), use_cache=False).loss
+    stores = {id(one): one.store for one in kept}.values()
+    sizes = [store.peek("picks.0", number).shape[-1] for store in stores for number in range(-(-LENGTH // CHUNK))]
+    assert set(sizes) == {TOPK}
+    assert all(store.peek("picks.0", 0).dtype == torch.int32 for store in stores)
+    assert not any(prefix.index_keys for prefix in (one.carried.prefix for one in kept))
+    loss.backward()
+    assert not any(store.has("picks.0", 0) for store in stores)
+
+
+def test_layers_that_have_all_keys_picked_attend_without_a_mask():
+    batch = make_batch("plain")
+    few, every = (check(zoo.build("deepseek_v32", v_head_dim=16, index_topk=k), batch) for k in (TOPK, LENGTH))
+    assert "masks" not in streambp.describe(every).attention
+    assert "masks" in streambp.describe(few).attention
+
+
+def test_what_describe_says():
+    layers = streambp.describe(check(build("glm_moe_dsa", indexer_types=["full", "shared"]), make_batch("plain"))).layers
+    assert "its indexer's picks are kept, 16 bytes a token" in layers[0].reason
+    assert "not picked" in layers[1].reason
+    assert "kept" not in layers[1].reason
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_layer_that_runs_whole(implementation, monkeypatch):
+    stock = build("glm_moe_dsa", indexer_types=["full", "shared"])
+    stock.config._attn_implementation = implementation
+    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(False, "a trial"))
+    ours = check(stock, make_batch("right-padded"))
+    assert {layer.reason for layer in streambp.describe(ours).layers} == {"a trial"}
+
+
+def test_the_mutant_whose_unpatched_run_reads_all_keys(monkeypatch):
+    """Routed, the layer leaves it to the attention function to mask what was not picked."""
+    monkeypatch.setattr(interface, "_only_picked", lambda mask, *_: mask)
+    with pytest.raises(OtherModelError, match="computes something else unpatched"):
+        check(build(), make_batch("plain"))
+
+
+def test_the_mutant_that_masks_nothing(monkeypatch):
+    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
+    monkeypatch.setattr(picked.PickedMask, "of", lambda below, *_: below)
+    with pytest.raises(AssertionError):
+        check(build(), make_batch("plain"))
+
+
+def host_bytes(picks, length=1024, chunk_size=256):
+    """What a planned step keeps on the host."""
+    with torch.device("meta"):
+        config = zoo.tiny_config("deepseek_v32", index_topk=picks)
+    skeleton, recipe = Skeleton(config, torch.bfloat16, None, 16, "cuda"), streamed((), "cpu")
+    counted = {"accumulating": False, "tree": False, "timed": False}
+    profile = survey(skeleton, (recipe,), at=(length, chunk_size), **counted)
+    method = next(m for m in profile.methods if m.name == recipe.name)
+    chunks = length / chunk_size
+    return method.host_constant + method.host_per_token * length + method.host_per_chunk * chunks
+
+
+@pytest.mark.full
+def test_a_plan_counts_the_picks():
+    layers, length = 2, 1024
+    assert host_bytes(128) - host_bytes(64) == pytest.approx(4 * 64 * layers * length, rel=0.05)
+
+
+@pytest.mark.parametrize("name", thinned(SPARSE, lambda name: name == "deepseek_v32"))
+def test_what_a_layer_is(name):
+    """dots3: its sliding layers have no indexer."""
+    kinds = {type(kind_of(layer).attention) for layer in zoo.build(name).model.layers}
+    others = {"dots3_note_text": {Picking, ThroughInterface}}
+    assert kinds == others.get(name, {Picking})
+
+
+def test_a_mask_of_picks():
+    """Padding below, rows of one chunk, and picks outside of a block."""
+    layout = Spans.causal(2, 9, window=4)
+    picks = torch.tensor([[[0, 3], [4, 2], [7, 7]], [[1, 5], [3, 0], [5, 6]]])  # [B, C, k]
+    mask = picked.PickedMask.of(layout, 9, Chunk(0, 5, 8), picks)
+    below = picked.visible(layout, 5, 8, 1, 7, torch.device("cpu"))
+    tile = mask.tile(5, 8, 1, 7, torch.device("cpu"))
+    assert tile.shape == (2, 1, 3, 6)
+    for row, query, key in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(6)).tolist():
+        read = key + 1 in picks[row, query] and query + 5 - 4 < key + 1 <= query + 5
+        assert bool(tile[row, 0, query, key]) == read
+        assert bool(below[row, 0, query, key]) == (query + 5 - 4 < key + 1 <= query + 5)
+
+
+def test_a_layer_without_an_indexer_cannot_read_its_mask():
+    point = ChunkMask(Prefix(Spans.causal(1, 4), 4, "auto"), Chunk(0, 0, 4), Stage.FORWARD)
+    for read in (lambda: point[:, 0], lambda: 0.0 in point, lambda: list(point)):
+        with pytest.raises(TypeError):
+            read()
+    point.takes_picks = True
+    assert point[:, 0] is point
+
+
+def test_picks_of_a_layer_that_has_no_indexer():
+    q = torch.randn(1, 2, 4, 8)
+    layer = torch.nn.Linear(1, 1)
+    with pytest.raises(UnsupportedModelError, match="indices"):
+        interface.stream_attention(layer, q, q, q, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32))
+
+
+@pytest.mark.full
+def test_ranks_that_have_a_shard_each():
+    assert "all keys of the sequence" in Picking.why_not_split

@@ -1,0 +1,63 @@
+"""What context parallelism may get wrong, for tests that must see it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+
+from streambp.attention import masks
+from streambp.chunks import Chunk
+from streambp.sharded import call as sharded_call
+from streambp.sharded.gathered import GatheredShards
+from streambp.sharded.shards import Shards
+
+real_pieces = GatheredShards.pieces
+
+
+def pieces_in_rank_order(self, batch_size, size):
+    """Queries where they would be if rank r held the tokens [r T / P, (r + 1) T / P)."""
+    return real_pieces(dataclasses.replace(self, balanced=False), batch_size, size)
+
+
+def pieces_at_local_positions(self, batch_size, size):
+    """Queries at their places in the shard."""
+    return [piece._replace(whole=Chunk(*dataclasses.astuple(piece.here))) for piece in real_pieces(self, batch_size, size)]
+
+
+def keys_in_rank_order(self, x, real=GatheredShards.in_order):
+    """Of positions and masks, [P, B, T / P], the order is right: it is checked."""
+    return real(self, x) if x.dim() == 3 else Shards.in_order(self, x)
+
+
+def own_part_alone(self, sums, dtype, heads):
+    """dK and dV from this rank's queries, without other ranks'."""
+    return [self.by_rank(x)[self.rank].to(dtype).transpose(1, 2) for x in sums]
+
+
+def read_off_the_shard(mask, whole, length, position_ids, device, everyones):
+    """Documents as the shard's own positions show them: where parts meet there is none, and others' are not known."""
+    found = masks.resolve(mask, len(whole.rows), length, position_ids, None, device)
+    rows = tuple(tuple(dataclasses.replace(run) for run in runs) for runs in found.rows)
+    last = rows[0][-1].q0
+    rest = masks.Run(length, whole.length, last)
+    return masks.Spans(whole.length, tuple((*runs, rest) for runs in rows), found.window)
+
+
+MUTANTS = {
+    "shards in rank order": (GatheredShards, "pieces", pieces_in_rank_order),
+    "keys in rank order": (GatheredShards, "in_order", keys_in_rank_order),
+    "own shard's dK and dV only": (GatheredShards, "own_gradient", own_part_alone),
+    "local positions": (GatheredShards, "pieces", pieces_at_local_positions),
+    "a mask read off the shard's own positions": (sharded_call, "resolve_whole", read_off_the_shard),
+}
+
+
+@contextlib.contextmanager
+def applied(name):
+    """Within, that mutant; None: none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            patch.setattr(*MUTANTS[name])
+        yield

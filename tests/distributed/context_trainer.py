@@ -1,0 +1,109 @@
+"""HF Trainer or TRL's SFTTrainer with accelerate's cp_size, on FSDP2; rank 0 saves weights and what was logged.
+
+python -m tests.distributed.context_trainer RANK PORT FOLDER {trainer,sft} {alone,stock,streamed,resumed,...} WORLD_SIZE
+
+accelerate takes FSDP2 only where it finds an accelerator, so it is told that it has found one; torch's ring, which
+unpatched models train under, has no handler for a CPU's kernel (`ring_on_cpu.py`). Nothing else stands in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+LENGTH, STEPS, SAVED_AT, CHUNKS = 24, 3, 2, (5, 7, 3, 12)
+
+
+def rows(count, seed):
+    from tests.families import make_batch
+
+    batch = make_batch("plain", length=LENGTH, rows=count, seed=seed)
+    batch["labels"][:, : LENGTH // 3] = -100
+    return [{"input_ids": i, "labels": y} for i, y in zip(batch["input_ids"], batch["labels"], strict=True)]
+
+
+def made(objective, what, folder, world_size):
+    """The trainer, which has patched its model if it streams."""
+    import datasets
+    import trl
+    from accelerate.utils import ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    import streambp
+    from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
+    from tests.families import build
+    from tests.integrations.test_trl import tokenizer
+
+    streams, replicas = what in ("streamed", "resumed", "streamed twice"), 2 if what.endswith("twice") else 1
+    settings = {
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-2,
+        "optim": "adamw_torch", "lr_scheduler_type": "constant", "report_to": [], "disable_tqdm": True,
+        "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "eval_strategy": "steps", "eval_steps": SAVED_AT,
+        "logging_steps": 1, "save_strategy": "steps" if replicas == 1 and objective == "trainer" else "no",
+        "save_steps": SAVED_AT, "bf16": False,
+    }  # fmt: skip
+    if what == "alone":
+        settings["use_cpu"] = True
+    else:
+        wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+        split = ParallelismConfig(cp_size=world_size // replicas, dp_shard_size=replicas)
+        settings |= {"fsdp": "full_shard", "fsdp_config": wrapped, "parallelism_config": split}
+    output = str(Path(folder) / f"{objective}-{'streamed' if what == 'resumed' else what}")
+    model, size = build("qwen3"), CHUNKS[int(os.environ["RANK"])]
+    if objective == "trainer":
+        if streams:
+            streambp.patch(model, streambp.StreamConfig(chunk_size=size, saves=("attn_out",)))
+        return Trainer(model, TrainingArguments(output, **settings), train_dataset=rows(32, 1), eval_dataset=rows(4, 2))
+    settings |= {"max_length": LENGTH, "pad_to_multiple_of": 8, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    config, trainer = (StreamSFTConfig, StreamSFTTrainer) if streams else (trl.SFTConfig, trl.SFTTrainer)
+    if streams:
+        settings["stream_chunk_size"] = str(size)
+    train, evaluate = (
+        datasets.Dataset.from_list(
+            [{"input_ids": row["input_ids"].tolist()[: LENGTH - 3 * (i % 3)]} for i, row in enumerate(rows(*of))]
+        )
+        for of in ((32, 1), (4, 2))
+    )
+    return trainer(
+        model, config(output, **settings), train_dataset=train, eval_dataset=evaluate, processing_class=tokenizer()
+    )
+
+
+def main():
+    rank, port, folder, objective, what, world_size = sys.argv[1:]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": port, "ACCELERATE_TORCH_DEVICE": "cpu"}
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    from tests.distributed import ring_on_cpu
+    from tests.distributed.watch import engines_seen
+
+    if what != "alone":
+        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    trainer = made(objective, what, folder, int(world_size))
+    ring = ring_on_cpu.enabled() if what.startswith("stock") else contextlib.nullcontext()
+    with ring, engines_seen() as engines:
+        checkpoint = f"{trainer.args.output_dir}/checkpoint-{SAVED_AT}"
+        trainer.train(resume_from_checkpoint=checkpoint if what == "resumed" else None)
+    weights = {}
+    for name, parameter in trainer.model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        weights[name] = whole.detach().double().clone()
+    if rank == "0":
+        logged = [{key: value for key, value in entry.items() if "runtime" not in key and "per_second" not in key}
+                  for entry in trainer.state.log_history]  # fmt: skip
+        found = {"weights": weights, "logged": logged, "engines": sorted(engines)}
+        torch.save(found, f"{folder}/{objective}-{what}.pt")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

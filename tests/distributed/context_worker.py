@@ -1,0 +1,204 @@
+"""One rank of several over which torch's context parallelism splits sequences.
+
+python -m tests.distributed.context_worker RANK PORT '{"gradients": [{"mode": "packed"}], "training": [{}]}' WORLD_SIZE
+
+Every case is computed by the unpatched model in a single process, on whole sequences, and by streamed layers under torch's
+own context manager, whose chunks differ between ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.functional import pad
+
+import streambp
+from streambp.attention.spans import Kind, Tiling
+from streambp.errors import StreamBPError
+from streambp.known_names import GATHER, REDUCE_SCATTER
+from streambp.sharded import gathered, layer
+from tests.distributed import context_mutants, ring_on_cpu
+from tests.distributed.split_worker import gradients_of, lifted, model_for, whole_batch
+from tests.oracle import worst_error
+
+CHUNKS = (5, 7, 3, 12)  # of each rank
+OTHER_CHUNKS = (12, 1, 2, 3)
+STEPS = 4
+EXCHANGES = {"lists": ("all_gather",), "gathers": GATHER, "sums": REDUCE_SCATTER, "trades": ("all_to_all_single",)}
+
+
+def as_trainer_gives(case):
+    """Whole sequences with labels shifted before they are split, as Trainer hands them to `context_parallel`."""
+    batch = whole_batch(case)
+    batch["position_ids"] = batch["position_ids"].clone()
+    batch["shift_labels"] = pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    batch["labels"] = batch["labels"].clone()
+    for name in case.get("without", ()):
+        del batch[name]
+    return batch, (whole_batch(case)["labels"][:, 1:] != -100).sum()
+
+
+@contextlib.contextmanager
+def split(mesh, batch, case):
+    """torch's context manager around a batch, whose tensors are cut in place."""
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    before = _cp_options.enable_load_balance
+    _cp_options.enable_load_balance = case.get("order", "head-tail") == "head-tail"
+    outside = case.get("outside", ())
+    buffers = [tensor for name, tensor in batch.items() if name not in outside]
+    try:
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+            for name in outside:
+                batch[name] = batch[name].chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+            yield
+    finally:
+        _cp_options.enable_load_balance = before
+
+
+@contextlib.contextmanager
+def noted(found):
+    """Which collectives are issued, in order, with the elements that this rank hands in; pairs that are attended."""
+    found["issued"], found["pairs"] = [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, names in EXCHANGES.items():
+            name = next(name for name in names if hasattr(dist, name))
+            real = getattr(dist, name)
+
+            def call(output, given, *args, function=real, kind=kind, **kwargs):
+                found["issued"].append((kind, given.numel()))
+                return function(output, given, *args, **kwargs)
+
+            patch.setattr(dist, name, call)
+
+        def attend(q, site, layout, chunk, *args, real=layer.attend_blocks):
+            for block in layout.blocks(chunk.start, chunk.stop, Tiling()):
+                assert block.kind in (Kind.FULL, Kind.CAUSAL, Kind.BAND)
+                read = sum(
+                    k <= q if block.kind is Kind.CAUSAL else block.kind is Kind.FULL or k > q - block.window
+                    for q in range(block.q0, block.q1)
+                    for k in range(block.k0, block.k1)
+                )
+                found["pairs"] += read * (block.b1 - block.b0) * q.shape[1]
+            return real(q, site, layout, chunk, *args)
+
+        patch.setattr(layer, "attend_blocks", attend)
+        yield
+
+
+def everyones(mine):
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return parts
+
+
+def config_of(case, rank):
+    chunks = OTHER_CHUNKS if case.get("chunks") == "others" else CHUNKS
+    return streambp.StreamConfig(chunk_size=chunks[rank], **case.get("config", {}))
+
+
+def gradients(case, rank, mesh):
+    """The streamed model's error against a single process, and what the ranks did."""
+    result, found = {"case": case}, {}
+    expected_loss = expected = None
+    batch, items = as_trainer_gives(case)
+    if rank == 0:
+        expected_loss, expected, _ = gradients_of(model_for(case), whole_batch(case), items, reduce=False)
+    if case.get("stock"):
+        result["unpatched"] = ring_error(case, batch, items, mesh, expected)
+        batch, _ = as_trainer_gives(case)
+    model = streambp.patch(model_for(case), config_of(case, rank))
+    with pytest.MonkeyPatch.context() as patch:
+        if case.get("heads") == 1:
+            patch.setattr(gathered, "ROOM", 1)
+        with split(mesh, batch, case), noted(found), context_mutants.applied(case.get("mutant")):
+            loss, ours, _ = gradients_of(model, batch, items, reduce=False)
+    loss, ours = summed(loss, ours)
+    result["issued alike"] = all(issued == found["issued"] for issued in everyones(found["issued"]))
+    result["issued"] = [name for name, _ in found["issued"]]
+    result["pairs"] = everyones(found["pairs"])
+    result["described"] = str(streambp.describe(model))
+    if rank == 0:
+        result["error"] = max(worst_error(ours, expected), abs(loss / expected_loss - 1).item())
+    return result
+
+
+def summed(loss, gradients):
+    for tensor in (loss, *gradients.values()):
+        dist.all_reduce(tensor)
+    return loss, gradients
+
+
+def ring_error(case, batch, items, mesh, expected):
+    with ring_on_cpu.enabled(), split(mesh, batch, case):
+        named = {**batch}
+        named.pop("attention_mask", None)  # accelerate's hooks take it away
+        loss, found, _ = gradients_of(ring_on_cpu.causal(model_for(case)), named, items, reduce=False)
+    _, found = summed(loss, found)
+    return worst_error(found, expected) if expected is not None else None
+
+
+def refused(case, rank, mesh):
+    """The message on each rank, and how long the slowest one took."""
+    batch, items = as_trainer_gives(case)
+    model = streambp.patch(model_for(case), config_of({**case, "config": case.get("configs", [{}] * 9)[rank]}, rank))
+    began, message = time.monotonic(), None
+    try:
+        with split(mesh, batch, case):
+            gradients_of(model, batch, items, reduce=False)
+    except StreamBPError as error:
+        message = f"{type(error).__name__}: {error}"
+    return {"case": case, "messages": everyones(message), "seconds": time.monotonic() - began}
+
+
+def training(case, rank, mesh):
+    """Weights after a few steps of SGD, in float32, against a single process."""
+    streams = {"ours": streambp.patch(model_for(case), config_of(case, rank)), "alone": model_for(case)}
+    for name, model in streams.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(STEPS):
+            here = {**case, "seed": step}
+            batch, items = as_trainer_gives(here)
+            if name == "alone":
+                gradients_of(model, whole_batch(here), items, reduce=False)
+            else:
+                with split(mesh, batch, here):
+                    gradients_of(model, batch, items, reduce=False)
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [{name: p.detach().double() for name, p in model.named_parameters()} for model in streams.values()]
+    return {"case": case, "error": worst_error(*found)}
+
+
+RUNS = {"gradients": lifted(gradients), "refused": lifted(refused), "training": training}
+
+
+def main():
+    rank, port, runs, world_size = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    cases = list(itertools.chain.from_iterable([(what, case) for case in cases] for what, cases in runs.items()))
+    results = {what: [] for what in runs}
+    for what, case in cases:
+        results[what].append(RUNS[what](case, rank, mesh))
+    if rank == 0:
+        print("RESULT", json.dumps(results), flush=True)
+    dist.barrier()  # a rank that leaves early can take gloo down under the others
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

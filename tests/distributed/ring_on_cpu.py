@@ -1,0 +1,57 @@
+"""torch's ring attention on a CPU, for unpatched models: DTensor has no handler for the CPU's fused kernel.
+
+The handler below calls torch's own ring with that kernel. Streamed layers do not need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def handler(op_call, args, kwargs):
+    """What DTensor's dispatcher calls for either operator."""
+    tensors = [x for x in args if isinstance(x, DTensor)]
+    mesh, placements = tensors[0].device_mesh, tensors[0].placements
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in args]
+    kwargs = dict(kwargs)
+    if op_call is FORWARD:
+        q, k, v, dropout, is_causal = (*local, *(0.0, False)[len(local) - 3 :])[:5]
+        found = ring._templated_ring_attention(
+            mesh.get_group(), 2, FORWARD, query=q, key=k, value=v, dropout_p=dropout, is_causal=is_causal, **kwargs
+        )
+    else:
+        grad, q, k, v, out, lse, dropout, is_causal = local
+        found = ring._templated_ring_attention_backward(
+            mesh.get_group(), 2, BACKWARD, grad_out=grad, grad_out_name="grad_out", query=q, key=k, value=v, out=out,
+            logsumexp=lse, dropout_p=dropout, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+    return tuple(DTensor.from_local(x, mesh, placements, run_check=False) for x in found)
+
+
+@contextlib.contextmanager
+def enabled():
+    """Within, `context_parallel` works on a CPU, in the dtype of its tensors."""
+    before, convert = dict(ring.custom_ops), ring._cp_options.convert_to_f32
+    ring.custom_ops.update({FORWARD: handler, BACKWARD: handler})
+    ring._cp_options.convert_to_f32 = False
+    try:
+        yield
+    finally:
+        ring.custom_ops.clear()
+        ring.custom_ops.update(before)
+        ring._cp_options.convert_to_f32 = convert
+
+
+def causal(model):
+    """The model with what accelerate hangs on its attention: no mask, causal."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    _attach_context_parallel_hooks(model)
+    return model

@@ -1,0 +1,220 @@
+"""saves="auto" on a device whose memory is a number that shrinks at any operation: it runs wherever saves=() does.
+
+covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/graphs.py, layer/oom.py, layer/shadows.py,
+    offload/fitting.py
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+
+import pytest
+import torch
+
+import streambp
+from streambp.attention.kv import CallSite
+from streambp.layer.shadows import GradientSum
+from streambp.offload.fitting import FittingSaves
+from streambp.planner import auto
+from streambp.planner.count import LiveBytes
+from tests import zoo
+from tests.families import LENGTH, build, make_batch
+from tests.offload.runs import assert_same
+from tests.oracle import gradients, worst_error
+from tests.seeds import seed_of, seed_torch
+from tests.versions import needs_states
+
+SMALL = 512  # bytes that an allocator has left over in what it holds
+PLENTY = 10**9
+
+
+class Device(LiveBytes):
+    """Memory of so many bytes, within: an operation that makes more alive raises torch.OutOfMemoryError.
+
+    shrinks_at: the operation from which on the limit is `then`. fails_at: the first operation from that number on that
+    makes anything alive raises, once.
+    """
+
+    def __init__(self, limit=PLENTY, shrinks_at=None, then=PLENTY, fails_at=math.inf):
+        super().__init__()
+        self.limit, self.shrinks_at, self.then, self.fails_at = limit, shrinks_at, then, fails_at
+        self.operations, self.failed = 0, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        if self.operations == self.shrinks_at:
+            self.limit = self.then
+        before = self.live
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        fails = self.operations >= self.fails_at and not self.failed
+        if self.live > before + SMALL and (fails or self.live > self.limit):
+            self.failed = True
+            raise torch.OutOfMemoryError("no memory left, says a test")
+        return result
+
+
+class Need:
+    """What a step without saves was seen to take; how much of it a chunk takes is not known."""
+
+    def __init__(self):
+        self.bytes = 0.0
+
+    def __call__(self, tokens, chunk):
+        return self.bytes
+
+    def at_work(self, chunk):
+        return 0.0
+
+
+class Pair:
+    """A model with saves="auto" on a device of the test's, and the same with saves=()."""
+
+    def __init__(self, chunk_size, saves="auto", models=None, **settings):
+        settings = {"num_hidden_layers": 2, "attention_dropout": 0.3, **settings}
+        models = models or (build("qwen3", **settings) for _ in range(2))
+        configs = (streambp.StreamConfig(chunk_size=chunk_size, saves=saves) for saves in (saves, ()))
+        self.model, self.plain = map(streambp.patch, models, configs)
+        self.chooser = next(w.site.chooser for w in self.model._streambp.state.wrappers if hasattr(w, "site"))
+        self.chooser.need = self.need = Need()
+        self.device = None
+        self.chooser.free = lambda device: self.device.limit - self.device.live
+
+    def reference(self, **batch):
+        """Loss and gradients without saves, and what they take."""
+        device = Device()
+        found = stepped(self.plain, device, **batch)
+        self.need.bytes = device.peak
+        return found, device
+
+    def step(self, device, **batch):
+        self.device = device
+        return stepped(self.model, device, **batch)
+
+    def warmed(self, **batch):
+        for _ in range(2):
+            self.reference(**batch)
+            self.step(Device(), **batch)
+        return self
+
+
+@pytest.fixture(autouse=True)
+def nothing_counted(monkeypatch):
+    monkeypatch.setattr(auto, "_law", lambda *_: Need())
+
+
+def stepped(model, device, **batch):
+    model.zero_grad(set_to_none=True)
+    batch = batch or make_batch("plain")
+    seed_torch(3)
+    with device:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def through(pair, make, count):
+    """Steps of `make(at)`, at `count` places of the step's operations; the places where one raised."""
+    expected, _ = pair.reference()
+    pair.step(whole := Device())
+    raised = []
+    for number in range(count):
+        at = 1 + (2 * number + 1) * whole.operations // (2 * count)
+        pair.chooser._most = math.inf
+        device = make(at)
+        try:
+            assert_same(pair.step(device), expected)
+        except torch.OutOfMemoryError:
+            raised.append(at)
+    return raised
+
+
+@pytest.mark.parametrize("chunk_size", [5, LENGTH])
+def test_a_limit_that_shrinks_within_a_step(chunk_size):
+    pair = Pair(chunk_size).warmed()
+    saved = Device()
+    pair.step(saved)
+    assert saved.peak > pair.need.bytes  # it saves something
+    assert through(pair, lambda at: Device(shrinks_at=at, then=pair.need.bytes), 16) == []
+
+
+@pytest.mark.parametrize("chunk_size", [5, LENGTH])
+def test_errors_at_any_operation(chunk_size):
+    pair = Pair(chunk_size).warmed()
+    raised = through(pair, lambda at: Device(fails_at=at), 24)
+    assert len(raised) <= 1  # the embedding's, before anything is saved
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5_text", marks=needs_states), "deepseek_v32"])
+def test_errors_where_a_chunk_reads_what_another_left(family):
+    """States and their gradients, and the keys that an indexer picked, are there for the second attempt as well."""
+    changes = {"index_topk": 4} if family == "deepseek_v32" else {}
+    pair = Pair(5, models=[zoo.build(family, torch.float32, **changes) for _ in range(2)]).warmed()
+    raised = through(pair, lambda at: Device(fails_at=at), 16)
+    assert len(raised) <= 3  # where nothing was saved yet, or any more
+
+
+def test_a_limit_that_shrinks_between_steps():
+    pair = Pair(5).warmed()
+    expected, _ = pair.reference()
+    for room in (PLENTY, 60_000, 30_000, 10_000, 0, 30_000):
+        device = Device(limit=pair.need.bytes + room)
+        assert_same(pair.step(device), expected)
+        assert device.peak <= device.limit
+        assert not device.failed
+
+
+@pytest.mark.parametrize("steps", [pytest.param(50, marks=pytest.mark.full), 8])
+def test_random_lengths_and_limits_do_not_grow(steps):
+    pair, draw = Pair(5).warmed(), random.Random(seed_of(7))
+    known = {}
+    for length in (2, 7, LENGTH, 2 * LENGTH - 1):
+        batch = make_batch("plain", length=length)
+        known[length] = batch, *pair.reference(**batch)
+    for _ in range(steps):
+        batch, expected, whole = known[draw.choice(list(known))]
+        pair.need.bytes = whole.peak
+        limit = whole.peak + draw.choice((0, 5_000, 40_000, PLENTY))
+        device = Device(limit, draw.randint(1, whole.operations), whole.peak)
+        assert_same(pair.step(device, **batch), expected)
+        gc.collect()
+        assert device.live <= sum(p.grad.nbytes for p in pair.model.parameters()) + SMALL
+    del device
+    pair.device = None
+    assert not [kept for kept in pair.chooser._waiting if kept.saves]
+    assert len(pair.chooser._costs) == 2
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("chunk_size", [5, LENGTH])
+def test_against_the_unpatched_model(chunk_size):
+    """In float64: where all is kept, where it is let go of, and where nothing is."""
+    pair = Pair(chunk_size, attention_dropout=0.0, dtype=torch.float64).warmed()
+    _, expected = gradients(build("qwen3", torch.float64), **make_batch("plain"))
+    for device in (Device(), Device(fails_at=800), Device(shrinks_at=200, then=pair.need.bytes), Device(pair.need.bytes)):
+        _, found = pair.step(device)
+        assert found.keys() == expected.keys()
+        assert worst_error(found, expected) <= 1e-10
+    told = str(pair.chooser.latest)
+    assert "saved nothing" in told
+
+
+def added_again(patch):
+    patch.setattr(GradientSum, "begin", lambda self, again=False: None)
+
+
+def keys_added_again(patch):
+    patch.setattr(CallSite, "is_new", lambda self: True)
+
+
+def nothing_let_go(patch):
+    patch.setattr(FittingSaves, "let_go", lambda self, kept=None: False)
+
+
+@pytest.mark.parametrize("mutant", [added_again, keys_added_again, nothing_let_go])
+def test_mutant_turns_a_test_red(monkeypatch, mutant):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_errors_at_any_operation(5)

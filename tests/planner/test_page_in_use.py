@@ -1,0 +1,224 @@
+"""The page as a person uses it: pointer, keyboard, a narrow window; Python's numbers, and nothing on the console.
+
+covers: planner/page.py, planner/plan.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import streambp.planner.page
+from streambp.planner.devices import DEFAULT, DEVICES
+from streambp.planner.page import page
+from streambp.planner.plan import Memory, choose, fits, options, plan_profile
+from streambp.planner.profile import Setting
+from streambp.planner.report import written
+from tests.planner.browser import BROWSER, DRIVER, opened
+from tests.planner.test_page import random_profile
+from tests.seeds import seed_of
+
+GIB = 2**30
+RATES = DEVICES[DEFAULT]
+LENGTH, MEMORY, SETTING = 65_536, Memory(300 * GIB, 200 * GIB), Setting(optimizer_on_host=True)
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="no Chromium with chromedriver was found to use the page with"
+)
+
+DOTS = """
+return [...document.querySelectorAll("#frontier-svg .setting")].map((dot) => ({
+  method: dot.dataset.method, bytes: Number(dot.dataset.bytes), seconds: Number(dot.dataset.seconds),
+  chunk: Number(dot.dataset.chunk), inside: !dot.classList.contains("outside"), best: dot.dataset.best === "true",
+}));
+"""
+FIGURES = """
+const found = [...document.querySelectorAll("data[data-key]")];
+return Object.fromEntries(found.map((one) => [one.dataset.key, Number(one.value)]));
+"""
+LAID_OUT = """
+const wide = document.documentElement.clientWidth;
+const seen = (one) => one.checkVisibility() && !one.closest(".hidden, thead, svg svg");
+const boxes = [...document.querySelectorAll("main *")].filter(seen).map((one) => [one, one.getBoundingClientRect()]);
+const beside = ([, box]) => box.width && (box.right > wide + 1 || box.left < -1);
+return {
+  scroll: document.documentElement.scrollWidth - wide,
+  outside: boxes.filter(beside).map(([one]) => one.outerHTML.slice(0, 90)),
+  lines: ["curve-svg", "times-svg"].map((id) => document.querySelectorAll(`#${id} polyline`).length),
+  steps: document.querySelector("#frontier-svg .steps").points.length,
+  wrong: [...document.querySelectorAll("svg *")].filter((one) => /NaN|Infinity|undefined/.test(one.outerHTML)).length,
+};
+"""
+
+
+@pytest.fixture(scope="module")
+def plan():
+    seed = seed_of(0)
+    print(f"seed {seed}")
+    return plan_profile(random_profile(seed), LENGTH, MEMORY, SETTING)
+
+
+@pytest.fixture
+def address(plan, tmp_path):
+    return written_to(tmp_path, plan)
+
+
+def written_to(folder, plan):
+    file = folder / "plan.html"
+    file.write_text(page(plan, "a model"), "utf-8")
+    return file.as_uri()
+
+
+def all_options(plan):
+    return list(options(plan.profile, plan.profile.methods, LENGTH, MEMORY, SETTING, RATES))
+
+
+def check_what_it_shows(shown, plan):
+    """The frontier's dots, the three charts, the next two, and a window without anything beside it."""
+    every = [one for one in all_options(plan) if one.peak.total <= 1.5 * MEMORY.usable]
+    dots = {(dot["method"], dot["chunk"]): (dot["bytes"], dot["seconds"], dot["inside"]) for dot in shown.run(DOTS)}
+    assert dots == {
+        (one.method, one.chunk_size): (one.peak.total, one.seconds.total, fits(one.peak, MEMORY)) for one in every
+    }
+    best = {(dot["method"], dot["chunk"]) for dot in shown.run(DOTS) if dot["best"]}
+    assert best == {
+        (one.method, one.chunk_size)
+        for one in every
+        if all(
+            (other.peak.total, other.seconds.total) >= (one.peak.total, one.seconds.total)
+            or other.seconds.total > one.seconds.total
+            for other in every
+        )
+    }
+    figures = shown.run(FIGURES)
+    assert figures["seconds"] == plan.choice.seconds.total
+    assert [figures[f"next {place}"] for place in (0, 1)] == [one.seconds for one in plan.next_fastest]
+    for one in plan.times:
+        assert figures[f"seconds {one.method}"] == one.seconds
+        assert figures[f"tokens_per_second {one.method}"] == one.tokens_per_second
+        assert figures[f"peak {one.method}"] == one.peak
+    found = shown.run(LAID_OUT)
+    assert min(found["lines"]) >= len(plan.profile.methods)
+    assert found["steps"] >= 2 * len(best) - 1
+    assert (found["scroll"], found["outside"], found["wrong"]) == (0, [], 0)
+    assert shown.console() == []
+
+
+def check_width(address, plan, width=400):
+    with opened(address, width) as shown:
+        check_what_it_shows(shown, plan)
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_width_shows_pythons_numbers_and_all_charts(width, address, plan):
+    check_width(address, plan, width)
+
+
+def check_keyboard(address, plan):
+    """Tab reaches every control and the frontier once; there arrows go from dot to dot and Enter chooses."""
+    with opened(address, 400) as shown:
+        reached = []
+        for _ in range(60):
+            shown.press("Tab")
+            reached.append(
+                shown.run("const at = document.activeElement; return at.id || at.getAttribute('class') || at.name;")
+            )
+            if "setting" in reached[-1]:
+                break
+        assert {"T", "longest", "T-slider", "gpu", "host", "gpus", "device", "optimizer", "on_host", "saves", "offload",
+                "chunk", "reset", "copy"} <= set(reached)  # fmt: skip
+        shown.press("Home")
+        place = "return Number(document.activeElement.dataset.place);"
+        assert shown.run(place) == 0
+        shown.press("Right", "Right", "Left")
+        assert shown.run(place) == 1
+        number = next(
+            number for number, dot in enumerate(shown.run(SORTED)) if number > 1 and dot["inside"] and dot["chunk"] < 8192
+        )
+        shown.press(*["Right"] * (number - 1))
+        assert shown.run("return document.getElementById('tip').hidden;") is False  # it says what the dot is
+        chosen = shown.run(SORTED)[number]
+        shown.press("Enter")
+        check_chosen(shown, chosen, plan)
+        assert shown.run(place) == number  # the focus stays
+        assert shown.console() == []
+
+
+SORTED = DOTS.replace('.setting")].map', '.setting")].sort((a, b) => a.dataset.place - b.dataset.place).map')
+
+
+def check_chosen(shown, dot, plan):
+    """The page now is about that setting, as Python has it."""
+    one = next(one for one in all_options(plan) if (one.method, one.chunk_size) == (dot["method"], dot["chunk"]))
+    code = shown.run("return document.getElementById('code').textContent;")
+    assert f"chunk_size={one.chunk_size}" in code
+    assert ("saves=" in code) == bool(one.saves)
+    assert all(f'"{name}"' in code for name in one.saves)
+    assert ("offload=" in code) == (one.offload != "none")
+    assert (f"gpu_memory={written(one.gpu_memory)}" if one.gpu_memory else ")") in code
+    figures = shown.run(FIGURES)
+    assert (figures["seconds"], figures["peak"], figures["host"]) == (one.seconds.total, one.peak.total, one.peak.host)
+    title = shown.run("return document.getElementById('verdict-title').textContent;")
+    assert title.startswith(f"{LENGTH:,} tokens fit: ")
+
+
+def test_the_keyboard_is_enough(address, plan):
+    check_keyboard(address, plan)
+
+
+def check_pointer(address, plan):
+    """A click on a dot chooses it, on a chart sets T, on the next in speed applies it."""
+    with opened(address) as shown:
+        wanted = next(one for one in all_options(plan) if one.saves and fits(one.peak, MEMORY) and one.chunk_size == 2048)
+        shown.run(TO_FRONT, wanted.method, wanted.chunk_size)
+        shown.click("#wanted circle")
+        check_chosen(shown, {"method": wanted.method, "chunk": 2048}, plan)
+        shown.click("#reset")
+        shown.run("return new Promise((done) => setTimeout(done, 30));")
+        following = plan.next_fastest[0]
+        shown.click("#next-fastest button")
+        check_chosen(shown, {"method": following.method, "chunk": following.chunk_size}, plan)
+        before = shown.run("return form.T.value;")
+        shown.click("#times-svg")
+        after = shown.run("return form.T.value;")
+        assert after != before
+        assert (
+            shown.run(FIGURES)["seconds"]
+            == choose(
+                plan.profile, [plan.profile.method(following.method)], int(after.replace(",", "")), MEMORY, SETTING, RATES
+            ).seconds.total
+        )
+        assert shown.console() == []
+
+
+# Dots may lie upon each other; the last one drawn is the one that a pointer meets.
+TO_FRONT = """
+const [method, chunk] = arguments;
+const dot = [...document.querySelectorAll("#frontier-svg .setting")].find((one) =>
+  one.dataset.method === method && one.dataset.chunk === String(chunk));
+dot.id = "wanted";
+dot.parentElement.append(dot);
+"""
+
+
+def test_the_pointer_chooses(address, plan):
+    check_pointer(address, plan)
+
+
+MUTANTS = {
+    "Enter does nothing": ('event.key === "Enter"', "false", check_keyboard),
+    "a click does nothing": ("if (method.chunked) return apply_setting(method.name, chunk_size);", "", check_pointer),
+    "every dot is best": ("one.seconds.total < fastest", "true", check_width),
+    "an error on the console": ("function draw_charts() {", "function draw_charts() { console.error('x');", check_width),
+    "a wide element": ("#frontier-svg { cursor: default; }", "#frontier { width: 700px; }", check_width),
+    "the slowest next": ("one.seconds - other.seconds", "other.seconds - one.seconds", check_width),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_worse_page_is_seen(name, plan, tmp_path, monkeypatch):
+    real, (right, wrong, check) = streambp.planner.page.part, MUTANTS[name]
+    monkeypatch.setattr(streambp.planner.page, "part", lambda file: real(file).replace(right, wrong))
+    address = written_to(tmp_path, plan)
+    assert any(right in real(file) for files in streambp.planner.page.PLACES.values() for file in files)
+    with pytest.raises((AssertionError, StopIteration, KeyError)):
+        check(address, plan)

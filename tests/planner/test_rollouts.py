@@ -1,0 +1,227 @@
+"""Groups of rows with one prompt, planned as rows and with the prompt computed once; both against counted steps.
+
+covers: planner/rollouts.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py, head/places.py, cli.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from streambp.cli import main
+from streambp.errors import ConfigError
+from streambp.head import recipe
+from streambp.head.log_probs import HeadInputs
+from streambp.planner import rollouts
+from streambp.planner.plan import Memory
+from streambp.planner.profile import Setting, peak
+from streambp.planner.profile import work as work_of_one_row
+from streambp.planner.rollouts import Rollouts, both_ways, work
+from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.survey import Counter, streamed, survey
+from streambp.prefixes import calls, spread
+from streambp.prefixes.tree import find_tree
+from tests import zoo
+from tests.seeds import seeded
+
+GROUP = Rollouts(prompt=2**15, completion=2**10, group=16)
+CHUNKS = 6  # of the packed row, and of the rows
+LAYERS, HEAD = ("forward", "backward"), ("head", "head backward")
+
+
+@functools.cache
+def skeleton():
+    """Two layers and the head of Qwen3-8B, in bf16, standing for a GPU."""
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128,
+    )  # fmt: skip
+    return Skeleton(config, torch.bfloat16, None, 16, "cuda")
+
+
+@functools.cache
+def tree_and_labels():
+    ids = torch.randint(0, 151936, (GROUP.group, GROUP.row), generator=seeded(0))
+    ids[:, : GROUP.prompt] = ids[0, : GROUP.prompt].clone()
+    labels = torch.full_like(ids, -100)
+    labels[:, GROUP.prompt - 1 : -1] = ids[:, GROUP.prompt :]  # of the next token
+    return find_tree(ids), labels
+
+
+def count(batch_size, length, chunk_size, shared=False):
+    """The spans of a step that is counted without data, whose head scores the completions.
+
+    Which rows are alike and which are scored is data: a tree and labels with values stand in for it.
+    """
+    tree, labels = tree_and_labels()
+    method = streamed()
+    method = dataclasses.replace(method, config=dataclasses.replace(method.config, share_prefixes=shared))
+    real = recipe._loss_at_places, recipe.taken, recipe.blockwise_loss
+
+    def loss_at_places(source, inner, places, target, *more):
+        assert places.shape == target.shape == (GROUP.group * GROUP.row,)
+        with torch.device("cpu"):
+            return real[0](source, inner, tree.places(torch.device("cpu")).flatten(), labels.flatten(), *more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(calls.SharedPrefixes, "_find", lambda *_: tree)
+        patched.setattr(HeadInputs, "rows", lambda _: torch.arange(GROUP.scored, device="meta"))
+        if shared:
+            patched.setattr(recipe, "_loss_at_places", loss_at_places)
+            patched.setattr(recipe, "taken", lambda source, places: real[1](source, places.to("meta")))
+            patched.setattr(recipe, "blockwise_loss", lambda x, r, labels, *more: real[2](x, r, labels.to("meta"), *more))
+        counter = Counter(skeleton(), reduce_layers(skeleton().model), batch_size, "cudnn")
+        (spans,) = counter.count(method, (length, chunk_size), accumulate=False)
+    return spans
+
+
+@functools.cache
+def counted():
+    """A group's tree, its rows, and a plain row of as many tokens as the tree has."""
+    tokens = GROUP.tokens(shared=True)
+    return {
+        "tree": count(GROUP.group, GROUP.row, tokens // CHUNKS, shared=True),
+        "rows": count(GROUP.group, GROUP.row, GROUP.row // CHUNKS),
+        "plain": count(1, tokens, tokens // CHUNKS),
+    }
+
+
+def total(spans, names, field="products"):
+    return sum(getattr(span.work, field) for span in spans if span.name in names)
+
+
+def test_products_of_layers_are_those_of_the_trees_tokens():
+    found = {name: total(spans, LAYERS) for name, spans in counted().items()}
+    share = GROUP.tokens(True) / GROUP.tokens(False)
+    print(f"products of layers, tree / rows: {found['tree'] / found['rows']:.4f}, tokens {share:.4f}")
+    assert share == pytest.approx(1 / 11)
+    assert found["tree"] / found["rows"] == pytest.approx(share, rel=0.02)
+    assert total(counted()["tree"], HEAD) == total(counted()["rows"], HEAD) > 0  # the completions' alone
+
+
+def taken_by_the_head(spans):
+    """The most bytes that the head takes beyond what is there when it begins, its labels and hidden states among them."""
+    (before,) = (span.start for span in spans if span.name == HEAD[0])
+    return max(span.peak for span in spans if span.name in HEAD) - before
+
+
+def most(spans):
+    return max(span.peak for span in spans)
+
+
+def test_the_head_takes_what_the_trees_own_tokens_take():
+    tree, plain = (taken_by_the_head(counted()[name]) for name in ("tree", "plain"))
+    print(f"head and expansion: {tree / 2**30:.3f} GiB, of a row with the tree's tokens {plain / 2**30:.3f}")
+    assert tree <= 1.1 * plain
+    assert most(counted()["tree"]) <= 1.01 * most(counted()["plain"])
+
+
+def expanded(x, tree):
+    """A mutant: the head reads the hidden states of all rows, [B, T, h]."""
+    return spread.Deferred.make(spread.spread(x.source, tree), x.recipe, x.dtype)
+
+
+def test_a_head_that_reads_all_rows_is_seen(monkeypatch):
+    monkeypatch.setattr(spread, "_at_places", expanded)
+    found = count(GROUP.group, GROUP.row, GROUP.tokens(True) // CHUNKS, shared=True)
+    assert taken_by_the_head(found) > 1.5 * taken_by_the_head(counted()["plain"])
+
+
+@functools.cache
+def profile():
+    """Of one row, streamed with nothing saved."""
+    return survey(skeleton(), (streamed(),), 1, None, "cudnn")
+
+
+def whole(works, field, names):
+    return sum(getattr(works[name], field) for name in names)
+
+
+@pytest.mark.parametrize("way", ["rows", "tree"])
+def test_a_groups_work_and_peak_are_those_counted(way):
+    """Attention's pairs of a tree have a closed form; the count takes documents of one varlen call for one long one."""
+    shared, spans = way == "tree", counted()[way]
+    rows = 1 if shared else GROUP.group
+    size = GROUP.tokens(shared) // rows // CHUNKS
+    (method,) = profile().methods
+    found = work(method, GROUP, shared, size)
+    for names in (LAYERS, HEAD):
+        assert whole(found, "products", names) == pytest.approx(total(spans, names), rel=0.02), names
+    moved = whole(found, "moved", LAYERS) / total(spans, LAYERS, "moved")
+    pairs = [whole(found, name, LAYERS) / total(spans, LAYERS, name) for name in ("forward", "backward")]
+    planned = peak(profile(), method, GROUP.tokens(shared), rows * size, Setting(optimizer=0))
+    weights = sum(group.bytes for group in profile().groups)
+    memory = (planned.total - weights) / most(spans)
+    print(f"{way}, planned / counted: moved {moved:.3f}, attention {pairs[0]:.3f} {pairs[1]:.3f}, peak {memory:.3f}")
+    assert moved == pytest.approx(1, abs=0.05)
+    assert all((0.94 if shared else 0.99) <= share <= 1.01 for share in pairs)
+    assert memory == pytest.approx(1, abs=0.02)
+
+
+def test_pairs_of_a_group_are_those_of_its_tree():
+    """Counted one by one, with each query's own key."""
+    asked = Rollouts(prompt=70, completion=9, group=3)
+    ids = torch.randint(3, 1000, (3, 79), generator=seeded(1))
+    ids[:, :70] = ids[0, :70].clone()
+    tree = find_tree(ids)
+    depths = [range(s.own.at, s.own.at + s.own.stop - s.own.start) for s in tree.segments]
+    pairs = sum(depth + 1 for segment in depths for depth in segment)
+    assert asked.tokens(True) == tree.tokens == 70 + 3 * 9
+    assert asked.reach(True) * asked.tokens(True) == 2 * pairs - tree.tokens
+    assert asked.reach(False) == 79
+
+
+def test_a_group_of_one_row_is_a_row():
+    (method,) = profile().methods
+    alone = work_of_one_row(method, 2**16, 2**13)
+    for shared in (False, True):
+        found = work(method, Rollouts(prompt=7 * 2**13, completion=2**13, group=1), shared, 2**13)
+        for name in LAYERS:
+            assert found[name] == pytest.approx(alone[name])
+        assert found["head"].products == pytest.approx(alone["head"].products / 8)  # of which it scores an eighth
+
+
+def test_the_fastest_way_that_fits():
+    rows, shared = both_ways(profile(), GROUP, Memory(2**40), Setting(optimizer=0))
+    assert rows.fits
+    assert shared.fits
+    assert (rows.tokens, shared.tokens) == (16 * 33 * 1024, 48 * 1024)
+    assert 8 < rows.flops / shared.flops < 11
+    assert 8 < rows.seconds / shared.seconds < 11
+    assert rows.resident > 2 * shared.resident
+    small = Memory(int(1.5 * shared.peak.total))
+    rows, shared = both_ways(profile(), GROUP, small, Setting(optimizer=0))
+    assert shared.fits
+    assert not rows.fits
+    for wrong in ({"profile": dataclasses.replace(profile(), batch_size=2)}, {"setting": Setting(sequence_parallel=2)}):
+        given = {"profile": profile(), "rollouts": GROUP, "memory": small, "setting": Setting()}
+        with pytest.raises(ConfigError, match="one row on one rank"):
+            both_ways(**{**given, **wrong})
+    with pytest.raises(ConfigError, match="group is 0"):
+        Rollouts(prompt=1, completion=1, group=0)
+
+
+def test_groups_on_the_command_line(tmp_path, capsys, monkeypatch):
+    zoo.tiny_config("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(sys.modules["streambp.planner.plan"], "counted", lambda *_: profile())
+    ask = ["plan", str(tmp_path), "--gpu-memory", "640GiB", "--group", "16"]
+    assert main([*ask, "--prompt", "32k"]) == 0
+    table = capsys.readouterr().out
+    assert "A group of 16 rows with a prompt of 32,768 tokens" in table
+    for length, ratio in zip(rollouts.COMPLETIONS, ("11.00", "6.00", "2.67"), strict=True):
+        assert f"{length:,}: rows" in table
+        assert ratio in table
+    assert main([*ask, "--prompt", "1k", "--seq-len", "1280", "--json"]) == 0
+    ((rows, shared),) = json.loads(capsys.readouterr().out)["group"]
+    assert (rows["tokens"], shared["tokens"]) == (16 * 1280, 1024 + 16 * 256)
+    assert main([*ask, "--prompt", "32k", "--gpu-memory", "16GiB"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    for wrong in ([], ["--prompt", "1k", "--seq-len", "512"]):
+        assert main([*ask, *wrong]) == 2
+        assert "needs --prompt" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""Families x rows x settings of trees of rows, in float64 against the unpatched batch.
+
+Each pair of a family and rows meets two of all combinations of settings.
+
+covers: prefixes/calls.py, prefixes/spread.py, layer/carried.py, layer/saved.py
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
+from tests.prefixes.batches import MODES, make_batch
+from tests.prefixes.test_calls import (
+    build,
+    float64_everywhere,  # noqa: F401 - a fixture
+    policy_loss,
+    sharing,
+    told,
+)
+from tests.prefixes.test_states import tree_of
+from tests.versions import needs_states
+
+WITH_STATES = ("lfm2", "qwen3_5_text", "mamba2", "falcon_h1")
+FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "gemma3n_text", *WITH_STATES)
+SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv", "*proj"))
+SETTINGS = tuple(itertools.product((3, 7, 1000), SAVES, ("none", "cpu"), (False, True)))
+NAN = [("gemma3n_text", "padded"), ("gemma3n_text", "two prompts")]  # unpatched, where padding is on the left
+STEP = 7  # through the settings: it has no factor in common with their number
+
+
+def cases():
+    for number, (family, mode, _) in enumerate(itertools.product(FAMILIES, MODES, range(2))):
+        if (family, mode) not in NAN:
+            marks = [pytest.mark.full] if number % 36 else []
+            marks += [needs_states] if family in WITH_STATES else []
+            yield pytest.param(family, mode, *SETTINGS[STEP * number % len(SETTINGS)], marks=marks)
+
+
+@functools.cache
+def reference(family, mode, lazy):
+    with pytest.MonkeyPatch.context() as patch:
+        lift_float32_casts(patch)
+        model, batch = build(family), make_batch(mode)
+        return policy_loss(model, batch) if lazy else gradients(model, **batch)
+
+
+@pytest.mark.parametrize(("family", "mode", "chunk_size", "saves", "offload", "lazy"), cases())
+def test_gradients_are_exact(family, mode, chunk_size, saves, offload, lazy):
+    expected_loss, expected = reference(family, mode, lazy)
+    model, batch = sharing(build(family), chunk_size, saves=saves, offload=offload, lazy_logits=lazy), make_batch(mode)
+    loss, found = policy_loss(model, batch) if lazy else gradients(model, **batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+    if mode == "nothing shared":
+        assert "share too little" in told(model)
+    else:
+        assert told(model)[1] == tree_of(batch, apart=2 if family in WITH_STATES else 1).tokens

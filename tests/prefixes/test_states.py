@@ -1,0 +1,236 @@
+"""Trees of rows in layers that keep states, in float64 against the unpatched batch: a branch goes on from its parent.
+
+covers: chunks.py, layer/carried.py, layer/saved.py, prefixes/tree.py, prefixes/admission.py
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import streambp
+from streambp.chunks import ChunkPlan
+from streambp.layer.carried import Carried
+from streambp.layer.saved import Kept
+from streambp.layer.store import InMemory
+from streambp.offload.stores import LayerTensors
+from streambp.prefixes.tree import find_tree
+from tests.oracle import EXACT, gradients, worst_error
+from tests.prefixes.batches import MODES, PROMPT, counted, make_batch
+from tests.prefixes.test_calls import (
+    LEAST_HERE,
+    SETTINGS,
+    build,
+    float64_everywhere,  # noqa: F401 - a fixture
+    policy_loss,
+    reference,
+    rows_instead,
+    sharing,
+    told,
+)
+from tests.versions import needs_states
+
+pytestmark = needs_states
+FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_next", "mamba2", "mamba", "falcon_h1", "bamba")
+APART = 2  # tokens of a chunk that starts from a state
+
+
+def tree_of(batch, apart=APART):
+    return find_tree(batch["input_ids"], batch.get("attention_mask"), least=LEAST_HERE, apart=apart)
+
+
+def check(model, family, mode):
+    expected_loss, expected = reference(family, mode)
+    loss, found = gradients(model, **make_batch(mode))
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+    if mode == "nothing shared":
+        assert "share too little" in told(model)
+    else:
+        rows, fewest = counted(make_batch(mode))
+        assert told(model) == (rows, tree_of(make_batch(mode)).tokens)
+        assert fewest <= told(model)[1] <= fewest + 4  # a token again for a branch
+
+
+def cases():
+    """Fast: of five families one mode each at one chunk size, and of one all modes."""
+    for f, family in enumerate(FAMILIES):
+        for m, mode in enumerate(MODES):
+            for s, size in enumerate((3, 7, 1000)):
+                fast = s == (f + m) % 3 and (family == "lfm2" or (m == f % 4 and family not in ("qwen3_next", "bamba")))
+                yield pytest.param(family, mode, size, marks=() if fast else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("family", "mode", "chunk_size"), cases())
+def test_gradients_are_exact(family, mode, chunk_size):
+    check(sharing(build(family), chunk_size), family, mode)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "setting"),
+    [
+        pytest.param(family, mode, setting, marks=() if (f, m) == (0, s % 2) and s in (2, 3) else pytest.mark.full)
+        for f, family in enumerate(("qwen3_5_text", "lfm2", "mamba2", "falcon_h1"))
+        for m, mode in enumerate(("deep", "two prompts"))
+        for s, setting in enumerate(SETTINGS)
+    ],
+)
+def test_settings(family, mode, setting):
+    settings = {"saves": ("attn_out", "kv", "*proj")} if setting == "saves" else SETTINGS[setting]
+    check(sharing(build(family), 3, **settings), family, mode)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        pytest.param(family, mode, marks=() if (family, mode) == ("lfm2", "deep") else pytest.mark.full)
+        for family in ("lfm2", "qwen3_5_text", "mamba2", "falcon_h1")
+        for mode in ("plain", "padded", "deep")
+    ],
+)
+def test_a_loss_of_lazy_logits(family, mode):
+    batch = make_batch(mode)
+    ours = sharing(build(family), lazy_logits=True)
+    (expected_loss, expected), (loss, found) = (policy_loss(model, batch) for model in (build(family), ours))
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+    assert told(ours)[1] == tree_of(batch).tokens
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "mamba" else pytest.mark.full) for f in FAMILIES])
+def test_a_token_that_no_row_has(family):
+    """It stands for padding's position at the end of the packed row, and starts from nothing."""
+    batch = make_batch("plain")
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, -2:] = 0
+    batch = {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    assert tree_of(batch).forks[-1] == (tree_of(batch).tokens, 0)
+    ours = sharing(build(family))
+    assert worst_error(gradients(ours, **batch)[1], gradients(build(family), **batch)[1]) <= EXACT
+    assert told(ours)[1] == tree_of(batch).tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "why"),
+    [
+        pytest.param("recurrent_gemma", "padded", "gave something else than rows"),
+        pytest.param("xlstm", "padded", "gave something else than rows", marks=pytest.mark.full),
+    ],
+)
+def test_recurrences_that_go_on_over_padding(family, mode, why):
+    """Unpatched a row's states depend on the padding before it; the trial finds it."""
+    assert re.search(why, rows_instead(build(family), make_batch(mode), reference(family, mode)[1]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["recurrent_gemma", "xlstm"])
+def test_they_share_without_padding(family):
+    check(sharing(build(family)), family, "plain")
+
+
+@pytest.mark.filterwarnings("ignore:position_ids do not grow")
+def test_documents_that_a_models_positions_mark():
+    """Its own positions start anew in each row, and its backbone takes none."""
+    batch = make_batch("plain")
+    length = batch["input_ids"].shape[1]
+    positions = torch.cat([torch.arange(PROMPT - 3), torch.arange(length - PROMPT + 3)])
+    ours = sharing(build("mamba"))
+    plain = streambp.patch(build("mamba"), streambp.StreamConfig(chunk_size=7))
+    given = {**batch, "position_ids": positions.repeat(4, 1)}
+    assert worst_error(gradients(ours, **given)[1], gradients(plain, **given)[1]) <= EXACT
+    assert "mark documents" in told(ours)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_states_of_branches_are_kept_once_each(offload, monkeypatch):
+    """Four rows go on from the same ones; backward reads them in the order that was announced."""
+    put_in, announced, read = [], [], []
+    ours, batch = sharing(build("falcon_h1"), 1000, offload=offload), make_batch("plain")
+    gradients(ours, **batch)
+
+    def accesses(self, real=Kept.accesses):
+        found = real(self)
+        announced.append([(name, chunk) for name, chunk in found[0] if name == "x" or name.startswith("state.")])
+        return found
+
+    monkeypatch.setattr(Kept, "accesses", accesses)
+    store = InMemory if offload == "none" else LayerTensors
+    for name, seen in {"put": put_in, "peek": read, "take": read}.items():
+        if (store, name) != (LayerTensors, "take"):  # which peeks
+            monkeypatch.setattr(store, name, noted(getattr(store, name), seen))
+    gradients(ours, **batch)
+    assert read == [access for layer in reversed(announced) for access in layer]
+    states = [("state.0", 1), ("state.1", 1)]
+    assert [access for access in put_in if access[0] != "x"] == states * len(announced)
+
+
+def noted(real, seen):
+    def call(self, name, chunk, *rest):
+        seen.append((name, chunk))
+        return real(self, name, chunk, *rest)
+
+    return call
+
+
+def check_tree():
+    check(sharing(build("lfm2"), 3), "lfm2", "deep")
+
+
+def the_chunk_before(plan):
+    return tuple(None if index == 0 else index - 1 for index in range(len(plan)))
+
+
+def without_sums(self, plan, chunk, grads):
+    if plan.before[chunk.index] is not None:
+        self.upstream[plan.before[chunk.index]] = grads
+
+
+MUTANTS = {
+    "a branch goes on from the chunk before it": (ChunkPlan, "before", property(the_chunk_before)),
+    "gradients of states are not summed": (Carried, "went_on", without_sums),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_found(mutant, monkeypatch):
+    check_tree()
+    monkeypatch.setattr(*MUTANTS[mutant])
+    with pytest.raises(AssertionError):
+        check_tree()
+
+
+def test_sums_of_states_are_wide():
+    """300 branches; in bfloat16 a sum of so many ones would stop at 256."""
+    plan = ChunkPlan(602, 2).forked(tuple((start, 2) for start in range(2, 602, 2)), APART)
+    carried = Carried.__new__(Carried)
+    carried.upstream = {}
+    for chunk in plan.backward():
+        carried.went_on(plan, chunk, {"state": torch.ones(2, dtype=torch.bfloat16)})
+    assert carried.upstream.keys() == {0}
+    assert carried.upstream[0]["state"].tolist() == [300.0, 300.0]
+
+
+def test_states_stay_until_the_last_branch_has_started():
+    plan = ChunkPlan(10, 100).forked(((0, 0), (4, 2), (6, 2), (8, 6)), APART)
+    assert plan.ends == (2, 4, 6, 8, 10)
+    assert plan.before == (None, 0, 0, 0, 2)
+    assert plan.behind == {0: (1, 3), 2: (4, 4)}
+    carried = Carried.__new__(Carried)
+    carried.states = {}
+    held = []
+    for chunk in plan:
+        before = plan.before[chunk.index]
+        assert carried.start(plan, chunk) == ({} if before is None else {"state": before})
+        carried.end(plan, chunk, {"state": chunk.index})
+        held.append(sorted(carried.states))
+    assert held == [[0], [0], [0, 2], [2], []]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_chunks_end_at_forks_and_are_long_enough(size):
+    forks = ((0, 0), (20, 8), (27, 14), (36, 0))
+    plan = ChunkPlan(40, size).forked(forks, APART)
+    assert {8, 14, 20, 27, 36, 40} <= set(plan.ends)
+    assert all(APART <= chunk.stop - chunk.start <= max(size, APART) + 1 for chunk in plan)
