@@ -294,9 +294,9 @@ MUTANTS = {
     "drop the last chunk": (ChunkPlan, "backward", lambda self: (self[i] for i in reversed(range(len(self) - 1))), oracle),
     "differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), oracle),
     "skip a parameter accumulation": (shadows.GradientSum, "add", skips_second(shadows.GradientSum.add), oracle),
-    "drop dK and dV of earlier chunks": (prefix.CallSite, "grow_accumulators", only_this_chunk, oracle),
+    "drop dK and dV of earlier chunks": (prefix.KVBuffer, "grow_accumulators", only_this_chunk, oracle),
     "a cache that returns no gradient for earlier chunks": (
-        prefix.CallSite, "grow_accumulators", only_this_chunk, lambda: family("bloom"),
+        prefix.KVBuffer, "grow_accumulators", only_this_chunk, lambda: family("bloom"),
     ),
     "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
     "lose autocast": (recompute.Autocast, "restored", nothing, autocast),
@@ -308,7 +308,7 @@ MUTANTS = {
     "ignore padding": (masks, "_from_description", plain_causal, lambda: oracle(mode="left-padded")),
     "ignore packing": (masks, "_from_description", plain_causal, lambda: oracle(mode="packed")),
     "ignore the window": (masks, "_from_description", plain_causal, lambda: oracle("mistral")),
-    "trust wrong spans": (masks, "_agrees", lambda *_: True, dense_mask),
+    "trust wrong spans": (masks, "agrees", lambda *_: True, dense_mask),
     "saved logsumexp of another chunk": (
         kept.Kept, "attended",
         lambda self, chunk, real=kept.Kept.attended: [
@@ -445,8 +445,8 @@ MUTANTS = {
         of(graph_cache, "plain"),
     ),
     "narrow queries that were not tried": (trials, "_same", lambda *_: True, narrow_queries),
-    "accumulators that stay behind": (keys.TiledSite, "_leave", leave_without_sums, streamed_prefix),
-    "tiles read from their start": (keys.TiledSite, "_overlaps", from_the_start, streamed_prefix),
+    "accumulators that stay behind": (keys.KVTiles, "_leave", leave_without_sums, streamed_prefix),
+    "tiles read from their start": (keys.KVTiles, "_overlaps", from_the_start, streamed_prefix),
     "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),
     "a tile of another chunk": (
         stores.HostTensors, "peek",
@@ -472,11 +472,13 @@ MUTANTS = {
     "split: ignore the window": (sharded_call, "resolve_whole", without_window, lambda: split("gemma3")),
     "split: ignore packing": (shards, "spans_of_tokens", without_packing, lambda: split(mode="packed")),
     "a stand-in's gradient goes nowhere": (
-        deferred.Link, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
+        deferred.NoGradientHere, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
     ),
     "other libraries' forwards taken for transformers'": (causal_lm, "foreign_forward", lambda *_: None, foreign_forward),
     "weights that changed since a hook kept what they made": (deferred.Deferred, "check", lambda *_: None, kept_too_long),
-    "writes to what shares memory with logits unseen": (deferred.Memory, "watch", lambda self, tensor: None, written_alias),
+    "writes to what shares memory with logits unseen": (
+        deferred.SharedMemory, "watch", lambda self, tensor: None, written_alias,
+    ),
     "final norm left out": (
         recipe, "make_inputs",
         lambda x, t, p, norm, ignore, real=recipe.make_inputs: real(x, t, p, None, ignore), oracle,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streambp.attention.kv import CallSite
+from streambp.attention.kv import KVBuffer
 from streambp.attention.spans import Block, Kind
 from streambp.chunks import ChunkPlan
 from streambp.head import log_probs
@@ -109,7 +109,7 @@ def check_key_sums():
     """The same of a key's gradients, which later chunks add to."""
     k = torch.zeros(1, 5, 2, 4, dtype=torch.bfloat16)
     parts = [torch.randn(1, 2, 5, 4, generator=seeded(n)) for n in range(300)]
-    site = CallSite(k, k)
+    site = KVBuffer(k, k)
     site.grow_accumulators()
     for part in parts:
         site.add(Block(Kind.FULL, 0, 1, 0, 1, 0, 5), part, -part)
@@ -154,7 +154,7 @@ def add_rounded_product(total, left, right):
 
 ACCUMULATORS = {
     "parameters": (GradientSum, "add", add_in_half, check_gradient_sums),
-    "keys and values": (CallSite, "grow_accumulators", accumulators_in_half, check_key_sums),
+    "keys and values": (KVBuffer, "grow_accumulators", accumulators_in_half, check_key_sums),
     "the head's weight": (log_probs.HeadGradients, "__init__", weight_in_half, check_head_sums),
     "the head's products": (log_probs, "add_product", add_rounded_product, check_head_sums),
 }

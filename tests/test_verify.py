@@ -123,7 +123,7 @@ def test_top_shortens_the_table(checkpoint, capsys):
 
 BUGS = {
     "lost accumulation": (shadows.GradientSum, "add", lambda: skips_second(shadows.GradientSum.add)),
-    "lost dK and dV": (prefix.CallSite, "grow_accumulators", lambda: only_this_chunk),
+    "lost dK and dV": (prefix.KVBuffer, "grow_accumulators", lambda: only_this_chunk),
 }
 
 
@@ -142,7 +142,7 @@ def test_bugs_are_flagged(bug, dtype, monkeypatch):
 
 def test_a_bug_makes_the_command_fail(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))  # it would find it
-    monkeypatch.setattr(prefix.CallSite, "grow_accumulators", only_this_chunk)
+    monkeypatch.setattr(prefix.KVBuffer, "grow_accumulators", only_this_chunk)
     assert cli.main(["verify", checkpoint("qwen3"), "--seq-len", "64"]) == 1
     assert "NOT EXACT" in capsys.readouterr().out
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from streambp.admission.agreement import coarsest
 from streambp.admission.rehearsal import CHUNK, TOKENS, Restored, as_trained, nothing_cached, nothing_masked, random_like
-from streambp.attention.kv import CallSite
+from streambp.attention.kv import KVBuffer
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
@@ -316,7 +316,7 @@ class Trial:
 
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:
     """What is in the prefix's buffers, [B, filled, H_kv, D]."""
-    sites = [site for site in prefix.sites if isinstance(site, CallSite)]
+    sites = [site for site in prefix.sites if isinstance(site, KVBuffer)]
     return [part[:, : prefix.filled_until] for site in sites for part in (site.k, site.v)]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.attention.backend import Backend, Plan, Use
+from streambp.attention.backend import Backend, BlockPlan, Use
 from streambp.attention.kernels import MATH, Task, cut, narrowed, upload, widened
-from streambp.attention.kv import CallSite, Site
+from streambp.attention.kv import KVBuffer, Site
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended, MergedOutput, SummedQueries
 from streambp.attention.spans import Block, Kind, Spans
@@ -103,7 +103,7 @@ class PrefixRead(torch.autograd.Function):
     `PrefixAttention`."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, site: CallSite, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, k: Tensor, v: Tensor, site: KVBuffer, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """K [B, H_kv, e, D] and V up to the chunk's end, as views of the buffers.
 
         The chunk's own k [B, H_kv, C, D] and v are there for the graph alone: `site` holds their values already.
@@ -163,7 +163,7 @@ class PrefixAttention(torch.autograd.Function):
         q, o, lse, sink = ctx.saved_tensors
         q, do = q.transpose(1, 2).contiguous(), grad.contiguous()  # [B, C, H, D]. [Note: one layout]
         site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
-        plan: Plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD)
+        plan: BlockPlan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD)
         summed = SummedQueries(q, plan, chunk)
         size, width = site.value_size, site.width
         do_wide, o_wide = widened(do, width), widened(o, width)  # [B, C, H, width]. [Note: padded values]

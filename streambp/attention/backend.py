@@ -25,7 +25,7 @@ from streambp.attention.kernels_wide import EFFICIENT, PADDED
 from streambp.attention.masks import DenseMask
 from streambp.attention.platform import Platform, platform_of
 from streambp.attention.rules import (
-    Call,
+    AttentionShape,
     flash_has_windows,
     prefers_cudnn,
     why_not_cudnn,
@@ -54,7 +54,7 @@ class Used(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """The blocks of a chunk, ordered by their keys. [Note: tiles]
 
     Args:
@@ -109,15 +109,15 @@ class Backend:
             native_varlen=any(tiling.native_varlen for tiling in (first, *others)),
         )
 
-    def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> Plan:
+    def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
         """The blocks of `rows` rows of a chunk; made once for all layers that share the layout."""
         key = (self, chunk.start, chunk.stop, use)
         if key not in layout.derived:
             layout.derived[key] = self._plan(layout, chunk, rows, use)
-        plan: Plan = layout.derived[key]
+        plan: BlockPlan = layout.derived[key]
         return plan
 
-    def _plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> Plan:
+    def _plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
         tiling = layout.derived.get((self.kernels, use)) or self.tiling(use)
         layout.derived[self.kernels, use] = tiling
         found = layout.blocks(chunk.start, chunk.stop, tiling)
@@ -127,7 +127,7 @@ class Backend:
         complete = covered == rows * (chunk.stop - chunk.start)
         kernels = tuple([self.kernel(block) for block in blocks])  # a map would end where no kernel takes a block
         used = {Used(kernel.name, block.kind, self.because) for kernel, block in zip(kernels, blocks, strict=True)}
-        return Plan(blocks, kernels, depth, complete, covers, frozenset(used))
+        return BlockPlan(blocks, kernels, depth, complete, covers, frozenset(used))
 
 
 def _limited(tiling: Tiling, use: Use) -> Tiling:
@@ -184,7 +184,7 @@ def choose_backend(
     if wanted == "math":
         return Backend((MATH,), because="attention='math'")
     here = platform_of(q.device) if platform is None else platform
-    call = Call(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap)
+    call = AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap)
     if wanted == "auto" and here.device == "cpu" and sink and q.dtype in HALF:
         return Backend((MATH,), because="attention sinks in half precision on a CPU")
     no_flash, no_cudnn = next(why_not_flash(call, here), None), next(why_not_cudnn(call, here), None)
@@ -207,7 +207,7 @@ def choose_backend(
     )
 
 
-def _flash_first(call: Call, here: Platform) -> Backend:
+def _flash_first(call: AttentionShape, here: Platform) -> Backend:
     """FlashAttention, with V padded in its buffer where that is all that has to be. [Note: padded values]"""
     flash = _flash(here)
     if call.pair == (call.padded, call.padded) or (here.device == "cpu" and call.size == call.value_size):
@@ -217,7 +217,7 @@ def _flash_first(call: Call, here: Platform) -> Backend:
     return Backend((PADDED[flash], MATH))
 
 
-def _padded_flash(call: Call, here: Platform) -> Kernel:
+def _padded_flash(call: AttentionShape, here: Platform) -> Kernel:
     """FlashAttention for the blocks that another kernel leaves over."""
     flash = _flash(here)
     return flash if call.pair == (call.padded, call.padded) else PADDED[flash]

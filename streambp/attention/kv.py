@@ -1,7 +1,7 @@
 """Where the keys and values of one attention call are, and the accumulators of their gradients.
 
-    CallSite    the whole sequence in one buffer on the device
-    TiledSite   a tile for each chunk; some stay on the device, the others come from the host and go back there
+    KVBuffer    the whole sequence in one buffer on the device
+    KVTiles   a tile for each chunk; some stay on the device, the others come from the host and go back there
 
 Attention asks both for the keys and values of its blocks, one block after the other, and adds to their gradients. Inside,
 tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
@@ -70,7 +70,7 @@ class Site(Protocol):
 
 
 @dataclasses.dataclass
-class CallSite:
+class KVBuffer:
     """Buffers of one attention call of the layer. B rows, T tokens of the whole sequence.
 
     columns: D_v, where V is padded in its buffer; None: it is not. [Note: padded values]
@@ -90,7 +90,7 @@ class CallSite:
     streams = False
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, width: int | None) -> CallSite:
+    def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
         """From K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all tokens, contiguous; width: that V is padded to."""
         return cls(k, v) if width is None else cls(k, widened(v, width), columns=v.shape[3])
 
@@ -218,7 +218,7 @@ class Tile:
     dv: Tensor | None = None
 
 
-class TiledSite:
+class KVTiles:
     """Keys and values in tiles, one for each chunk. [Note: tiles]
 
     Args:

@@ -17,7 +17,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from streambp.attention.backend import Plan
+from streambp.attention.backend import BlockPlan
 from streambp.attention.triton_merge import fits_triton, merge_in_triton
 from streambp.chunks import Chunk
 
@@ -57,7 +57,7 @@ class MergedOutput:
         wide: do not round o, more is to be done with it.
     """
 
-    def __init__(self, q: Tensor, value_size: int, plan: Plan, chunk: Chunk, wide: bool = False) -> None:
+    def __init__(self, q: Tensor, value_size: int, plan: BlockPlan, chunk: Chunk, wide: bool = False) -> None:
         self._plan, self._chunk = plan, chunk
         self._wide = torch.promote_types(q.dtype, torch.float32)
         self._dtype = self._wide if wide else q.dtype
@@ -132,7 +132,7 @@ def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out
 class SummedQueries:
     """dq of a chunk from those of its blocks. q: [B, C, H, D] of the chunk."""
 
-    def __init__(self, q: Tensor, plan: Plan, chunk: Chunk) -> None:
+    def __init__(self, q: Tensor, plan: BlockPlan, chunk: Chunk) -> None:
         self._q, self._plan, self._chunk = q, plan, chunk
         self._dtype = q.dtype if plan.depth <= 2 else torch.promote_types(q.dtype, torch.float32)
         self._sum: Tensor | None = None

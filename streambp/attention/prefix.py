@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
-from streambp.attention.backend import Backend, Plan, Use, Used, choose_backend
-from streambp.attention.kv import CallSite, PrefixMemory, Site, TiledSite, TileStore
+from streambp.attention.backend import Backend, BlockPlan, Use, Used, choose_backend
+from streambp.attention.kv import KVBuffer, KVTiles, PrefixMemory, Site, TileStore
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
 from streambp.attention.picked import PickedMask
@@ -100,7 +100,7 @@ class Prefix:
             resident = self.resident_tiles(backward)[index]
             if resident is None:
                 columns = None if width is None else v.shape[3]
-                self.sites.append(CallSite(self._buffer(k), self._buffer(v, width), columns=columns))
+                self.sites.append(KVBuffer(self._buffer(k), self._buffer(v, width), columns=columns))
             else:
                 self.sites.append(self._tiled(index, resident, backward))
         self.sites[index].write(chunk, k, v)
@@ -121,7 +121,7 @@ class Prefix:
         backend = self.backends.get(index)
         return None if backend is None else backend.width
 
-    def note(self, plan: Plan) -> None:
+    def note(self, plan: BlockPlan) -> None:
         """A chunk was attended by this plan."""
         if not plan.used <= self.used:
             self.used |= plan.used
@@ -130,13 +130,13 @@ class Prefix:
         """K and V are kept as they are for a later backward pass: without the zeros behind V. [Note: padded values]"""
         self.index_keys, self.picked = {}, []
         for site in self.sites:
-            if isinstance(site, CallSite):
+            if isinstance(site, KVBuffer):
                 site.pack()
 
     def part(self, index: int, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
         """K [B, C, H_kv, D] and V of a chunk, as views of the buffers; None if they are in tiles."""
         site = self.sites[index]
-        return site.part(chunk) if isinstance(site, CallSite) else None
+        return site.part(chunk) if isinstance(site, KVBuffer) else None
 
     @property
     def backward_bytes(self) -> int:
@@ -171,7 +171,7 @@ class Prefix:
                 self.restore(index, chunk, k.transpose(1, 2), v.transpose(1, 2))
         self.filled_until = self.length
 
-    def _tiled(self, index: int, resident: int, backward: bool, saved: TileStore | None = None) -> TiledSite:
+    def _tiled(self, index: int, resident: int, backward: bool, saved: TileStore | None = None) -> KVTiles:
         assert self.memory is not None
         plan, size = self.memory.plan, self.sizes_seen[index]
         if not backward:
@@ -182,12 +182,12 @@ class Prefix:
         moving = plan[len(plan) - 1].start - plan[resident].start if resident < len(plan) - 1 else 0
         self._scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
         keys, width = saved or self._scratch, self._width(index)
-        return TiledSite(index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width)
+        return KVTiles(index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width)
 
     def begin_backward(self, again: bool) -> None:
         """A chunk is differentiated; again: for the second time. [Note: once for each chunk]"""
         for site in self.sites:
-            if isinstance(site, CallSite):
+            if isinstance(site, KVBuffer):
                 site.begin_backward(again)
 
     def drop_buffers(self) -> None:
@@ -305,7 +305,7 @@ class ChunkMask(AttentionPoint):
         site = self._site(self.call - 1, k, v)
         if self.stage is Stage.REFILL and self.call == self.prefix.calls:
             raise RefillDone
-        assert isinstance(site, CallSite)  # `LayerCall.limit_prefix` leaves these layers' prefixes whole
+        assert isinstance(site, KVBuffer)  # `LayerCall.limit_prefix` leaves these layers' prefixes whole
         if self.stage is not Stage.RECOMPUTE:
             return site.read(self.chunk)
         both: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)

@@ -25,7 +25,7 @@ LAST_FLASH_4 = (4, 0, 0, 18)  # whose functions return what torch 2.11 to 2.13 u
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class AttentionShape:
     """What an attention call asks of a kernel: head sizes D of q and k and D_v of v, dtype, dropout and softcap."""
 
     size: int
@@ -45,7 +45,7 @@ class Call:
         return self.size, self.value_size
 
 
-def why_not_fused(call: Call, here: Platform) -> Iterator[str]:
+def why_not_fused(call: AttentionShape, here: Platform) -> Iterator[str]:
     """Why no fused kernel can do it."""
     if call.dropout > 0.0:
         yield f"it has no dropout, and the model's is {call.dropout}"
@@ -59,7 +59,7 @@ def why_not_fused(call: Call, here: Platform) -> Iterator[str]:
         yield f"the device has compute capability {here.capability}; it needs (8, 0)"
 
 
-def why_not_flash(call: Call, here: Platform) -> Iterator[str]:
+def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
     """Why neither FlashAttention nor the CPU's fused kernel can do it, with q, k and v padded to one head size.
 
     FlashAttention-2 checks D % 8, D <= 256 and D_v == D (flash_api.cpp); for backward on compute capability 8.6, 8.9, 12.0
@@ -78,7 +78,7 @@ def why_not_flash(call: Call, here: Platform) -> Iterator[str]:
         yield f"it has no backward for head size {call.padded} on compute capability {here.capability}"
 
 
-def _why_not_activated(call: Call, here: Platform, name: str) -> Iterator[str]:
+def _why_not_activated(call: AttentionShape, here: Platform, name: str) -> Iterator[str]:
     """Why FlashAttention-3 or -4 behind torch's operators cannot do it. They raise, they never fall back.
 
     Devices: torch/nn/attention/_fa3.py and _fa4.py. Head sizes: FlashAttention's own interfaces.
@@ -108,7 +108,7 @@ def flash_has_windows(here: Platform) -> bool:
     return not (here.flash == "FA4" and here.torch < (2, 12))
 
 
-def why_not_cudnn(call: Call, here: Platform) -> Iterator[str]:
+def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
     """Why cuDNN cannot do it, forward and backward.
 
     Head sizes are multiples of 8 and, beyond 128, exactly (D, D_v) = (192, 128) or (256, 256): what torch 2.14 allows in
@@ -159,7 +159,7 @@ def prefers_cudnn(here: Platform) -> bool:
     return here.cudnn_on and not here.hip and newest and here.cudnn > 91500 and not here.cudnn_last
 
 
-def why_not_efficient(call: Call, here: Platform) -> Iterator[str]:
+def why_not_efficient(call: AttentionShape, here: Platform) -> Iterator[str]:
     """Why torch's memory-efficient attention cannot do it: any D and D_v, multiples of 8 here.
 
     It is what torch's own attention takes where the head size is beyond FlashAttention's and cuDNN's (512 in Gemma 4's

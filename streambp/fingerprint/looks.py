@@ -183,7 +183,7 @@ class Look:
 
 
 @dataclasses.dataclass
-class Seen:
+class SeenBefore:
     """What a layer was made of when a forward was over. acted: inner hooks that changed what they were given."""
 
     look: Look
@@ -245,13 +245,13 @@ class Fingerprint:
         self._latest = None
         return self.look(layer)
 
-    def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: set[HookKey]) -> Seen:
+    def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: set[HookKey]) -> SeenBefore:
         """Of a forward that is over; `before` and `versions` are from when it began."""
         look = self.learn(layer, before, versions)
         self.pending += 1
-        return Seen(look, versions_of(look), acted)
+        return SeenBefore(look, versions_of(look), acted)
 
-    def check(self, layer: nn.Module, seen: Seen, now: Look) -> None:
+    def check(self, layer: nn.Module, seen: SeenBefore, now: Look) -> None:
         """Raise if the layer is now not what it was when that forward was over.
 
         Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 ROWS = 4096
 
 
-class Taken(torch.autograd.Function):
+class AtPlaces(torch.autograd.Function):
     """source [N, h] and places [M] -> [M, h]."""
 
     @staticmethod
@@ -37,5 +37,5 @@ class Taken(torch.autograd.Function):
 
 def taken(source: Tensor, places: Tensor) -> Tensor:
     """source [N, h] at places [...] -> [..., h], in its dtype."""
-    flat: Tensor = Taken.apply(source, places.reshape(-1))
+    flat: Tensor = AtPlaces.apply(source, places.reshape(-1))
     return flat.view(*places.shape, source.shape[-1])

@@ -19,7 +19,7 @@ from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillD
 from streambp.chunks import Chunk, merged, plan_chunks
 from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.fingerprint.looks import Look, Seen
+from streambp.fingerprint.looks import Look, SeenBefore
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
@@ -64,7 +64,7 @@ class LayerCall:
         self.training = site.layer.training
         self.extras: list[Place] = []
         self.look: Look = site.fingerprint.latest(site.layer)
-        self.seen: Seen | None = None
+        self.seen: SeenBefore | None = None
         self.parameters: Parameters
         self.wanted: tuple[bool, list[bool]]
         self.carried = self._carry()

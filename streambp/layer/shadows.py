@@ -22,17 +22,17 @@ from streambp.errors import BackwardError, UnsupportedModelError
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class GradientSlot:
     """A place that holds a parameter: `module._parameters[name]`."""
 
     module: nn.Module
     name: str
 
 
-def slots_of(module: nn.Module) -> list[tuple[str, Slot]]:
+def slots_of(module: nn.Module) -> list[tuple[str, GradientSlot]]:
     """All slots of parameters inside a module that hold one, with their names."""
     return [
-        (f"{path}.{name}", Slot(owner, name))
+        (f"{path}.{name}", GradientSlot(owner, name))
         for path, owner in module.named_modules()
         for name, parameter in owner._parameters.items()
         if parameter is not None
@@ -48,8 +48,10 @@ class Parameters:
         slots: `slots_of` the module, if known.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, slots: list[tuple[str, Slot]] | None = None) -> None:
-        groups: dict[int, list[Slot]] = {}
+    def __init__(
+        self, module: nn.Module, device: torch.device, slots: list[tuple[str, GradientSlot]] | None = None
+    ) -> None:
+        groups: dict[int, list[GradientSlot]] = {}
         self.names: list[str] = []
         for path, slot in slots_of(module) if slots is None else slots:
             parameter = slot.module._parameters[slot.name]
@@ -77,7 +79,7 @@ class Parameters:
         """What the slots hold now, one tensor for each distinct parameter."""
         return [getattr(slots[0].module, slots[0].name) for slots in self.groups]
 
-    def check_unchanged(self, slots: list[tuple[str, Slot]] | None = None) -> None:
+    def check_unchanged(self, slots: list[tuple[str, GradientSlot]] | None = None) -> None:
         """Raise if a parameter was written to since this object was built, as by an optimizer step, or is another one; or
         if another wants a gradient, as of another adapter.
 

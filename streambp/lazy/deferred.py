@@ -9,8 +9,8 @@ view it is refused.
 
 [Note: stand-ins in a graph] What follows these rules takes the stored hidden states into autograd's graph, and never the
 stand-in. Whoever does not (an autograd.Function, a C++ extension) makes the stand-in itself an input, where the gradient
-would end: the loss right, and nothing below it trained. So a stand-in is the output of `Link`, through which every path
-from there to a parameter leads, and whose backward raises. One that was made under no_grad stays without a gradient.
+would end: the loss right, and nothing below it trained. So a stand-in is the output of `NoGradientHere`, through which each
+path from there to a parameter leads, and whose backward raises. One that was made under no_grad stays without a gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from streambp.distributed.zero import full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss
 from streambp.lazy.hooks import note_use
-from streambp.lazy.standin import METADATA, Memory, StandIn, takes
+from streambp.lazy.standin import METADATA, SharedMemory, StandIn, takes
 from streambp.nested import tensors_in
 
 
-class Link(torch.autograd.Function):
+class NoGradientHere(torch.autograd.Function):
     """A stand-in's place in the graph. [Note: stand-ins in a graph]"""
 
     @staticmethod
@@ -79,7 +79,7 @@ class Deferred(StandIn):
         self: Deferred = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
         )  # type: ignore[attr-defined]
-        self.source, self.recipe, self.memory = source, recipe, Memory()
+        self.source, self.recipe, self.memory = source, recipe, SharedMemory()
         self.written, self.derived, self.cut, self.followed = None, False, False, False
         self.made_of = [(x, x._version) for x in (source, *recipe.inputs()) if not x.is_inference()]
         return self
@@ -88,7 +88,7 @@ class Deferred(StandIn):
     def make(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
         """One for source [..., h] that requires a gradient if what it stands for would; dtype: source's if None."""
         inputs = (source, *recipe.inputs())
-        result: Deferred = Link.apply(lambda: cls(source, recipe, dtype), *inputs)
+        result: Deferred = NoGradientHere.apply(lambda: cls(source, recipe, dtype), *inputs)
         result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         return result
 

@@ -27,7 +27,7 @@ from streambp.lazy.hooks import note_use, refuse_late
 from streambp.nested import tensors_in
 
 
-class Memory:
+class SharedMemory:
     """What a stand-in, its slices and its views would share; writes: to any of them. [Note: stand-ins and memory]"""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class StandIn(Tensor):
     metadata: ClassVar[frozenset[Any]]
     has_rule: ClassVar[tuple[str, ...]] = ()  # arguments of torch's losses
 
-    memory: Memory
+    memory: SharedMemory
     written: Tensor | None
     derived: bool
     followed: bool

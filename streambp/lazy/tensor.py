@@ -24,7 +24,7 @@ from streambp.errors import BackwardError, StreamBPError
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, SCALING_HOOK, TENSOR_HOOKS
 from streambp.lazy.expression import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, result
-from streambp.lazy.standin import METADATA, Memory, StandIn
+from streambp.lazy.standin import METADATA, SharedMemory, StandIn
 from streambp.nested import tensors_in
 
 METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
@@ -128,7 +128,7 @@ class LazyRows(StandIn):
             cls, shape, dtype=dtype, device=reading.head.hidden.device, requires_grad=False
         )  # type: ignore[attr-defined]
         self.node, self.width, self.classes = node, width, classes
-        self.memory, self.seen, self.link = Memory(), 0, None
+        self.memory, self.seen, self.link = SharedMemory(), 0, None
         self.written, self.derived, self.now, self.heeded, self.followed = None, False, None, False, False
         return self
 

@@ -21,7 +21,7 @@ def padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class Stack:
+class BufferStack:
     """Ranges handed out one behind the other, all given back together.
 
     kind: stacks of one kind serve the same purpose and grow to similar sizes.
@@ -77,23 +77,23 @@ class Arena:
         self.limit = limit
         self._buffer = buffer
         self._settle = settle
-        self._free: list[Stack] = []
+        self._free: list[BufferStack] = []
         self.allocated = 0
 
-    def take(self, kind: str = "") -> Stack:
+    def take(self, kind: str = "") -> BufferStack:
         """The free stack of that kind that was given back last, or a new one, which has no memory yet."""
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)
                 return stack
-        return Stack(kind)
+        return BufferStack(kind)
 
-    def give_back(self, stack: Stack) -> None:
+    def give_back(self, stack: BufferStack) -> None:
         """Take a stack back: all its ranges are free, and its memory waits for the next of its kind."""
         stack.reset()
         self._free.append(stack)
 
-    def grow(self, stack: Stack, size: int) -> bool:
+    def grow(self, stack: BufferStack, size: int) -> bool:
         """Add `size` bytes to a stack; False if that would exceed the budget even without the stacks that are free."""
         if self.allocated + size > self.limit and self._free:
             self._settle()

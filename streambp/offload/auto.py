@@ -37,7 +37,7 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class OffloadChoice:
     """What is saved, and why the rest is not. bytes: that leave in a forward. spared: seconds of attention, and FLOPs of
     Linears, that backward does not compute again."""
 
@@ -68,7 +68,7 @@ class Choice:
         )
 
 
-def choose(cost: Cost, measured: Measured, host_bytes: float) -> Choice:
+def choose(cost: Cost, measured: Measured, host_bytes: float) -> OffloadChoice:
     """What to save of a forward that costs `cost`, with so much host memory for it."""
     fits = measured.seconds * measured.link
     saves: list[str] = []
@@ -96,7 +96,7 @@ def choose(cost: Cost, measured: Measured, host_bytes: float) -> Choice:
     for name, product in products:
         consider(name, product.bytes)
     spared_flops = sum(product.flops for name, product in products if name in saves)
-    return Choice(measured, tuple(saves), taken, spared_attention * ("attn_out" in saves), spared_flops, left_out)
+    return OffloadChoice(measured, tuple(saves), taken, spared_attention * ("attn_out" in saves), spared_flops, left_out)
 
 
 @dataclasses.dataclass
@@ -167,8 +167,8 @@ class Auto:
     def __init__(self, chooses_saves: bool = True, sets_budget: bool = False) -> None:
         self.chooses_saves = chooses_saves
         self.sets_budget = sets_budget
-        self.choices: dict[int, Choice] = {}
-        self.latest: Choice | None = None
+        self.choices: dict[int, OffloadChoice] = {}
+        self.latest: OffloadChoice | None = None
         self.gpu_memory: int | None = None  # chosen
         self.prefix_memory: int | None = None  # before that, for prefixes: half of what was free at first
         self._watches: list[LayerWatch] = []
@@ -226,7 +226,7 @@ class Auto:
         self._watches.append(LayerWatch(engine, unread))
         return self._watches[-1]
 
-    def _decide(self, transfers: Transfers, host_bytes: float) -> Choice:
+    def _decide(self, transfers: Transfers, host_bytes: float) -> OffloadChoice:
         moved = transfers.bytes[OUT] - self._before.moved
         copying = transfers.copying()[OUT] - self._before.copying
         warm = self._watches[1:] or self._watches  # the first layer's kernels may have been made while it ran

@@ -200,7 +200,7 @@ class PinnedMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
+class QueueMark:
     """An event and the queue it was recorded in."""
 
     queue: str
@@ -260,10 +260,10 @@ class CudaEngine:
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
-        """A `Mark` in the queue's stream."""
+        """A `QueueMark` in the queue's stream."""
         event = torch.cuda.Event()
         event.record(self._stream(queue))
-        return Mark(queue, event)
+        return QueueMark(queue, event)
 
     def wait(self, queue: str, event: Any) -> None:
         """The stream waits, not the thread; how long compute waits is counted. None: there is nothing to wait for."""

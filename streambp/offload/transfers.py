@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.offload.arena import Arena, Stack
+from streambp.offload.arena import Arena, BufferStack
 from streambp.offload.engines import BACK, COMPUTE, OUT, Engine
 
 GROUPS_IN_FLIGHT = 2  # chunks, or tiles, whose copies to the host may be under way before compute waits
@@ -71,7 +71,7 @@ class Holding:
         self._finalizer()
 
 
-def _retire(arena: Arena, stack: Stack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
+def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
     for entry, (_, event) in arriving.items():
         entry.engine.wait(COMPUTE, event)  # [Note: offload order], 4: the tensors' memory goes back to compute
     arriving.clear()

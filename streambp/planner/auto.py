@@ -24,7 +24,7 @@ from streambp.planner.count import StepCount
 from streambp.planner.plan import CHUNK_TOKENS
 from streambp.planner.profile import Method
 from streambp.planner.skeleton import Skeleton, reduce_layers
-from streambp.planner.survey import Recipe, survey
+from streambp.planner.survey import SurveyRecipe, survey
 
 Model = TypeVar("Model", bound=nn.Module)
 WORK = 8  # how often a chunk's recomputation and its gradients have what a layer's weights take and give
@@ -170,7 +170,7 @@ def counted(model: nn.Module, config: StreamConfig) -> Law | str:
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
     saves = tuple(dict.fromkeys(name.partition(LAST)[0] for name in config.named_saves))  # of all layers: at most that
     fixed = dataclasses.replace(config, saves=saves, offload=offload, host_memory=None)
-    recipe = Recipe("streambp", fixed)
+    recipe = SurveyRecipe("streambp", fixed)
     try:
         skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
         return Law(survey(skeleton, [recipe], accumulating=False, tree=False, timed=False).methods[0])

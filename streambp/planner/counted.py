@@ -26,7 +26,7 @@ from streambp.known_names import NO_PART_OF_A_STEP
 from streambp.planner.mixers import KERNELS, Mixers, is_installed
 from streambp.planner.profile import Profile, from_json, to_json
 from streambp.planner.skeleton import Device, Skeleton, Source, read_config
-from streambp.planner.survey import Recipe, survey
+from streambp.planner.survey import SurveyRecipe, survey
 
 PACKAGE = Path(__file__).parent.parent
 VERSIONS = ("torch", "transformers", "peft")
@@ -56,7 +56,7 @@ class Asked:
         return Skeleton(self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.fused_layers)
 
 
-def counted(asked: Asked, recipes: Sequence[Recipe], cache: bool = False, said: Said | None = None) -> Profile:
+def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, said: Said | None = None) -> Profile:
     """The profile of a model under the recipes.
 
     Args:
@@ -90,7 +90,7 @@ def _write(file: Path, text: str) -> None:
     Path(made.name).replace(file)
 
 
-def _digest(asked: Asked, recipes: Sequence[Recipe]) -> str:
+def _digest(asked: Asked, recipes: Sequence[SurveyRecipe]) -> str:
     """Of all that a profile depends on. [Note: cached profiles]"""
     assert not isinstance(asked.source, nn.Module)
     config = read_config(asked.source)

@@ -27,7 +27,7 @@ LOOKED_AT = 2048  # chunks; of more, the blocks are those of the average chunk
 ONE, TOKENS, CHUNK, CHUNKS, TOKENS_CHUNKS, TOKENS_CHUNK, SQUARE, BLOCKS, QUERY_BLOCKS = range(9)
 
 
-class Used(NamedTuple):
+class UsedBytes(NamedTuple):
     """The features of each quantity of `Work`, those that tell most apart first."""
 
     products: tuple[int, ...]
@@ -40,7 +40,7 @@ class Used(NamedTuple):
 
 
 LAYERS = ("forward", "backward")  # the kinds of phases that run in chunks
-IN_CHUNKS = Used(
+IN_CHUNKS = UsedBytes(
     products=(TOKENS, CHUNK, SQUARE, CHUNKS),
     forward=(SQUARE, TOKENS, TOKENS_CHUNK, ONE),
     backward=(SQUARE, TOKENS, TOKENS_CHUNK, ONE),
@@ -49,7 +49,7 @@ IN_CHUNKS = Used(
     out=(TOKENS, CHUNK, TOKENS_CHUNKS),
     back=(TOKENS, CHUNK, TOKENS_CHUNKS),
 )
-AT_ONCE = Used(
+AT_ONCE = UsedBytes(
     products=(TOKENS,), forward=(SQUARE, TOKENS), backward=(SQUARE, TOKENS), moved=(TOKENS, ONE), dispatches=(ONE, TOKENS),
     out=(), back=(),
 )  # fmt: skip

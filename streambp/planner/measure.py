@@ -19,7 +19,7 @@ from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
 from streambp.planner.skeleton import Device, Skeleton, reduce_layers
 from streambp.planner.step import Span, run_step
-from streambp.planner.survey import Counter, Recipe, UncountedHost
+from streambp.planner.survey import Counter, SurveyRecipe, UncountedHost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def compare_step(
     device = ids.device
     if snapshot is not None and device.type != "cuda":
         raise StreamBPError("A memory snapshot needs a CUDA device; torch records only what CUDA allocates.")
-    recipe = Recipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
+    recipe = SurveyRecipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
     target: Device = "cuda" if device.type == "cuda" else "cpu"
     skeleton = Skeleton(model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch")
     counter = Counter(skeleton, reduce_layers(skeleton.model), ids.shape[0], "cudnn" if target == "cuda" else None)
@@ -58,7 +58,7 @@ def compare_step(
     return [Compared(name, known[name], span.peak) for name, span in zip(names, spans, strict=True) if name in known]
 
 
-def _measured(model: nn.Module, ids: Tensor, recipe: Recipe, snapshot: Path | None) -> list[Span]:
+def _measured(model: nn.Module, ids: Tensor, recipe: SurveyRecipe, snapshot: Path | None) -> list[Span]:
     assert recipe.config is not None
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
     patch(model, recipe.config)

@@ -26,7 +26,7 @@ SUSTAINED = {"products": 0.87, "attention": 0.95}
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class MeasuredSizes:
     """What is measured: matrix products of [n, hidden] with [hidden, inner] and back, attention of `length` queries with
     `heads` and `kv_heads` heads, norms of `tokens` tokens, copies of `copied` bytes; each `times` times, after `heat`
     seconds."""
@@ -44,11 +44,11 @@ class Sizes:
     heat: float
 
 
-GPU = Sizes((1024, 8192), 4096, 12288, 16384, 32, 8, 128, 16384, 2**28, 7, 1.0)
-CPU = Sizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
+GPU = MeasuredSizes((1024, 8192), 4096, 12288, 16384, 32, 8, 128, 16384, 2**28, 7, 1.0)
+CPU = MeasuredSizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
 
 
-def measure_device(kind: Device, sizes: Sizes | None = None) -> Rates:
+def measure_device(kind: Device, sizes: MeasuredSizes | None = None) -> Rates:
     """The rates of the current GPU, or of this machine's CPU.
 
     Args:
@@ -94,7 +94,7 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
 
-def _products(clock: Clock, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
+def _products(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s, over products with many rows and few, to the inner size and back; the first heats the device."""
     weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
     flops = taken = 0.0
@@ -109,7 +109,7 @@ def _products(clock: Clock, sizes: Sizes, device: torch.device, dtype: torch.dty
     return flops / taken
 
 
-def _attention(clock: Clock, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def _attention(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s forward and backward of a causal block, in the kernel that streamed attention takes here."""
     shape = (sizes.length, sizes.head_size)
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
@@ -124,7 +124,7 @@ def _attention(clock: Clock, sizes: Sizes, device: torch.device, dtype: torch.dt
     return 2 * flops / forward, 5 * flops / backward
 
 
-def _bandwidth(clock: Clock, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
+def _bandwidth(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> float:
     """Bytes/s of an RMSNorm in plain torch, by the bytes that the planner counts for it. [Note: bytes moved]"""
     x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]
     weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
@@ -138,7 +138,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def _link(clock: Clock, sizes: Sizes, device: torch.device) -> float:
+def _link(clock: Clock, sizes: MeasuredSizes, device: torch.device) -> float:
     """Bytes/s each way, with copies both ways at once."""
     pinned = device.type == "cuda"
     there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))

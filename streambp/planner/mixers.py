@@ -41,7 +41,7 @@ Arguments = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class MixerKernel:
     """A function for which a package has a kernel.
 
     Args:
@@ -96,20 +96,20 @@ def _fused_mamba2(given: Arguments) -> Tensor:
 
 
 KERNELS = (
-    Kernel(PLANNED_CONVOLUTION, "causal_conv1d", _conv, frozenset({CONVOLUTION_STATE})),
-    Kernel(PLANNED_DELTA_RULE, "fla", _delta_rule),
-    Kernel(SELECTIVE_SCAN, "mamba_ssm", _selective_scan),
-    Kernel(PLANNED_MAMBA1, "mamba_ssm", _fused_mamba),
-    Kernel(PLANNED_SCAN, "mamba_ssm", _mamba2_scan),
-    Kernel(PLANNED_MAMBA2, "mamba_ssm", _fused_mamba2),
+    MixerKernel(PLANNED_CONVOLUTION, "causal_conv1d", _conv, frozenset({CONVOLUTION_STATE})),
+    MixerKernel(PLANNED_DELTA_RULE, "fla", _delta_rule),
+    MixerKernel(SELECTIVE_SCAN, "mamba_ssm", _selective_scan),
+    MixerKernel(PLANNED_MAMBA1, "mamba_ssm", _fused_mamba),
+    MixerKernel(PLANNED_SCAN, "mamba_ssm", _mamba2_scan),
+    MixerKernel(PLANNED_MAMBA2, "mamba_ssm", _fused_mamba2),
 )
 
 
-class StandIn:
+class MixerStandIn:
     """In place of a function: what its kernel allocates, where the first argument has no data; the function itself
     elsewhere, so that a model that trains meanwhile is not disturbed."""
 
-    def __init__(self, function: Callable[..., Any], kernel: Kernel) -> None:
+    def __init__(self, function: Callable[..., Any], kernel: MixerKernel) -> None:
         functools.update_wrapper(self, _plain(function))
         self.function, self.kernel = function, kernel
         self._signature = inspect.signature(_plain(function))
@@ -127,7 +127,7 @@ def _plain(function: Any) -> Callable[..., Any]:
     return found
 
 
-def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, Kernel]]:
+def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]:
     """The globals of the model's code and the modules' attributes that have kernels: the namespace, the name there, the
     kernel."""
     found = []
@@ -156,7 +156,7 @@ def out_of_reach(model: nn.Module) -> list[str]:
     return sorted(imported - known)
 
 
-def _kernel_of(value: Any) -> Kernel | None:
+def _kernel_of(value: Any) -> MixerKernel | None:
     if isinstance(value, type) or not callable(value):
         return None
     try:
@@ -174,7 +174,7 @@ def standing_in(model: nn.Module, mixers: Mixers) -> Iterator[None]:
         for space, name, kernel in mixers_of(model):
             if mixers == "kernels" or (mixers == "installed" and is_installed(kernel.package)):
                 before.append((space, name, space[name]))
-                space[name] = StandIn(space[name], kernel)
+                space[name] = MixerStandIn(space[name], kernel)
         yield
     finally:
         for space, name, function in before:

@@ -182,7 +182,7 @@ def _flash(
     return out[..., :size], None
 
 
-class FusedHead(torch.autograd.Function):
+class CountedHead(torch.autograd.Function):
     """hidden [N, h], weight [V, h] -> a loss, with the memory of the fused heads that are in use elsewhere: labelled rows
     are copied, logits exist in tiles, and the gradients of hidden and weight are float32 for all of N until they are done.
     """
@@ -191,14 +191,14 @@ class FusedHead(torch.autograd.Function):
 
     @staticmethod
     def _tiles(hidden: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows in hidden.split(FusedHead.TILE[0]):
-            for columns in weight.split(FusedHead.TILE[1]):
+        for rows in hidden.split(CountedHead.TILE[0]):
+            for columns in weight.split(CountedHead.TILE[1]):
                 yield rows, columns
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [N, h], weight [V, h] -> a number in float32; each tile of logits is let go at once."""
-        for rows, columns in FusedHead._tiles(hidden, weight):
+        for rows, columns in CountedHead._tiles(hidden, weight):
             add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads it
         statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
         ctx.save_for_backward(hidden, weight, statistics[0])
@@ -210,7 +210,7 @@ class FusedHead(torch.autograd.Function):
         hidden, weight, _ = ctx.saved_tensors
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows, columns in FusedHead._tiles(hidden, weight):
+        for rows, columns in CountedHead._tiles(hidden, weight):
             tile = rows @ columns.mT  # [rows, columns]
             add_flops(0, 2 * tile.nbytes)  # one kernel writes the gradient over it
             tile @ columns
@@ -221,9 +221,9 @@ class FusedHead(torch.autograd.Function):
 
 
 def fused_head_loss(causal_lm: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The loss of `FusedHead` on the backbone's output for tokens ids [B, T], each counted as labelled."""
+    """The loss of `CountedHead` on the backbone's output for tokens ids [B, T], each counted as labelled."""
     hidden = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, h]
     head = causal_lm.get_output_embeddings()
     rows = torch.arange(hidden.shape[0] * hidden.shape[1], device=hidden.device)  # [B T]
-    result: Tensor = FusedHead.apply(hidden.flatten(0, 1)[rows], head.weight)
+    result: Tensor = CountedHead.apply(hidden.flatten(0, 1)[rows], head.weight)
     return result

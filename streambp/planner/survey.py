@@ -37,7 +37,7 @@ TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their t
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class SurveyRecipe:
     """A way to run a step. config: streambp's; None: unpatched, with checkpointing and a fused head or without."""
 
     name: str
@@ -53,7 +53,7 @@ class Recipe:
         return 15 if self.config.gpu_memory is None else 30
 
 
-def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> Recipe:
+def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> SurveyRecipe:
     """A streamed recipe; its name says how.
 
     Raises:
@@ -63,16 +63,16 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> Recipe:
         raise ConfigError(f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what follows out.")
     parts = [f"saves {'+'.join(saves)}"] if saves else []
     parts += ["offload"] if offload != "none" else []
-    return Recipe(f"streambp {', '.join(parts)}".strip(), StreamConfig(saves=saves, offload=offload))  # type: ignore[arg-type]
+    return SurveyRecipe(f"streambp {', '.join(parts)}".strip(), StreamConfig(saves=saves, offload=offload))  # type: ignore[arg-type]
 
 
-PLAIN = Recipe("plain")
-CHECKPOINTING = Recipe("checkpointing", checkpointing=True)
-CHECKPOINTING_HEAD = Recipe("checkpointing, fused head", checkpointing=True, fused_head=True)
+PLAIN = SurveyRecipe("plain")
+CHECKPOINTING = SurveyRecipe("checkpointing", checkpointing=True)
+CHECKPOINTING_HEAD = SurveyRecipe("checkpointing, fused head", checkpointing=True, fused_head=True)
 LEAST = 1  # a gpu_memory that leaves nothing of a prefix on the device but the tiles at work
 STREAMED = (
     *(streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv"))),
-    Recipe("streambp offload, keys on the host", StreamConfig(offload="cpu", gpu_memory=LEAST)),
+    SurveyRecipe("streambp offload, keys on the host", StreamConfig(offload="cpu", gpu_memory=LEAST)),
 )
 
 
@@ -124,7 +124,7 @@ class CountingManager(OffloadManager):
 
 def survey(
     skeleton: Skeleton,
-    recipes: Sequence[Recipe],
+    recipes: Sequence[SurveyRecipe],
     batch_size: int = 1,
     at: Point | None = None,
     kernels: str = "cudnn",
@@ -217,7 +217,7 @@ class Counter:
     def _layers(self) -> list[nn.Module]:
         return [layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers]
 
-    def fused(self, recipe: Recipe) -> bool:
+    def fused(self, recipe: SurveyRecipe) -> bool:
         """Whether a fused kernel attends, as on a GPU in half precision without softcap and without picked keys."""
         if recipe.config is None:
             return True
@@ -231,7 +231,7 @@ class Counter:
             self._fused = count.attention_flops > 0
         return self._fused
 
-    def apart(self, recipe: Recipe, size: int) -> dict[Point, Totals]:
+    def apart(self, recipe: SurveyRecipe, size: int) -> dict[Point, Totals]:
         """Points that tell the work's laws apart: two chunks of `size`, and three of twice that. Counted once for all
         methods that save the same, whose work differs in copies to the host alone."""
         assert recipe.config is not None
@@ -243,7 +243,7 @@ class Counter:
                 self._apart[saves, point] = unroll(spans, self.reduced)[1]
         return {point: self._apart[saves, point] for point in points}
 
-    def count(self, recipe: Recipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
+    def count(self, recipe: SurveyRecipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
         """The spans of a first step and, if asked for, of a second that adds to its gradients."""
         model, skeleton = self.skeleton.model, self.skeleton
         layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
@@ -265,7 +265,7 @@ class Counter:
         return steps
 
     @contextlib.contextmanager
-    def _prepared(self, recipe: Recipe, chunk_size: int) -> Any:
+    def _prepared(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
         """The model as the recipe wants it; yields what counts the host's bytes."""
         model, causal_lm = self.skeleton.model, self.skeleton.causal_lm
         with contextlib.ExitStack() as stack:
@@ -281,7 +281,7 @@ class Counter:
             stack.callback(unpatch, model)
             yield self._uncounted_manager(recipe)
 
-    def _uncounted_manager(self, recipe: Recipe) -> CountingManager:
+    def _uncounted_manager(self, recipe: SurveyRecipe) -> CountingManager:
         if recipe.config is None or recipe.config.offload == "none":
             return CountingManager()
         device = torch.device("meta" if self.skeleton.mode is None else "cpu")
@@ -296,7 +296,7 @@ class Counter:
         return manager
 
 
-def _method(counter: Counter, recipe: Recipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
+def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None

@@ -39,7 +39,7 @@ from torch import Tensor
 from streambp.admission.entry import backward_in_chunks, stream_layer
 from streambp.attention.attend import Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Use, choose_backend
-from streambp.attention.kv import CallSite
+from streambp.attention.kv import KVBuffer
 from streambp.attention.merge import Attended
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
@@ -186,7 +186,7 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
     prefix, call.backward_bytes = call.carried.prefix, 0
     for group in keys.groups(last):
         sinks = None if call.sinks is None else call.sinks[group.heads]
-        site = CallSite.of(group.k, group.v, call.params.backend.width)
+        site = KVBuffer.of(group.k, group.v, call.params.backend.width)
         wide = torch.promote_types(group.k.dtype, torch.float32).itemsize
         size = (group.k.numel() + group.v.numel()) * (group.k.element_size() + wide)
         call.backward_bytes = max(call.backward_bytes, size)
@@ -253,7 +253,7 @@ def _saved_keys(call: ShardedCall) -> Keys:
         k, v = (call.kept.store.take(f"{part}.0", piece.here.index).transpose(1, 2) for part in "kv")
         call.carried.prefix.restore(0, piece.whole, k, v)
     site = call.carried.prefix.sites.pop()
-    assert isinstance(site, CallSite)
+    assert isinstance(site, KVBuffer)
     return HeldKeys(site.k, site.v)
 
 
@@ -309,7 +309,7 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended:
     found: list[list[Tensor]] = [[], []]
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
     for group in keys.groups(last=True):
-        site = CallSite.of(group.k, group.v, call.params.backend.width)
+        site = KVBuffer.of(group.k, group.v, call.params.backend.width)
         for piece in reversed(call.pieces):
             part = slice(None), group.heads, slice(piece.here.start, piece.here.stop)
             leaf = q[part].detach().requires_grad_()

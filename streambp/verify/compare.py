@@ -122,8 +122,8 @@ def verify(
 class Judged:
     """One batch's runs and what follows from them."""
 
-    streamed: Run
-    unpatched: Run
+    streamed: VerifyRun
+    unpatched: VerifyRun
     losses: Losses
     rated: tuple[ParameterError, ...]
     whole: ParameterError
@@ -205,7 +205,7 @@ def _check(model: nn.Module, seq_len: int, narrow: torch.dtype, wide: torch.dtyp
         )
 
 
-def _check_finite(unpatched: Run, narrow: torch.dtype) -> None:
+def _check_finite(unpatched: VerifyRun, narrow: torch.dtype) -> None:
     if not all(bool(gradient.isfinite().all()) for gradient in unpatched.gradients.values()):
         raise StreamBPError(
             f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there is nothing to compare with. "
@@ -257,7 +257,7 @@ def _set_aside(model: nn.Module) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class VerifyRun:
     """One step of a model: its loss, its gradients on the host, how many of its layers streamed, and what it chose."""
 
     loss: float
@@ -266,7 +266,7 @@ class Run:
     choices: Choices
 
 
-def _run(model: nn.Module, batch: Batch, scale: float) -> Run:
+def _run(model: nn.Module, batch: Batch, scale: float) -> VerifyRun:
     choices = Choices()
     loss, streamed_layers = _backward(model, batch, scale, choices)
     gradients: dict[str, Tensor] = {}
@@ -274,7 +274,7 @@ def _run(model: nn.Module, batch: Batch, scale: float) -> Run:
         if parameter.grad is not None:
             gradients[name] = parameter.grad.cpu()
             parameter.grad = None
-    return Run(loss, gradients, streamed_layers, choices)
+    return VerifyRun(loss, gradients, streamed_layers, choices)
 
 
 def _backward(
@@ -299,7 +299,7 @@ def _count_streamed(loss: Tensor) -> int:
     return sum(getattr(type(node), FUNCTION_OF_NODE, None) is StreamedLayer for node in nodes_behind([loss]))
 
 
-def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[Run, list[str]]:
+def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[VerifyRun, list[str]]:
     """The streamed step, and notes on what of it did not stream."""
     patch(model, config)
     with torch.enable_grad():
@@ -322,7 +322,7 @@ def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: f
 
 
 def _run_truth(
-    model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[Run, Run]
+    model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[VerifyRun, VerifyRun]
 ) -> tuple[float, dict[str, Distances]]:
     """The truth's loss, and each parameter's distances.
 

@@ -13,7 +13,7 @@ from streambp.attention import attend, kernels, merge
 from streambp.attention.attend import Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Backend
 from streambp.attention.kernels import CUDNN, FLASH, MATH
-from streambp.attention.kv import CallSite, TiledSite
+from streambp.attention.kv import KVBuffer, KVTiles
 from streambp.chunks import ChunkPlan
 from streambp.layer.store import InMemory
 
@@ -171,9 +171,9 @@ def run(
 
     if tiles is None:
         k, v = (tensor(KV_HEADS, layout.length, columns).transpose(1, 2) for columns in (size, value_size))
-        site = CallSite.of(k, v, backend.width)
+        site = KVBuffer.of(k, v, backend.width)
     else:
-        site = TiledSite(0, plan, InMemory(), InMemory(), tiles, False, value_size, backend.width)
+        site = KVTiles(0, plan, InMemory(), InMemory(), tiles, False, value_size, backend.width)
     kept = {}
     with counted:
         for chunk in plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streambp.attention.kv import WORKING, CallSite, PrefixMemory, TiledSite
+from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory
 from streambp.attention.spans import Run, Spans, Tiling
 from streambp.chunks import ChunkPlan
 from streambp.layer.store import InMemory
@@ -45,8 +45,8 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
     rows, heads, size = SHAPE
     whole = torch.randn(2, rows, heads, LENGTH, size, generator=generator)  # K and V
     plan, store, scratch = ChunkPlan(LENGTH, CHUNK), Elsewhere(), Elsewhere()
-    buffer = CallSite(torch.empty(rows, LENGTH, heads, size), torch.empty(rows, LENGTH, heads, size))
-    tiles = TiledSite(0, plan, store, scratch, resident, False, size)
+    buffer = KVBuffer(torch.empty(rows, LENGTH, heads, size), torch.empty(rows, LENGTH, heads, size))
+    tiles = KVTiles(0, plan, store, scratch, resident, False, size)
 
     def blocks(chunk):
         return sorted(layout.blocks(chunk.start, chunk.stop, Tiling(k_block=k_block)), key=lambda block: block.k0)

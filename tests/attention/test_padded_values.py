@@ -18,7 +18,7 @@ from streambp.attention.attend import Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Backend, choose_backend
 from streambp.attention.kernels import CPU_FLASH, MATH
 from streambp.attention.kernels_wide import PADDED
-from streambp.attention.kv import CallSite, TiledSite
+from streambp.attention.kv import KVBuffer, KVTiles
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import ChunkPlan
 from streambp.layer.store import InMemory
@@ -72,7 +72,7 @@ def worst(way, layout, pair, saved):
     prefixes = prefix.Prefix(layout, LENGTH, "auto")
     prefixes.backends[0] = backend
     if resident is not None:
-        site = TiledSite(0, plan, InMemory(), InMemory(), resident, False, pair[1], backend.width)
+        site = KVTiles(0, plan, InMemory(), InMemory(), resident, False, pair[1], backend.width)
         prefixes.sites.append(site)
     kept, parts = [], []
     for chunk in plan:
@@ -147,7 +147,7 @@ def test_values_are_kept_and_leave_without_the_zeros():
     for chunk in ChunkPlan(LENGTH, CHUNK):
         prefixes.restore(0, chunk, k[:, :, chunk.start : chunk.stop], v[:, :, chunk.start : chunk.stop])
     site = prefixes.sites[0]
-    assert isinstance(site, CallSite)
+    assert isinstance(site, KVBuffer)
     assert site.v.shape[3] == site.width == 12
     chunk = ChunkPlan(LENGTH, CHUNK)[1]
     assert torch.equal(site.part(chunk)[1], v[:, :, chunk.start : chunk.stop].transpose(1, 2))
@@ -205,13 +205,13 @@ def test_split_sequences_are_padded_at_their_ranks(saves, float64_oracle, monkey
     """What ranks exchange is not padded: a group of one rank gives back what it is sent."""
     widths = set()
     one_rank.split_over_one_rank(monkeypatch)
-    real = CallSite.of.__func__
+    real = KVBuffer.of.__func__
 
     def of(cls, k, v, width):
         widths.add((v.shape[3], width))
         return real(cls, k, v, width)
 
-    monkeypatch.setattr(CallSite, "of", classmethod(of))
+    monkeypatch.setattr(KVBuffer, "of", classmethod(of))
     expected_loss, expected = reference("plain", torch.get_default_dtype())
     model = zoo.build("deepseek_v3")
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, attention="flash", saves=saves))

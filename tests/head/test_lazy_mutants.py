@@ -153,7 +153,7 @@ MUTANTS = {
     ),
     "writes unseen by others": (lazy_rows.LazyRows, "become", unseen, is_refused(WRITES["through a part"])),
     "writes through real tensors unseen": (
-        lazy_rows.Memory, "watch", lambda self, tensor: None, is_refused(WRITES["through data"]),
+        lazy_rows.SharedMemory, "watch", lambda self, tensor: None, is_refused(WRITES["through data"]),
     ),
     "writes by a Function unseen": (
         lazy_rows.LazyRows, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),

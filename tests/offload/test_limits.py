@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.attention.kv import CallSite
+from streambp.attention.kv import KVBuffer
 from streambp.layer.shadows import GradientSum
 from streambp.offload.fitting import FittingSaves
 from streambp.planner import auto
@@ -206,7 +206,7 @@ def added_again(patch):
 
 
 def keys_added_again(patch):
-    patch.setattr(CallSite, "is_new", lambda self: True)
+    patch.setattr(KVBuffer, "is_new", lambda self: True)
 
 
 def nothing_let_go(patch):

@@ -190,7 +190,7 @@ def operations(config, choice, point):
     skeleton = Skeleton(config, HALF, None, 16, "cuda", choice)
     counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
     calls, number = [], 0
-    real_call, real_kernel = StepCount.__torch_dispatch__, mixers.StandIn.__call__
+    real_call, real_kernel = StepCount.__torch_dispatch__, mixers.MixerStandIn.__call__
 
     def call(self, *arguments):
         nonlocal number
@@ -203,7 +203,7 @@ def operations(config, choice, point):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StepCount, "__torch_dispatch__", call)
-        patched.setattr(mixers.StandIn, "__call__", kernel)
+        patched.setattr(mixers.MixerStandIn, "__call__", kernel)
         counter.count(streamed(), point, accumulate=False)
     return number, calls
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from tests.families import VOCABULARY
@@ -19,8 +21,24 @@ def tokens(generator, *shape):
 def make_batch(mode, seed=1, prompt=PROMPT, completion=COMPLETION):
     """Labels are of completions; a batch with padding has it on both sides, and a mask."""
     generator = seeded(seed)
-    rows, length = 6 if mode == "two prompts" else 4, prompt + completion
-    ids = tokens(generator, rows, length)
+    parts = {0, prompt, prompt + 4, prompt + completion}
+    ids, mask = draw(generator, mode, prompt, completion)
+    while any(alike(*pair) not in parts for pair in itertools.combinations(ids, 2)):  # by chance
+        ids, mask = draw(generator, mode, prompt, completion)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :prompt] = -100
+    batch = {"input_ids": ids.masked_fill(mask == 0, 0), "labels": labels}
+    return {**batch, "attention_mask": mask} if mode in ("padded", "two prompts", "deep") else batch
+
+
+def alike(row, other):
+    """How many tokens they begin with in common."""
+    return int((row == other).long().cumprod(0).sum())
+
+
+def draw(generator, mode, prompt, completion):
+    """Ids and mask."""
+    ids = tokens(generator, 6 if mode == "two prompts" else 4, prompt + completion)
     mask = torch.ones_like(ids)
     if mode in ("plain", "padded"):
         ids[:, :prompt] = ids[0, :prompt]
@@ -36,10 +54,7 @@ def make_batch(mode, seed=1, prompt=PROMPT, completion=COMPLETION):
         ids[:] = ids[0].clone()
     if mode == "padded":
         mask[:, :3], mask[1, -4:], mask[3, -1:] = 0, 0, 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :prompt] = -100
-    batch = {"input_ids": ids.masked_fill(mask == 0, 0), "labels": labels}
-    return {**batch, "attention_mask": mask} if mode in ("padded", "two prompts", "deep") else batch
+    return ids, mask
 
 
 def real(batch):
