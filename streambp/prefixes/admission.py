@@ -116,7 +116,7 @@ class Trials:
         ids, mask, _ = (kwargs.get(name) for name in SHARED_INPUTS)
         assert ids is not None
         given = tuple(sorted(name for name, value in kwargs.items() if value is not None and value is not False))
-        kind = given, autocast_dtype(ids.device.type), next(self.module.parameters()).dtype
+        kind = given, autocast_dtype(ids.device.type), next((p.dtype for p in self.module.parameters()), None)
         if kind not in self.verdicts:
             plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart)
             self.verdicts[kind] = (

@@ -42,7 +42,8 @@ def made(objective, what, folder, world_size):
     streams, replicas = what in ("streamed", "resumed", "streamed twice"), 2 if what.endswith("twice") else 1
     settings = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-2,
-        "optim": "adamw_torch", "lr_scheduler_type": "constant", "report_to": [], "disable_tqdm": True,
+        "optim": "sgd", "optim_args": "momentum=0.9",  # Adam would make the rounding of small gradients large
+        "lr_scheduler_type": "constant", "report_to": [], "disable_tqdm": True,
         "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "eval_strategy": "steps", "eval_steps": SAVED_AT,
         "logging_steps": 1, "save_strategy": "steps" if replicas == 1 and objective == "trainer" else "no",
         "save_steps": SAVED_AT, "bf16": False,

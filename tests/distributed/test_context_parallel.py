@@ -21,7 +21,7 @@ from tests.oracle import worst_error
 
 GRADIENT_BAR = 1e-10  # float64
 TRAINING_BAR = 1e-6  # float32, weights after four steps
-UPDATE_BAR = 1e-4  # float32, Adam's updates after three steps: of parameters whose gradients are mostly rounding
+UPDATE_BAR = 2e-5  # float32, in which each update is rounded to the weights' precision
 MODES = ("plain", "packed", "left-padded", "right-padded")
 HELD = {"saves": ["attn_out"]}
 
@@ -159,7 +159,7 @@ def test_trainers(objective, tmp_path):
     pytest.importorskip("trl", reason="SFTTrainer is TRL's")
     found = {what: trained(tmp_path, objective, what) for what in ("alone", "stock", "streamed")}
     ours, stock = (distance(found[what], found["alone"]) for what in ("streamed", "stock"))
-    print(objective, "updates after 3 steps of Adam: from one process", ours, "unpatched", stock)
+    print(objective, "updates after 3 steps: from one process", ours, "unpatched", stock)
     assert max(ours, stock) <= UPDATE_BAR
     for mine, theirs in zip(found["streamed"]["logged"], found["stock"]["logged"], strict=True):
         assert mine.keys() == theirs.keys()

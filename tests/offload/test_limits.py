@@ -130,19 +130,26 @@ def through(pair, make, count):
     return raised
 
 
-@pytest.mark.parametrize("chunk_size", [5, LENGTH])
-def test_a_limit_that_shrinks_within_a_step(chunk_size):
+MANY = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "places"), [(5, 6), pytest.param(5, 16, marks=MANY), pytest.param(LENGTH, 16, marks=MANY)]
+)
+def test_a_limit_that_shrinks_within_a_step(chunk_size, places):
     pair = Pair(chunk_size).warmed()
     saved = Device()
     pair.step(saved)
     assert saved.peak > pair.need.bytes  # it saves something
-    assert through(pair, lambda at: Device(shrinks_at=at, then=pair.need.bytes), 16) == []
+    assert through(pair, lambda at: Device(shrinks_at=at, then=pair.need.bytes), places) == []
 
 
-@pytest.mark.parametrize("chunk_size", [5, LENGTH])
-def test_errors_at_any_operation(chunk_size):
+@pytest.mark.parametrize(
+    ("chunk_size", "places"), [(5, 8), (LENGTH, 4), pytest.param(5, 24, marks=MANY), pytest.param(LENGTH, 24, marks=MANY)]
+)
+def test_errors_at_any_operation(chunk_size, places):
     pair = Pair(chunk_size).warmed()
-    raised = through(pair, lambda at: Device(fails_at=at), 24)
+    raised = through(pair, lambda at: Device(fails_at=at), places)
     assert len(raised) <= 1  # the embedding's, before anything is saved
 
 
@@ -166,7 +173,7 @@ def test_a_limit_that_shrinks_between_steps():
         assert not device.failed
 
 
-@pytest.mark.parametrize("steps", [pytest.param(50, marks=pytest.mark.full), 8])
+@pytest.mark.parametrize("steps", [pytest.param(50, marks=pytest.mark.full), 4])
 def test_random_lengths_and_limits_do_not_grow(steps):
     pair, draw = Pair(5).warmed(), random.Random(seed_of(7))
     known = {}
@@ -217,4 +224,4 @@ def nothing_let_go(patch):
 def test_mutant_turns_a_test_red(monkeypatch, mutant):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_errors_at_any_operation(5)
+        test_errors_at_any_operation(5, 8)

@@ -84,6 +84,7 @@ def test_lines_of_few_chunks_are_those_of_many_in_every_kind_of_model(name):
     check(name, ALL)
 
 
+@pytest.mark.full
 def test_two_chunks_are_too_few(monkeypatch):
     """The comparison sees lines through fewer chunks than it takes."""
     real = module._points
