@@ -20,7 +20,8 @@ from tests.oracle import gradients, worst_error
 from tests.tiers import thinned
 
 LENGTH = 150
-CONFIG = streambp.StreamConfig(chunk_size=32)
+CONFIG = streambp.StreamConfig(chunk_size=32, share_prefixes=False)  # trials of sharing run layers as well
+CONFIG_AS_GIVEN = streambp.StreamConfig(chunk_size=7, documents="as_given", share_prefixes=False)
 EXACT = pytest.mark.usefixtures("float64_oracle")
 STEER = torch.linspace(-1, 1, 32, dtype=torch.float64)
 KEPT = torch.cat((torch.ones(40), (torch.arange(400) % 3 > 0).float())).double()  # of all positions, the first alike
@@ -183,7 +184,7 @@ def test_token_by_token_streams(family, mode, trials):
     setattr(layers[0], place, Gated(getattr(layers[0], place)))
     layers[1].register_forward_pre_hook(lambda module, args: None)
     getattr(layers[1], place).register_forward_hook(lambda module, args, out: out)
-    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7, documents="as_given"))
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG_AS_GIVEN)
     batch = make_batch(mode)
     for _ in range(2):
         assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10

@@ -21,6 +21,7 @@ from streambp.head.places import taken
 from streambp.prefixes import admission, calls, spread
 from streambp.prefixes.tree import LEAST, Tree, find_tree
 from tests import families, zoo
+from tests.conftest import SHARING
 from tests.counting import LinearFlops
 from tests.families import VOCABULARY
 from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
@@ -597,6 +598,7 @@ def test_mutants_are_found(mutant, monkeypatch):
         mutant(monkeypatch)
 
 
+@pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_SHARE_PREFIXES changes the default")
 def test_off_by_default():
     ours = streambp.patch(build("llama"))
     gradients(ours, **make_batch("plain"))
