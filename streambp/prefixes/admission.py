@@ -22,6 +22,7 @@ from streambp.device import autocast_dtype, has_data
 from streambp.errors import UnsharedError
 from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
 from streambp.layer.outputs import recording
+from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
 from streambp.layer.site import LayerSite
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
@@ -139,7 +140,8 @@ class Trials:
         tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
         assert isinstance(tree, Tree), tree
         here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
-        with torch.no_grad(), _in_eval(self.module), recording(()):
+        buffers = in_place_of_buffers(copies(buffers_of(self.module)))
+        with torch.no_grad(), _in_eval(self.module), recording(()), buffers:
             try:
                 expected = over(kwargs, None)[0][here]
                 found = spread_all(over(packed(kwargs, tree, self.takes_positions), tree), tree)[0][here]

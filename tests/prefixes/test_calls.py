@@ -24,6 +24,7 @@ from tests import families, zoo
 from tests.conftest import SHARING
 from tests.counting import LinearFlops
 from tests.families import VOCABULARY
+from tests.layer.test_side_effects import Reassigned
 from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
 from tests.prefixes.batches import MODES, PROMPT, counted, make_batch, real
 from tests.seeds import seeded
@@ -596,6 +597,18 @@ def any_prefix_shares(monkeypatch):
 def test_mutants_are_found(mutant, monkeypatch):
     with pytest.raises(AssertionError):
         mutant(monkeypatch)
+
+
+def test_a_trial_leaves_buffers_as_they_are():
+    """Of modules that count in eval mode, too; a layer with one runs whole, over rows."""
+    stock = build("llama")
+    stock.model.layers[0].mlp = Reassigned(stock.model.layers[0].mlp)
+    ours = sharing(stock)
+    for model in (stock, ours):
+        gradients(model, **make_batch("plain"))
+    assert "LlamaDecoderLayer" in told(ours)
+    assert torch.equal(*(model.model.layers[0].mlp.count for model in (stock, ours)))
+    assert int(stock.model.layers[0].mlp.count.sum()) > 0
 
 
 @pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_SHARE_PREFIXES changes the default")
