@@ -29,6 +29,7 @@ from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
 from tests.prefixes.batches import MODES, PROMPT, counted, make_batch, real
 from tests.seeds import seeded
 from tests.versions import needs_indexers
+from tests.what_programs_do import Calibrated, Noisy, Running
 
 LEAST_HERE = 8
 MOES = {"gpt_oss": {"output_router_logits": True}, "qwen3_moe": {"output_router_logits": True}}
@@ -599,16 +600,17 @@ def test_mutants_are_found(mutant, monkeypatch):
         mutant(monkeypatch)
 
 
-def test_a_trial_leaves_buffers_as_they_are():
-    """Of modules that count in eval mode, too; a layer with one runs whole, over rows."""
-    stock = build("llama")
-    stock.model.layers[0].mlp = Reassigned(stock.model.layers[0].mlp)
-    ours = sharing(stock)
+@pytest.mark.parametrize("module", [Reassigned, Running, Calibrated, Noisy])
+def test_a_trial_leaves_no_trace(module):
+    """Of modules that count, set and draw in eval mode, too; a layer with one runs whole, over rows."""
+    stock, ours = build("llama"), build("llama")
     for model in (stock, ours):
-        gradients(model, **make_batch("plain"))
-    assert "LlamaDecoderLayer" in told(ours)
-    assert torch.equal(*(model.model.layers[0].mlp.count for model in (stock, ours)))
-    assert int(stock.model.layers[0].mlp.count.sum()) > 0
+        model.model.layers[0].mlp = module(model.model.layers[0].mlp)
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=7, share_prefixes=True))
+    (_, expected), (_, found) = (gradients(model, **make_batch("plain")) for model in (stock, ours))
+    assert worst_error(found, expected) <= EXACT
+    assert isinstance(told(ours), str)
+    assert all(map(torch.equal, stock.buffers(), ours.buffers()))
 
 
 @pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_SHARE_PREFIXES changes the default")
