@@ -76,7 +76,7 @@ def test_rows_show_something(case, model_class):
             "all its layers ran in one chunk",
             marks=pytest.mark.skipif(SHARING, reason="trials of sharing, whose rows are longer, run in several chunks"),
         ),
-    ],  # fmt: skip
+    ],
 )
 def test_rows_that_show_nothing_say_so(case, model_class, without, why, monkeypatch):
     """The mutants: without what makes inputs show something."""
