@@ -10,6 +10,9 @@ turn: a machine that is busy or slows down does so for both, and the weights lie
 weights differ by 5 % either way). The last columns are the look alone, in milliseconds, and the operators that the tree's
 step runs and the rows' step does not, or the other way round: they do not depend on how busy the machine is. Where nothing
 is shared these few, and the look, are all that sharing costs.
+
+The last line is the cost where nothing is shared, step by step: one patched model, whose sharing is switched off and on in
+the order off, on, on, off; printed is the median over these fours of (on + on) / (off + off) and its quartiles.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import streambp
+from streambp.instance_forward import forwards
+from streambp.model.wrappers import BackboneForward
 from streambp.prefixes.tree import find_tree
 
 
@@ -101,9 +106,24 @@ def operators(model: torch.nn.Module, batch: dict[str, torch.Tensor], share: boo
     return counted.counts
 
 
+def fours(model: torch.nn.Module, batch: dict[str, torch.Tensor], many: int) -> list[float]:
+    """Processor time with sharing on, over the time with it off, of `many` fours of steps, sorted."""
+    streambp.patch(model, streambp.StreamConfig(share_prefixes=True))
+    wrapper = next(found for part in model.modules() for found in forwards(part) if isinstance(found, BackboneForward))
+    prefixes = wrapper.prefixes  # SharedPrefixes
+    spent: list[float] = []
+    for index in range(4 * many + 4):
+        wrapper.prefixes = prefixes if index % 4 in (1, 2) else None
+        spent.append(step(model, batch))
+    streambp.unpatch(model)
+    rounds = [spent[first : first + 4] for first in range(4, len(spent), 4)]  # the first four admit the calls
+    return sorted((one[1] + one[2]) / (one[0] + one[3]) for one in rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256, "turns": 6}.items():
+    shape = {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256}
+    for name, default in {**shape, "turns": 6, "fours": 10}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     model = build(arguments)
@@ -120,6 +140,9 @@ def main() -> None:
         calls = f"operators {sum(counts[0].values())}, {more} more and {fewer} fewer"
         ratio = arguments.rows * per_row / tokens
         print(f"{what}: {times}, ratio of tokens {ratio:.2f}, look {look(batch):.2f} ms, {calls}", flush=True)
+    ratios = fours(model, batch, arguments.fours)
+    quartiles = ", ".join(f"{ratios[len(ratios) * part // 4]:.3f}" for part in (1, 2, 3))
+    print(f"nothing shared, {len(ratios)} fours, on over off: quartiles {quartiles}", flush=True)
 
 
 if __name__ == "__main__":
