@@ -9,7 +9,7 @@ import torch
 
 from streambp.attention import prefix
 from streambp.config import StreamConfig
-from tests import seeds
+from tests import seeds, tiers
 from tests.oracle import lift_float32_casts
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
@@ -39,6 +39,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks `full` what `@pytest.mark.fast(...)` leaves out."""
+    tiers.leave_out(items)
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,7 @@ def mutant(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
     monkeypatch.setattr(compare_commits, "KNOWN", (Known("a mutant", lines="^.note +mutant$"),))
     said = []

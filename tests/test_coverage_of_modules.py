@@ -36,6 +36,7 @@ def problems(package, files):
     yield from (f"{file.name} covers {name}, which is not there" for file in named for name in sorted(named[file] - there))
 
 
+@pytest.mark.full
 def test_every_module_is_covered_by_a_test_file():
     files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if file.parent.name != "gpu"]
     assert list(problems(PACKAGE, files)) == []

@@ -147,6 +147,7 @@ def gradients_of(model, batch):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("make", [idefics, mllama, evolla, higgs_audio, musicgen_melody, bart])
 def test_exact_and_every_layer_streams(make):
     seed_torch(0)

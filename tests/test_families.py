@@ -99,6 +99,7 @@ def check(name, **changes):
     return ours
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample_is_exact(name):
     """Padding on the left and documents in a row: what the other modes ask of a layer is a part of that."""
@@ -183,6 +184,7 @@ def test_refused_when_patched(name):
 FEW = {"falcon_h1": 2, "zamba2": 3, "zaya": 5, "jamba": 3, "qwen3": 2}
 
 
+@pytest.mark.fast("2-qwen3", "3-jamba")
 @pytest.mark.parametrize(
     ("length", "name"),
     [
@@ -296,6 +298,7 @@ def test_llama4_beyond_its_position_step():
     assert worst_error(found, expected) <= 1e-10
 
 
+@pytest.mark.full
 def test_llama4_counts_positions_from_the_start_of_the_sequence():
     """The same at a size that is cheap: the step moves every 4 tokens."""
     worst, _, ours = errors("llama4_text", modes=["left-padded", "packed"], once=True, floor_scale=4)

@@ -133,6 +133,7 @@ def model_classes():
     return [getattr(transformers, name) for name in sorted(names) if hasattr(transformers, name)]
 
 
+@pytest.mark.full
 def test_no_class_of_transformers_is_foreign():
     classes = model_classes()
     assert len(classes) > 200

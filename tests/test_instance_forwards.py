@@ -65,6 +65,7 @@ def replaced(model, kind):
 KINDS = (closure, wrapped, bound, partial)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("kind", "order", "family"),
     [

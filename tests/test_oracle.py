@@ -47,6 +47,7 @@ def cases():
             yield pytest.param(family, mode, chunk_size, saves, marks=marks, id=name)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("family", "mode", "chunk_size", "saves"), cases())
 def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
     expected_loss, expected = reference(family, mode)
@@ -57,6 +58,7 @@ def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
     assert worst_error(found, expected) <= 1e-10
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_math_attention_and_two_pass_head_are_exact(family, mode, float64_oracle, monkeypatch):
@@ -82,6 +84,7 @@ def bf16_errors(attention="auto", length=256, chunk_size=29, layers=3):
         yield relative_l2(ours, truth), relative_l2(stock, truth)
 
 
+@pytest.mark.fast("auto")
 @pytest.mark.parametrize("attention", ["auto", "math"])
 def test_bf16_is_as_precise_as_the_unpatched_model(attention):
     assert_as_precise(bf16_errors(attention))

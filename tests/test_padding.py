@@ -69,6 +69,7 @@ def paths(model):
     return {layer.path for layer in streambp.describe(model).layers}
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize(
     "name",
     thinned(["llama", "qwen3_moe", "cohere2", *EAGER], lambda name: name not in ("qwen3_moe", "cohere2", "vaultgemma")),
@@ -151,6 +152,7 @@ def check_zero():
 FIRST = {"one token": 1, "two tokens": 2, "five tokens": 5}
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("first", [*FIRST, "padding alone", "position_ids of another length", "weights to be loaded"])
 @pytest.mark.parametrize("name", ["qwen3", "bloom"])
 def test_the_first_batch_decides_nothing(name, first):

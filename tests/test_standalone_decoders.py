@@ -66,6 +66,7 @@ def check(family, modes=MODES):
     return streambp.describe(ours).layers
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("family", REASONS)
 def test_streams(family):
     layers = check(family)

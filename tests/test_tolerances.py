@@ -89,6 +89,7 @@ def test_too_much_scatter_is_no_verdict():
         assert_as_precise([(1.0, 1.0), (1.1, 1.0), (0.9, 1.0)])
 
 
+@pytest.mark.full
 def test_a_model_that_is_a_tenth_worse_fails():
     with pytest.raises(AssertionError, match=f"more than {BAR}"):
         assert_as_precise(
@@ -160,6 +161,7 @@ ACCUMULATORS = {
 }
 
 
+@pytest.mark.fast("the head's products")
 @pytest.mark.parametrize("name", ACCUMULATORS)
 def test_sums_are_wide(name, monkeypatch):
     owner, attribute, mutant, check = ACCUMULATORS[name]

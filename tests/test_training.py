@@ -57,6 +57,7 @@ def test_lora(patch_first, saves, float64_oracle):
     assert worst_error(found, expected) <= 1e-10
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "frozen",
     [
@@ -126,6 +127,7 @@ def test_backward_leaves_the_random_stream_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "saves", [(), *(pytest.param(saves, marks=pytest.mark.full) for saves in (("attn_out",), ("kv",)))]
 )
@@ -176,6 +178,7 @@ def test_autocast_covers_the_recomputation():
     assert len(seen) == 10
 
 
+@pytest.mark.full
 def test_fp16_with_a_gradient_scaler():
     """Weights in float32 under autocast: without the scaler's factor the head's products underflow in float16."""
     assert_as_precise(map(scaled_errors, itertools.count()))
@@ -223,6 +226,7 @@ def test_no_grad_streams(training, labels, attended_chunks, float64_oracle):
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.full
 def test_accelerates_mixed_precision_around_the_model(tmp_path):
     """It binds wrappers of its own to the model: copies run their own weights, it can be unwrapped, unpatched, patched."""
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -278,6 +282,7 @@ def test_generation_is_as_unpatched(attended_chunks):
     assert ours.eval()(prompt, use_cache=True).past_key_values is not None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.full), True])
 def test_continuous_batching_is_as_unpatched(training, attended_chunks):
     """A paged cache is a cache; TRL's GRPO generates with it."""
@@ -360,6 +365,7 @@ def test_trainer_with_resume(tmp_path, attended_chunks):
     assert resumed[-1]["eval_loss"] == pytest.approx(found[-1]["eval_loss"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_trainer_with_torch_compile(tmp_path, attended_chunks):
     stock = build("qwen3")
     expected = train(copy.deepcopy(stock), tmp_path / "stock")

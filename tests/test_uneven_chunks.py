@@ -123,6 +123,7 @@ def test_layers_have_their_own_chunks():
     assert len(set(moved)) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("saves", "gpu_memory", "chunk_size"),
     sampled(lambda saves, memory, size: saves and memory == 1 and size == 5, SAVES, (None, 1), (3, 5, 8, 11)),

@@ -49,6 +49,7 @@ def some(names, dtypes):
         yield pytest.param(name, dtype, marks=() if fast else pytest.mark.full, id=f"{name}-{dtype}")
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("family", "dtype"), some(["qwen3", "mistral", "gemma3"], ["float32", "bfloat16", "float16", "float64", "auto"])
 )
@@ -86,6 +87,7 @@ def test_a_model_that_names_no_dtype():
 ROUNDED = {"qwen3": torch.float16, "gemma3": torch.float32, "phi3": torch.bfloat16}
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     thinned(
@@ -316,6 +318,7 @@ def test_sinks_in_half_precision_are_not_blamed(number):
     assert verify(model, seq_len=50, seed=seed_of(number)).exact
 
 
+@pytest.mark.fast("0-True-0")
 @pytest.mark.parametrize(("draws", "exact", "undecided"), [(0, True, 0), (1, True, 1), (9, False, 4)])
 def test_what_other_experts_compute_decides_nothing(draws, exact, undecided, monkeypatch):
     """Tokens that go elsewhere streamed than unpatched, in so many draws: others are judged. [Note: choices]"""

@@ -13,6 +13,7 @@ from tests.what_programs_do import PROGRAMS, WRONG, outcome
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.when}: {program.what}")
 def test_the_outcome_is_what_the_docs_say(program):
     found, _ = outcome(program)

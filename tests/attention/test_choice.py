@@ -168,6 +168,7 @@ def as_on_rocm(backend, family, mode, monkeypatch):
     return worst_error(found, expected)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_squares_alone_are_exact(family, mode, float64_oracle, monkeypatch):
@@ -179,6 +180,7 @@ def test_blocks_aligned_at_the_last_key_are_seen(float64_oracle, monkeypatch):
         as_on_rocm(Backend((FLASH, MATH)), "qwen3", "plain", monkeypatch)
 
 
+@pytest.mark.fast("qwen3-packed")
 @pytest.mark.parametrize(
     ("family", "mode"),
     thinned(

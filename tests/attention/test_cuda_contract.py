@@ -45,6 +45,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("tiles", [None, 1], ids=["one buffer", "tiles"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_graph_sees_one_layout_and_no_small_block(name, tiles, monkeypatch):

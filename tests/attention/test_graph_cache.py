@@ -67,6 +67,7 @@ def check(spans, saves, place, monkeypatch):
 
 
 # Rows of equal spans are one graph: "two rows" has them, and "right-padded row" is a row of "right-padded".
+@pytest.mark.fast("packed")
 @pytest.mark.parametrize("spans", thinned(SPANS, lambda spans: spans not in ("plain", "right-padded row")))
 def test_recomputed(spans, float64_oracle, monkeypatch):
     check(spans, (), "kept", monkeypatch)
@@ -107,6 +108,7 @@ def check_head_sizes(name, mode, saves, place, monkeypatch):
     assert worst_error(found, expected) <= 1e-10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["plain", "packed"])
 @pytest.mark.parametrize("name", ["192/128", "padded"])
 def test_two_head_sizes(name, mode, float64_oracle, monkeypatch):

@@ -175,6 +175,7 @@ def reference(mode, default_dtype):
         return gradients(zoo.build("deepseek_v3"), **make_batch(mode, length=LENGTH))
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("config", "mode"), [*((name, "plain") for name in CONFIGS), ("attn_out", "left-padded"), ("nothing", "packed")]
 )

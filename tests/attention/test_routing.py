@@ -128,6 +128,7 @@ def worst_of_threads(models, batches, expected):
         return list(pool.map(train, models, batches, expected))
 
 
+@pytest.mark.fast("patched3-eager")
 @pytest.mark.parametrize(
     ("patched", "attention"),
     thinned(
@@ -146,6 +147,7 @@ def test_two_threads_train_models_of_one_config(patched, attention, often_switch
     assert streambp.unpatch(models[0]).config._attn_implementation == attention
 
 
+@pytest.mark.full
 def test_a_thread_that_fails_leaves_the_other_alone(often_switching, float64_oracle):
     models, batches, expected = models_of_one_config(2)
     for model in models:

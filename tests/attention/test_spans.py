@@ -98,6 +98,7 @@ def test_few_lengths_for_every_length():
     assert max(left) < 256
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("tiling", TILINGS, ids=range(len(TILINGS)))
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 40])
 def test_blocks_cover_each_pair_once(window, tiling):

@@ -56,16 +56,19 @@ def check(name, machine, length=LENGTH):
     return found
 
 
+@pytest.mark.full
 def test_latent_attention_takes_cudnn_as_it_is():
     found = check("DeepSeek V3", "H200")
     assert {call.sizes for call in found.calls if call.kernel == C} == {(192, 128)}
 
 
+@pytest.mark.full
 def test_latent_attention_is_padded_elsewhere():
     found = check("Kimi Linear", "A100", 3 * 8192 + 1)
     assert {call.sizes for call in found.calls} == {(192, 192)}
 
 
+@pytest.mark.full
 def test_head_sizes_beyond_flash_attention():
     """Gemma 4: sliding layers of 256, global ones of 512."""
     found = check("Gemma 4", "H200")
@@ -73,11 +76,13 @@ def test_head_sizes_beyond_flash_attention():
     assert {call.sizes for call in found.calls if call.kernel == E} == {(512, 512)}
 
 
+@pytest.mark.full
 def test_a_softcap_is_named():
     found = check(SOFTCAP, "H200", 8192)
     assert "because FlashAttention cannot: it has no softcap, and the model's is 50.0" in found.described.attention
 
 
+@pytest.mark.full
 def test_windows_without_a_kernel_for_them_are_named():
     found = check("gpt-oss", "MI300", 16_384)
     assert "plain products for the near edges of sliding windows in 1 layer" in found.described.attention
@@ -113,6 +118,7 @@ def with_a_mask(self, plan):
     self.used |= plan.used
 
 
+@pytest.mark.fast("[T, T]")
 @pytest.mark.parametrize(
     ("name", "machine", "length", "note"),
     [("gpt-oss", "MI300", 16_384, unnoted), ("Qwen3", "H200", LENGTH, with_a_mask)],

@@ -122,6 +122,7 @@ MESSAGES = ("without shift_labels", "position_ids are missing", "position_ids of
             "must divide the number of tokens", "cannot stream")  # fmt: skip
 
 
+@pytest.mark.full
 def test_context_parallelism():
     results = check(FAST, 2)
     for row, message in zip(results["refused"], MESSAGES, strict=True):

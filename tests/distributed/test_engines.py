@@ -156,6 +156,7 @@ def check_host(case, host):
     assert ("GiB of optimizer state" in host["describe"]) == bool(optimizer)
 
 
+@pytest.mark.fast("ddp")
 @pytest.mark.parametrize("engine", FAST)
 def test_engine(engine):
     check(engine, FAST[engine])
@@ -178,6 +179,7 @@ def check_sharing(engine, **more):
         assert sum(count for name, count in first.items() if name.startswith("calls")) > 0
 
 
+@pytest.mark.fast("ddp")
 @pytest.mark.parametrize("engine", FAST)
 def test_rows_share_prefixes_on_one_rank_alone(engine):
     """Its forward is over a packed row, the other rank's over its rows; both try the model at their first call, and make

@@ -60,6 +60,7 @@ def test_bad_sections_name_the_key(settings, key):
         plugin.stream_config(settings)
 
 
+@pytest.mark.full
 def test_callback_patches_a_trainers_model(tmp_path, attended_chunks):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")

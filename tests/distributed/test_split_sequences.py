@@ -88,6 +88,7 @@ def check(runs):
         assert_as_precise((row["ours"], row["stock"]) for row in results["bf16"])
 
 
+@pytest.mark.full
 def test_split_sequences():
     check(FAST)
 

@@ -69,11 +69,13 @@ def small_run(tmp_path_factory):
     return text, folder / "out", result
 
 
+@pytest.mark.full
 def test_small_run(small_run):
     _, output, result = small_run
     assert check_run(result, output) < 1  # at this size a block of logits is half the sequence; test_default_run has 0.5
 
 
+@pytest.mark.full
 def test_lora_on_a_given_model(small_run, tmp_path):
     text, checkpoint, _ = small_run
     pytest.importorskip("peft")

@@ -42,6 +42,7 @@ def arguments(row, device="cpu", tiny=True):
     return argparse.Namespace(tiny=tiny, device=device, row=row, minutes=8.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wanted",
     [
@@ -55,12 +56,14 @@ def test_the_report_runs_without_a_gpu(wanted):
     assert all(passed for _, passed in rows)
 
 
+@pytest.mark.full
 def test_the_report_times_without_a_gpu():
     (_, (line, passed)) = report.report(arguments(["256"]))
     assert passed
     assert line.startswith("256 ")
 
 
+@pytest.mark.fast("256")
 @pytest.mark.parametrize("row", ["plain auto kv", "256"])
 def test_the_report_fails_where_layers_do_not_stream(row, monkeypatch):
     def runs_whole(call):
@@ -72,6 +75,7 @@ def test_the_report_fails_where_layers_do_not_stream(row, monkeypatch):
     assert "a test wants it" in line
 
 
+@pytest.mark.full
 def test_the_report_fails_where_other_kernels_ran(monkeypatch):
     monkeypatch.setattr(prefix, "choose_backend", lambda *_: backend.Backend((kernels.MATH,)))
     (_, (line, passed)) = report.report(arguments(["plain auto kv"]))
@@ -92,6 +96,7 @@ def scaled(monkeypatch, number, factor, longer_than=12):
     monkeypatch.setattr(attend.PrefixAttention, "backward", staticmethod(backward))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("factor", [1.05, pytest.param(math.nan, marks=pytest.mark.full)])
 def test_an_error_row_sees_a_twentieth_of_dv(factor, monkeypatch):
     """A truth of unrounded weights, with errors ten times as large, would let it pass."""
@@ -107,6 +112,7 @@ def test_the_mean_of_rows_is_judged():
     assert not report.mean_row([1.0, math.nan])[1]
 
 
+@pytest.mark.full
 def test_figures_fail_where_nothing_is_a_number(monkeypatch):
     scaled(monkeypatch, 1, math.nan)
     (_, (line, passed)) = report.report(arguments(["256"]))
@@ -115,6 +121,7 @@ def test_figures_fail_where_nothing_is_a_number(monkeypatch):
     assert "gradient norm nan instead of " in line
 
 
+@pytest.mark.full
 def test_figures_fail_where_gradient_buffers_are_not_used_again(monkeypatch):
     monkeypatch.setattr(function, "may_overwrite", lambda *_: False)
     (_, (line, passed)) = report.report(arguments(["256"]))
@@ -140,6 +147,7 @@ def test_rows_say_what_they_ran_on():
         assert "; cuDNN 91900; commit" in next(script.environment("cpu"))[0]
 
 
+@pytest.mark.full
 def test_a_row_that_raises_is_not_the_last(monkeypatch):
     real = report.relative_l2
     calls = []
@@ -223,6 +231,7 @@ def test_rows(name):
     assert found.returncode == 0, found.stdout + found.stderr[-2000:]
 
 
+@pytest.mark.fast("8B 65,536 auto")
 @pytest.mark.parametrize("name", ["8B 65,536 auto", "8B LoRA step 131,072"])
 def test_the_rows_run_without_a_gpu(name):
     line, passed = offload_rows.run(name, "cpu", tiny=True)
@@ -230,6 +239,7 @@ def test_the_rows_run_without_a_gpu(name):
     assert "to the host" in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("row", "said"),
     [

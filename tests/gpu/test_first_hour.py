@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "first_hour.sh"
 
 
+@pytest.mark.full
 def test_the_check_runs_without_a_gpu():
     line, passed = check()
     assert passed, line
@@ -61,6 +62,7 @@ def no_numbers_in_dv(real, ctx, grad):
     return tuple(found)
 
 
+@pytest.mark.fast("no_numbers_in_dv")
 @pytest.mark.parametrize("mutant", [a_third_more_in_dk, no_numbers_in_dv])
 def test_the_check_fails_where_the_gradient_is_wrong(mutant, monkeypatch):
     real = attend.PrefixAttention.backward

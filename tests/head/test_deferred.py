@@ -56,6 +56,7 @@ BUILT = {
 }
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("family", "name"),
     [

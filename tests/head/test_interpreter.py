@@ -5,6 +5,8 @@ covers: attention/triton_merge.py, head/triton_fold.py, head/triton_gradient.py
 
 from __future__ import annotations
 
+import pytest
+
 from tests.head.interpreter import interpreted, needs_triton
 
 CHECKS = {
@@ -14,6 +16,8 @@ CHECKS = {
 }
 
 
+@pytest.mark.fast("tests.attention.test_merge", "tests.head.test_triton_fold")
 @needs_triton
-def test_in_the_interpreter():
-    interpreted(CHECKS)
+@pytest.mark.parametrize("module", CHECKS)
+def test_in_the_interpreter(module):
+    interpreted({module: CHECKS[module]})

@@ -136,6 +136,7 @@ def check(loss, family="qwen3", expected=BLOCKWISE, make=lambda family: build(fa
     return model
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -148,6 +149,7 @@ def test_what_frameworks_compute(family, name):
     check(FRAMEWORKS[name], family)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses(name):
     check(OTHERS[name])
@@ -269,6 +271,7 @@ BUILT = {
 }
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", BUILT)
 def test_what_has_no_rule_builds_and_is_exact(name):
     check(BUILT[name], expected=BUILDS)

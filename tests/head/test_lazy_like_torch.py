@@ -172,6 +172,7 @@ def gradients_of(loss, lazy, dtype=torch.float64):
     return value.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.fast(3)
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("loss", PROGRAMS, ids=lambda loss: loss.__name__)
 def test_programs(loss):

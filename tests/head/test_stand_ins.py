@@ -128,6 +128,7 @@ def runs_of(loss, prepare=lambda model: None):
         yield model
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     torch._dynamo.reset()

@@ -143,6 +143,7 @@ def plain():
     return zoo.build("qwen3"), make_batch("plain"), BLOCKWISE
 
 
+@pytest.mark.fast(3)
 @pytest.mark.usefixtures("float64_everywhere")
 @pytest.mark.parametrize("make", [plain, blip_2, instructblip, voxtral_realtime, deepseek_ocr2, csm, modernbert_decoder])
 def test_families(make):

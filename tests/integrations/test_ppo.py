@@ -145,6 +145,7 @@ def test_a_mutant_whose_values_do_not_reach_the_backbone_turns_that_red(tmp_path
         test_gradients_and_one_backward(False, tmp_path, monkeypatch)
 
 
+@pytest.mark.full
 def test_checkpoints_hold_policy_and_values_apart(tmp_path):
     steered = {"kl_target": 1.0, "kl_horizon": 320}
     trainer = make(tmp_path, build("qwen3"), save_strategy="steps", save_steps=2, max_steps=4, **steered)
@@ -164,6 +165,7 @@ def test_checkpoints_hold_policy_and_values_apart(tmp_path):
         other._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
 
 
+@pytest.mark.full
 def test_lora_policy(tmp_path):
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = make(tmp_path, build("qwen3"), peft_config=lora)

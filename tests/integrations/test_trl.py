@@ -169,6 +169,7 @@ SFT = {
 }
 
 
+@pytest.mark.fast("dft")
 @pytest.mark.parametrize("kind", SFT)
 def test_sft(kind, tmp_path, attended_chunks):
     expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, **SFT[kind])
@@ -179,6 +180,7 @@ def test_sft(kind, tmp_path, attended_chunks):
     assert "blockwise" in str(streambp.describe(found[2].model))
 
 
+@pytest.mark.full
 def test_sft_of_a_hybrid(tmp_path):
     """Qwen3.5: a layer with linear attention and one with softmax attention."""
     settings = {"gradient_accumulation_steps": 1, **SFT["plain"]}
@@ -190,6 +192,7 @@ def test_sft_of_a_hybrid(tmp_path):
     assert {layer.kind for layer in streambp.describe(model).layers} == {"Qwen3_5DecoderLayer"}
 
 
+@pytest.mark.full
 @pytest.mark.trls_kernel
 def test_sft_in_float32(tmp_path):
     """With TRL's own kernel: no further from it than twice the distance between two of its attention kernels."""
@@ -203,6 +206,7 @@ def test_sft_in_float32(tmp_path):
     assert relative_l2(ours, weights[0]) <= 2 * relative_l2(weights[1], weights[0])
 
 
+@pytest.mark.full
 def test_patch_and_trls_own_trainer(tmp_path, attended_chunks, expected_sft):
     model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5))
     found = train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model)
@@ -221,6 +225,7 @@ def checkpoint(tmp_path_factory):
     return {"model": folder, "model_init_kwargs": {"dtype": "auto"}}
 
 
+@pytest.mark.fast("full-sigmoid")
 @pytest.mark.parametrize(
     ("lora", "loss_type"),
     [
@@ -246,6 +251,7 @@ def test_dpo(lora, loss_type, tmp_path, attended_chunks, checkpoint):
     assert expected[0][-1]["loss"] != expected[0][0]["loss"]
 
 
+@pytest.mark.full
 def test_dpo_with_layers_that_run_whole(tmp_path, monkeypatch):
     """TRL switches gradient checkpointing off for each forward, and on again before backward."""
 
@@ -320,6 +326,7 @@ def test_a_patched_model_keeps_its_settings(given, tmp_path, attended_chunks):
     assert not any("_streambp_forwards" in module.__dict__ for module in trainer.model.modules())
 
 
+@pytest.mark.full
 def test_evaluation_generation_and_resume(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": STEPS // 2, "eval_strategy": "steps", "eval_steps": STEPS // 2}
     evaluation = {"trainer": {"eval_dataset": texts()}}
@@ -362,6 +369,7 @@ def test_copies_of_a_trainers_model_score_with_their_own_weights(tmp_path):
     assert not torch.allclose(ours, theirs)
 
 
+@pytest.mark.fast("grpo-True")
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [
@@ -400,6 +408,7 @@ def test_patching_the_model_of_a_finished_trainer(kind, lora, tmp_path, attended
     assert base.__dict__["forward"].__func__.__code__.co_name == "_fused_forward"
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("again", [False, True])
 def test_patching_before_and_after_trl_gave_its_head(again, tmp_path, attended_chunks, expected_sft):
     """Before: layers stream under TRL's own head. Patched again afterwards, the head is ours."""
@@ -425,6 +434,7 @@ def test_copies_of_a_model_patched_after_trl_use_their_own_weights(tmp_path):
     torch.testing.assert_close(other(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, expected)
 
 
+@pytest.mark.full
 def test_without_our_head_trls_stays(tmp_path, expected_sft):
     config = streambp.StreamConfig(chunk_size=5, head=False)
     before = FullLogits.calls
@@ -432,6 +442,7 @@ def test_without_our_head_trls_stays(tmp_path, expected_sft):
     assert FullLogits.calls > before
 
 
+@pytest.mark.full
 def test_another_librarys_forward_on_the_class_leaves_the_head_to_trl(tmp_path, monkeypatch, attended_chunks, expected_sft):
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused_forward)
     found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED)

@@ -83,6 +83,7 @@ def scaled(outputs, labels, num_items_in_batch=None):
     return (losses * torch.exp(-losses.detach())).sum() / 10
 
 
+@pytest.mark.fast("more1")
 @pytest.mark.parametrize("more", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": scaled}])
 def test_losses_that_trainers_compute_from_logits(trainer_class, tmp_path, more):
     """Trained, evaluated and predicted with, logits and all."""
@@ -122,6 +123,7 @@ def test_predictions_are_those_of_the_program_alone(trainer_class, tmp_path, lab
     assert not labels or abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
 
 
+@pytest.mark.full
 def test_generated_predictions(hook, tmp_path):
     """As LLaMA-Factory's `predict_with_generate`: a patched model generates in evaluation, with a cache."""
     module = SimpleNamespace(Trainer=type("Trainer", (Seq2SeqTrainer,), {}))
@@ -142,6 +144,7 @@ def test_generated_predictions(hook, tmp_path):
     assert abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
 
 
+@pytest.mark.full
 def test_metrics_that_trainers_compute_from_logits_beside_the_loss(trainer_class, tmp_path):
     """As TRL 0.29 does in SFT, in training and evaluation."""
 

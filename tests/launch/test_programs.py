@@ -47,6 +47,7 @@ def without(kind, folder):
     return {"losses": losses, "weights": {n: w.detach() for n, w in model.named_parameters()}, **metrics}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "flags"), [("trainer", []), pytest.param("loop", ["--at", "train"], marks=pytest.mark.full)]
 )
@@ -62,6 +63,7 @@ def test_a_program_trains_as_without_launch(kind, flags, tmp_path, capfd):
     assert "costs memory" not in report
 
 
+@pytest.mark.full
 def test_a_script_run_by_the_module(tmp_path):
     """`python -m streambp.launch`: the hook comes when transformers is imported already. The loop's models."""
     command = [sys.executable, "-m", "streambp.launch", "--chunk-size", "5", "--at", "train", PROGRAM, "loop", "out"]

@@ -92,6 +92,7 @@ def _without_attention(layer, x, named):
             config._attn_implementation_internal = name
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("name", "chunk_size"),
     [

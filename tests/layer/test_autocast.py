@@ -113,6 +113,7 @@ def test_without_a_context_around_the_pass_the_program_decides(split, monkeypatc
         error_of_a_float32_layer(split)
 
 
+@pytest.mark.full
 def test_a_float32_mlp_is_as_precise_as_in_the_unpatched_model():
     assert_as_precise(map(errors_with_a_float32_mlp, itertools.count()))
 

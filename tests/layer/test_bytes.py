@@ -196,11 +196,13 @@ def offloaded_peaks(saves, gpu_memory, grad=True):
     return slopes
 
 
+@pytest.mark.full
 def test_offloaded_backward_grows_by_21_kb_a_token():
     """x, attn_out and kv on the host: K and V come back whole, x and attn_out chunk by chunk."""
     assert offloaded_peaks(("attn_out", "kv"), None)["first layer"] <= 21 * KB
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("saves", [("attn_out", "kv"), pytest.param(("attn_out",), marks=pytest.mark.full)])
 def test_backward_with_a_streamed_prefix_grows_by_9_5_kb_a_token(saves):
     """What is left are the gradient's buffer (8 KB) and cos and sin (0.5 KB)."""
@@ -209,6 +211,7 @@ def test_backward_with_a_streamed_prefix_grows_by_9_5_kb_a_token(saves):
     assert slopes["forward"] <= 9.5 * KB  # beyond its input
 
 
+@pytest.mark.full
 def test_forward_without_grad_streams_its_prefix_too():
     assert offloaded_peaks((), 2**30, grad=False)["forward"] <= 9.5 * KB
 

@@ -5,6 +5,7 @@ covers: layer/gradients.py, layer/shadows.py
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +37,7 @@ def written_per_chunk(experts, length=256, chunk_size=128):
     return written.total / (length // chunk_size) / weights
 
 
+@pytest.mark.full
 def test_more_experts_write_no_more_bytes():
     """A chunk writes the weights' gradient (1 x, in bf16) and adds it up in float32 (2 x); 128 experts as much as 8."""
     few, many = written_per_chunk(8), written_per_chunk(128)

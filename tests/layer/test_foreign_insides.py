@@ -103,6 +103,7 @@ def paths(model):
     return [layer.path for layer in streambp.describe(model).layers]
 
 
+@pytest.mark.fast(3)
 @EXACT
 # Frozen layers are tried by their outputs alone: one hook and one forward show it.
 @pytest.mark.parametrize(

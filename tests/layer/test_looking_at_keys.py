@@ -88,6 +88,7 @@ def blocks_picked(batch, chunk_size=5, implementation="sdpa", **changes):
     return streambp.describe(ours).layers, loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", thinned(["sdpa", "eager"], lambda name: name == "sdpa"))
 def test_blocks_of_keys_that_an_indexer_picks(implementation):
     """Its keys are in a layer of the cache. A block may be cut by a chunk's end."""

@@ -66,6 +66,7 @@ def of_a_count(name, monkeypatch):
 ALIKE = ("falcon_h1", "jamba", "qwen3_next", "recurrent_gemma", "lfm2")
 
 
+@pytest.mark.fast("lfm2")
 @pytest.mark.parametrize("name", thinned(HYBRIDS, lambda name: name in ALIKE))
 def test_layers_stream_alike_in_half_precision_in_float64_and_in_counts(name, monkeypatch):
     by_half = of_a_step(name, monkeypatch)

@@ -92,6 +92,7 @@ def refill_bytes(width, monkeypatch):
     return counted.total / (3 * 1024 * 4096)
 
 
+@pytest.mark.full
 def test_a_refill_moves_half_of_the_bytes(monkeypatch):
     whole, narrow = refill_bytes(None, monkeypatch), refill_bytes(128, monkeypatch)
     assert 0 < narrow <= 0.55 * whole, (whole, narrow)

@@ -91,17 +91,20 @@ def check_one_by_one(name, chunk_sizes, rows=1, length=26, changes=None, **setti
         assert worst_error(found, expected) <= 1e-12, chunk_size
 
 
+@pytest.mark.fast("lfm2")
 @pytest.mark.parametrize("name", thinned([*HERE, *ELSEWHERE], lambda name: name in HERE and name not in IN_ROWS))
 def test_documents_are_alone(name):
     check_one_by_one(name, (5, 7))
 
 
+@pytest.mark.fast("recurrent_gemma", "qwen3_next")
 @pytest.mark.parametrize("name", thinned([*IN_ROWS, "bamba", "lfm2", "minimax"], lambda name: name in IN_ROWS))
 def test_documents_of_several_rows_are_alone(name):
     """Each row has its own: those that start together are called together."""
     check_one_by_one(name, (5, 9), rows=2)
 
 
+@pytest.mark.fast("22-sizes1")
 @pytest.mark.parametrize(
     ("length", "sizes"),
     [
@@ -202,6 +205,7 @@ def check_unchanged():
     check_one_by_one("qwen3_next", (7,))
 
 
+@pytest.mark.fast("end states of the first document")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants(mutant, monkeypatch):
     check_unchanged()
@@ -217,6 +221,7 @@ def test_a_chunk_that_ends_before_a_documents_last_token(monkeypatch):
         check_one_by_one("bamba", (7,))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize(
     "saves", [("*",), *(pytest.param(saves, marks=pytest.mark.full) for saves in (("attn_out",), ("kv", "*")))], ids=str
@@ -247,6 +252,7 @@ def check_with_kernels(stock, rows, said):
         assert worst_error(found, expected) <= 1e-12
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("name", "rows"),
     thinned(itertools.product(TOLD, [1, 2]), lambda name, rows: name == "qwen3_next" or (rows == 2) == (name != "bamba")),
@@ -258,6 +264,7 @@ def test_kernels_are_told(name, rows, monkeypatch):
     check_with_kernels(built(monkeypatch, name), rows, said)
 
 
+@pytest.mark.fast("jamba")
 @pytest.mark.parametrize("name", ["kimi_linear", "jamba", "zaya", "recurrent_gemma"])
 def test_kernels_that_cannot_be_told(name, monkeypatch):
     """A delta rule whose mixer drops cu_seq_lens_q, a selective scan, a state and a convolution of the module's own."""

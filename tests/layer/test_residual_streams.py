@@ -75,6 +75,7 @@ def check(stock, batch, chunk_size, path="streams", **settings):
 POOLED = (("plain", 5), ("packed", 16))
 
 
+@pytest.mark.fast("packed-16")
 @pytest.mark.parametrize(
     ("mode", "chunk_size"),
     [
@@ -108,6 +109,7 @@ def test_few_tokens(name, length):
     check(BUILD[name](), make_batch("plain", length=length), 2)
 
 
+@pytest.mark.fast("as many-4")
 @pytest.mark.parametrize(
     ("first", "streams"),
     [
@@ -126,6 +128,7 @@ def test_as_many_tokens_as_streams(streams, first):
         assert {layer.path for layer in streambp.describe(ours).layers} == {path}
 
 
+@pytest.mark.fast("offloaded-hy_v4")
 @pytest.mark.parametrize("name", BUILD)
 @pytest.mark.parametrize(
     "every",
@@ -143,6 +146,7 @@ def test_saving_and_offloading_change_no_bit(name, every):
         assert all(torch.equal(found[name], expected[name]) for name in expected), settings
 
 
+@pytest.mark.full
 def test_padding_under_eager_attention():
     """There a query that reads nothing gets the mean over all keys, in a chunk over others."""
     stock = glm5_next("eager")
@@ -172,6 +176,7 @@ def check_unchanged():
     check(glm5_next(), make_batch("left-padded"), 5)
 
 
+@pytest.mark.fast("keys of the chunks before not counted")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_turns_a_test_red(mutant, monkeypatch):
     stock, batch = glm5_next(), make_batch("left-padded")

@@ -42,6 +42,7 @@ def check(model, saves, **settings):
     return left / computed
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("saves", "offload"),
     [
@@ -60,16 +61,19 @@ def test_families(family):
     check(build(family), ("mlp.*",))
 
 
+@pytest.mark.full
 def test_dropout():
     check(build("phi3", resid_pdrop=0.3, attention_dropout=0.2), ("mlp.*", "self_attn.o_proj"))
 
 
+@pytest.mark.full
 def test_autocast():
     model = build("qwen3")
     with torch.autocast("cpu", torch.bfloat16):
         check(model, ("mlp.*",))
 
 
+@pytest.mark.full
 def test_lora():
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     lora = peft.LoraConfig(r=4, target_modules=["gate_proj", "q_proj"], init_lora_weights=False)

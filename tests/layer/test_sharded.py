@@ -64,6 +64,7 @@ def settings():
             yield pytest.param(family, mode, saves, marks=() if fast else pytest.mark.full)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("family", "mode", "saves"), settings())
 def test_gradients_are_exact(family, mode, saves, one_rank, float64_oracle):
     expected_loss, expected = reference(family, mode)
@@ -88,6 +89,7 @@ def test_other_layers_are_exact(name, one_rank, float64_everywhere):
     assert worst_error(found, expected) <= 1e-10
 
 
+@pytest.mark.fast("saves0")
 @pytest.mark.parametrize("saves", [(), ("kv", "mlp.gate_proj")])
 def test_offloading_and_recomputing_what_does_not_fit_change_nothing(saves, one_rank):
     expected = shard_gradients(build("qwen3"), make_batch("packed"), saves=saves)[1]
@@ -118,6 +120,7 @@ def test_dropout_after_attention_is_drawn_as_in_chunks(monkeypatch, float64_orac
     assert worst_error(found[True][1], without[1]) > 0.1
 
 
+@pytest.mark.full
 def test_autocast_is_replayed(one_rank):
     """Against float32, beside the unpatched model under autocast."""
     assert_as_precise(map(autocast_errors, itertools.count()))
@@ -198,6 +201,7 @@ def over(ranks, length):
 PRODUCTS = ("qwen3-8b", "gemma3-4b, post-norm", "phi3-mini, fused qkv")
 
 
+@pytest.mark.fast("phi3-mini, fused qkv")
 @pytest.mark.parametrize("name", thinned(LAYERS, lambda name: name in PRODUCTS))
 def test_linear_products_are_not_computed_in_both_halves(name, monkeypatch):
     """Beside torch's checkpointing; the streamed layer that is not cut has its own bars."""
@@ -229,6 +233,7 @@ def bytes_of_a_token(ranks, over=over):
     return {name: (long[name] - short[name]) / (lengths[1] - lengths[0]) / KB for name in long}
 
 
+@pytest.mark.full
 def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
     monkeypatch.setattr(dist, "all_to_all_single", give_back)
     found = {ranks: bytes_of_a_token(ranks) for ranks in (2, 4)}

@@ -168,6 +168,7 @@ def test_buffers_that_are_only_read_stream(float64_oracle):
     assert paths(ours) == {"streams"}
 
 
+@pytest.mark.fast("64")
 @pytest.mark.parametrize("chunk_size", [5, 64])
 def test_an_auxiliary_loss_in_an_attribute(chunk_size, float64_oracle):
     """A first call in eval mode, where there is none, must not decide for the others."""
@@ -199,6 +200,7 @@ def step_with_hooks(model, batch):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.fast("False")
 @pytest.mark.parametrize("before", [False, True])
 def test_a_loss_of_what_hooks_collect(before, float64_oracle):
     """What they collect of the trial raises by name; from then on they see the sequence once."""

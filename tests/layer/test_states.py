@@ -72,6 +72,7 @@ def check_padded(name):
     assert worst_error(gradients(patched(fresh, chunk_size=5), **batch)[1], expected) <= 1e-10
 
 
+@pytest.mark.fast("lfm2")
 @pytest.mark.parametrize("name", ["lfm2", "bamba", "mamba"])
 def test_chunks_of_a_few_tokens(name, float64_states):
     """None has a single token: mixers would take kernels for decoding, which have no backward."""
@@ -132,6 +133,7 @@ def test_another_librarys_forward_comes_back():
     assert mixer.__dict__["forward"] is theirs
 
 
+@pytest.mark.fast("lfm2")
 @pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
 def test_offloading_changes_no_bit(name):
     stock = zoo.build(name, dtype=torch.float32)
@@ -237,6 +239,7 @@ def errors_in_half_precision(name, autocast):
         assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "autocast"),
     [
@@ -268,6 +271,7 @@ def test_kernels_selective_scan_is_as_precise_in_chunks():
     assert_as_precise(tuple(map(state_rows.mean, pair)) for pair in pairs)
 
 
+@pytest.mark.full
 def test_automatic_chunks_are_whole_blocks_of_the_kernels():
     """Mamba 2's kernels take 256 positions at a time, those of the delta rules 64."""
     stock = zoo.build("lfm2", dtype=torch.float32, max_position_embeddings=20_000)
@@ -285,6 +289,7 @@ def test_automatic_chunks_are_whole_blocks_of_the_kernels():
     assert sizes == [(True, 2048), (False, 2048)]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("name", "trained"),
     [

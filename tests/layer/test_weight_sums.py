@@ -73,6 +73,7 @@ def test_biases_and_a_linear_that_runs_twice(monkeypatch):
     check(stock)
 
 
+@pytest.mark.full
 def test_gradients_under_autocast_are_as_precise_as_unpatched_ones():
     assert_as_precise(map(autocast_errors, itertools.count()))
 

@@ -254,6 +254,7 @@ def with_more(layer):
     layer.self_attn.register_forward_pre_hook(reads_both)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("runs", "change"),
     thinned(
@@ -387,6 +388,7 @@ def test_what_the_forward_itself_changes_is_no_alarm(runs, monkeypatch):
     assert paths(ours) == {runs}
 
 
+@pytest.mark.full
 def test_copies_of_a_model_after_steps(monkeypatch):
     stock, ours = pair(around_mlp(Leaving))
     batch = make_batch("plain")
@@ -492,6 +494,7 @@ def auxiliary_step(model, batch):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.full
 def test_an_auxiliary_loss_that_is_scheduled_from_zero():
     stock, ours = pair(around_mlp(Weighted))
     batch = make_batch("plain")
@@ -668,6 +671,7 @@ def test_adapters_by_row():
     assert paths(ours) == {"streams"}
 
 
+@pytest.mark.full
 def test_kinds_are_forgotten_in_the_end(monkeypatch):
     monkeypatch.setattr(site, "KINDS", 3)
     trials = counted(monkeypatch)
@@ -694,6 +698,7 @@ def constant(monkeypatch):
         monkeypatch.setattr(module, "versions_of", lambda look: [0] * len(look.body.tensors))
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "test",
     [

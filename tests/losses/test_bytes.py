@@ -89,6 +89,7 @@ def step_on_logits(loss, length, rows=2):
     return count, request.outcome
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", ON_LOGITS)
 def test_slope_a_token_on_logits(name):
     short, long = 2048, 4096

@@ -139,6 +139,7 @@ def test_values_and_gradients(name, kind):
         assert (a - b).norm() <= 1e-9 * max(1e-12, b.norm())
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradients_accumulate_over_two_batches(name):
     head, objective = Head(), OBJECTIVES[name]
@@ -188,6 +189,7 @@ def unscaled_gradients(name, patched, seed):
     return {key: p.grad for key, p in model.named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "grpo", "ppo"))])
 def test_float16_with_a_grad_scaler(name):
     assert_as_precise(scaled_errors(name, seed) for seed in itertools.count())

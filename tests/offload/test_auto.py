@@ -140,6 +140,7 @@ def test_the_first_step_measures_and_the_second_saves():
     assert "auto chose" not in str(streambp.describe(model_with()))
 
 
+@pytest.mark.full
 def test_a_slow_link_carries_inputs_alone():
     model = auto(Injected(link=10.0))
     for _ in range(2):
@@ -148,6 +149,7 @@ def test_a_slow_link_carries_inputs_alone():
     assert "the link has no room" in str(streambp.describe(model))
 
 
+@pytest.mark.full
 def test_each_length_is_measured_once():
     model = auto(Injected())
     for length in (LENGTH, LENGTH, 3 * LENGTH, 3 * LENGTH, LENGTH):
@@ -157,6 +159,7 @@ def test_each_length_is_measured_once():
     assert len(manager_of(model).auto.choices) == 2
 
 
+@pytest.mark.full
 def test_layers_stay_on_what_the_device_had_free():
     for free in (0, 10 * layer_bytes()):
         model = auto(Injected(link=10.0, memory=DeviceMemory(10, 1000, 1000 + free)))
@@ -169,6 +172,7 @@ def test_layers_stay_on_what_the_device_had_free():
         assert_same(step(model), expected)
 
 
+@pytest.mark.full
 def test_named_saves_are_kept_to():
     model = auto(Injected(), saves=("kv",), offload="auto")
     for _ in range(2):
@@ -176,6 +180,7 @@ def test_named_saves_are_kept_to():
     assert streambp.describe(model).saves == ("kv",)
 
 
+@pytest.mark.full
 def test_saves_auto_with_offload_cpu():
     model = auto(Injected(), saves="auto", offload="cpu")
     step(model)
@@ -184,6 +189,7 @@ def test_saves_auto_with_offload_cpu():
     assert manager_of(model).gpu_memory is None
 
 
+@pytest.mark.full
 def test_copies_measure_for_themselves():
     model = auto(Injected())
     step(model)

@@ -31,6 +31,7 @@ from tests.oracle import worst_error
 from tests.tiers import thinned
 
 
+@pytest.mark.fast("0.5")
 @pytest.mark.parametrize("layers", thinned([0.5, 1, 2.2, 4], lambda layers: layers in (0.5, 2.2)))
 def test_last_layers_stay_while_the_device_has_room(layers):
     expected = step(model_with(("attn_out", "kv")))
@@ -47,6 +48,7 @@ def test_last_layers_stay_while_the_device_has_room(layers):
     assert "on the device" in str(streambp.describe(model))
 
 
+@pytest.mark.fast("None")
 @pytest.mark.parametrize("gpu_memory", [None, 1, "1GiB"])
 def test_products_are_moved_or_stay(gpu_memory):
     saves = ("attn_out", "mlp.*", "self_attn.?_proj")
@@ -56,6 +58,7 @@ def test_products_are_moved_or_stay(gpu_memory):
         assert_same(step(model, "left-padded"), expected)
 
 
+@pytest.mark.full
 def test_a_second_micro_batch_finds_the_device_full():
     model = offloaded(gpu_memory=prefix_bytes() + 2 * layer_bytes())
     first, second = forward(model, 1), forward(model, 2)
@@ -102,6 +105,7 @@ def test_inputs_on_the_host_may_change(chunk_size):
 PREFIXES = (("plain", (), 0.01), ("left-padded", BOTH, 0.95))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "saves", "share"),
     sampled(
@@ -121,6 +125,7 @@ def test_streamed_prefixes_change_no_bit(mode, saves, share):
     assert manager_of(model).stats()["bytes_back"] > manager_of(plain).stats()["bytes_back"]
 
 
+@pytest.mark.fast("gptj", "mistral")
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "mistral", "gptj"])
 def test_streamed_prefixes_of_other_attentions(name):
     """Softcap, windows, sinks, shared keys and values, values of another size than keys, an attention of its own."""
@@ -129,6 +134,7 @@ def test_streamed_prefixes_of_other_attentions(name):
     assert_same(step(offloaded(("kv",), zoo.build(name, torch.float32), gpu_memory=1), **batch), expected)
 
 
+@pytest.mark.full
 def test_streamed_prefixes_and_hidden_states_that_are_not_contiguous(float64_oracle):
     """Gemma 3n's keys and values are shared between layers; see test_offload.py for what its strides do."""
     batch = make_batch("plain", length=40)
@@ -139,6 +145,7 @@ def test_streamed_prefixes_and_hidden_states_that_are_not_contiguous(float64_ora
     assert worst_error(found, expected) <= 1e-10
 
 
+@pytest.mark.fast("0.4-recompute")
 @pytest.mark.parametrize(
     ("share", "on_host_full"),
     thinned(

@@ -50,6 +50,7 @@ def traced(saves=BOTH, collect=False, gpu_memory=None):
     return model, engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gpu_memory", [pytest.param(None, marks=pytest.mark.full), 1])
 def test_each_device_has_an_engine(two_devices, gpu_memory):
     expected = run(model_with(BOTH), SCHEDULES["1F1B"])
@@ -64,6 +65,7 @@ def test_each_device_has_an_engine(two_devices, gpu_memory):
     assert engine.checked > 1000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("waits", "race"),
     [
@@ -85,6 +87,7 @@ def test_host_memory_of_one_device_is_not_written_by_another(two_devices, waits,
     assert any(f"cuda:0 {race}" in found for found in races())
 
 
+@pytest.mark.full
 def test_auto_keeps_to_the_fullest_device(two_devices, monkeypatch):
     def measured(*memories):
         """Two devices with these (allocated, peak, limit)."""

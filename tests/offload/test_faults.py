@@ -33,6 +33,7 @@ from tests.offload.trace_engine import TraceEngine
 from tests.tiers import thinned
 
 
+@pytest.mark.fast("forward")
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_exception_in_a_step(when):
     model = offloaded()
@@ -46,6 +47,7 @@ def test_exception_in_a_step(when):
     assert manager_of(model).host_bytes <= 2 * before
 
 
+@pytest.mark.full
 def test_backward_twice_is_an_error():
     model = offloaded()
     loss = forward(model, 1)
@@ -65,6 +67,7 @@ def test_second_load_is_an_error():
         store.take("x", 0)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("share", "on_host_full"),
     thinned(
@@ -83,6 +86,7 @@ def test_host_budget_too_small(share, on_host_full):
     assert "did not fit" in str(streambp.describe(model))
 
 
+@pytest.mark.full
 def test_host_budget_too_small_raises_and_the_model_stays_usable():
     model = offloaded(host_memory=3000, on_host_full="raise")
     with pytest.raises(streambp.StreamBPError, match="Raise host_memory"):
@@ -126,6 +130,7 @@ def failed_step(model):
     return loss, error
 
 
+@pytest.mark.fast("None")
 @pytest.mark.parametrize("gpu_memory", [None, 1])
 def test_abort_frees_what_a_failed_step_holds(gpu_memory):
     model = offloaded(gpu_memory=gpu_memory)
@@ -144,6 +149,7 @@ def test_abort_frees_what_a_failed_step_holds(gpu_memory):
     del held
 
 
+@pytest.mark.full
 def test_without_abort_a_failed_step_holds_its_host_memory_while_its_exception_lives():
     model = offloaded()
     expected = step(model)
@@ -156,6 +162,7 @@ def test_without_abort_a_failed_step_holds_its_host_memory_while_its_exception_l
     assert_same(step(model), expected)
 
 
+@pytest.mark.full
 def test_abort_leaves_no_race_behind():
     model = offloaded(gpu_memory=1)
     manager_of(model)._given_engine = engine = TraceEngine()
@@ -220,6 +227,7 @@ def fake_cuda(monkeypatch):
     return asynchronous
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("error", [0, 2])
 def test_memory_that_cannot_be_pinned_is_copied_synchronously_with_one_warning(error, fake_cuda, monkeypatch):
     monkeypatch.setattr(engines, "pin", lambda buffer: error)
@@ -266,6 +274,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 def test_an_error_that_pinning_left_behind_does_not_reach_the_step(fake_cuda, monkeypatch):
     runtime = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)

@@ -143,6 +143,7 @@ def same_by_hand(chosen, expected):
     }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "gemma3_text", "qwen3_moe"])
 def test_other_layers(patched, family):
     stock = zoo.build(family, dtype=torch.float32)
@@ -254,6 +255,7 @@ def test_a_backward_chunk_that_runs_out_is_computed_again(patched, monkeypatch, 
     assert 0 < sizes[1] <= sizes[0] / 2
 
 
+@pytest.mark.full
 def test_many_lengths_leave_nothing_behind(patched):
     model, device = patched(room=1e5)
     reference, lengths = plain(), random.Random(seed_of(5))
@@ -269,6 +271,7 @@ def test_many_lengths_leave_nothing_behind(patched):
     assert not chooser_of(model)._seen
 
 
+@pytest.mark.full
 def test_micro_batches_in_any_order(patched):
     losses = []
     for model in (plain(), patched(room=1e5)[0]):
@@ -326,6 +329,7 @@ def test_the_first_step_saves_what_was_counted(monkeypatch):
     assert len(sizes[0]) == 4 * 8
 
 
+@pytest.mark.full
 def test_the_law_is_counted(monkeypatch):
     """The one that `patch` uses: what a step of 96 more tokens takes is no less than its saved inputs."""
     model = build("qwen3", num_hidden_layers=2, dtype=torch.bfloat16)

@@ -163,6 +163,7 @@ def test_errors_where_a_chunk_reads_what_another_left(family):
     assert len(raised) <= 3  # where nothing was saved yet, or any more
 
 
+@pytest.mark.full
 def test_a_limit_that_shrinks_between_steps():
     pair = Pair(5).warmed()
     expected, _ = pair.reference()
@@ -220,6 +221,7 @@ def nothing_let_go(patch):
     patch.setattr(FittingSaves, "let_go", lambda self, kept=None: False)
 
 
+@pytest.mark.fast("nothing_let_go")
 @pytest.mark.parametrize("mutant", [added_again, keys_added_again, nothing_let_go])
 def test_mutant_turns_a_test_red(monkeypatch, mutant):
     mutant(monkeypatch)

@@ -31,6 +31,7 @@ from tests.offload.runs import (
 from tests.oracle import worst_error
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("mode", "saves"),
     sampled(
@@ -56,6 +57,7 @@ def test_families(name):
     assert_same(step(offloaded(("kv",), zoo.build(name, torch.float32))), expected)
 
 
+@pytest.mark.full
 def test_hidden_states_that_are_not_contiguous(float64_oracle):
     """Gemma 3n's are views with other strides than what comes back from the host. The values are the same, but BLAS chooses
     its product by strides, and not the same on every CPU: equal but for rounding."""
@@ -69,6 +71,7 @@ def test_hidden_states_that_are_not_contiguous(float64_oracle):
 FAST = ("1F1B", "last first", "evaluation in between")  # the other two are parts of these
 
 
+@pytest.mark.fast("last first-attn_out+kv")
 @pytest.mark.parametrize(
     ("schedule", "saves"), sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES)
 )
@@ -101,6 +104,7 @@ def test_many_steps_do_not_grow(gpu_memory, steps):
     assert len(manager_of(model).transfers) <= transfers.GROUPS_IN_FLIGHT * 5  # x, attn_out, lse, k, v
 
 
+@pytest.mark.full
 def test_longer_sequences_in_the_next_step():
     for lengths in ((11, 40, 23), (40, 11, 64)):
         ours, theirs = offloaded(), model_with(("attn_out", "kv"))
@@ -118,6 +122,7 @@ def test_two_models_keep_apart():
     assert manager_of(first) is not manager_of(second)
 
 
+@pytest.mark.full
 def test_copies_and_pickles_start_empty():
     model = offloaded()
     expected = step(model)
@@ -149,6 +154,7 @@ def test_sizes_are_parsed():
         assert streambp.StreamConfig(offload="cpu", host_memory=text).host_memory == size
 
 
+@pytest.mark.full
 def test_close_gives_the_memory_back():
     model = offloaded()
     expected = step(model)

@@ -67,6 +67,7 @@ def main():
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [SCHEDULES[1], pytest.param(SCHEDULES[0], marks=pytest.mark.full)])
 def test_gradients_are_bitwise_the_same(schedule):
     outputs, codes = launch("tests.offload.test_pipeline", schedule, seconds=240)

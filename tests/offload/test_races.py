@@ -29,6 +29,7 @@ def traced(schedule, saves=("attn_out", "kv"), collect=False, gpu_memory=None):
 FAST = ("interleaved", "evaluation in between")  # the others are parts of what happens in these
 
 
+@pytest.mark.fast("evaluation in between-attn_out+kv")
 @pytest.mark.parametrize(
     ("schedule", "saves"), sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES)
 )
@@ -38,6 +39,7 @@ def test_no_races(schedule, saves):
     assert all(gradient.isfinite().all() for gradient in found.values())
 
 
+@pytest.mark.fast("interleaved-none-True")
 @pytest.mark.parametrize(
     ("schedule", "saves", "stay"),
     sampled(lambda schedule, saves, stay: (schedule, saves) == ("interleaved", ()), SCHEDULES, [(), BOTH], [False, True]),

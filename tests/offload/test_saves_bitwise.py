@@ -42,6 +42,7 @@ def some(family, mode, saves, offload):
     return mode == "packed" and (saves == EVERYTHING or (family == "qwen3" and offload == "none"))
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(("family", "mode", "saves", "offload"), settings(some))
 def test_gradients_are_bitwise_those_with_nothing_saved(family, mode, saves, offload):
     model = model_with(saves, zoo.build(family, torch.float32), offload=offload)

@@ -90,6 +90,7 @@ def test_the_readmes_first_lines_lead_to_a_patched_model(capsys):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["verify", pytest.param("plan", marks=pytest.mark.full)])
 def test_the_readmes_first_lines_lead_to_a_plan_and_a_verified_model(name, tmp_path, capsys):
     build("qwen3").save_pretrained(tmp_path)

@@ -94,6 +94,7 @@ def test_requirements(archives):
         assert next(r for r in wanted if r.name == name).specifier.contains(Version(version), prereleases=True)
 
 
+@pytest.mark.full
 def test_the_wheel_alone_runs(archives, tmp_path):
     """Elsewhere, without the project beside it: its command, and the planner's page, which needs the package's data.
 

@@ -51,6 +51,7 @@ def check(name, objective, lora, device, bar):
     assert worst_error(ours, reference) < bar
 
 
+@pytest.mark.fast("trl-selective-sft-False", "axolotl-dpo-True")
 @pytest.mark.parametrize(
     ("name", "objective", "lora"),
     thinned(
@@ -69,6 +70,7 @@ def test_methods_agree_on_a_gpu(name, objective, lora):
     check(name, objective, lora, "cuda", 0.1)  # bf16
 
 
+@pytest.mark.full
 def test_axolotls_recipe_attends_once_and_has_its_mlp_in_tiles():
     """Forward keeps what attention gives; recomputation takes it, and asks the MLP for one tile at a time."""
     pytest.importorskip("trl", reason="trl is not installed")
@@ -94,6 +96,7 @@ def test_axolotls_recipe_attends_once_and_has_its_mlp_in_tiles():
     assert len(method.stash.kept) == 2 * len(model.model.layers)  # o and lse
 
 
+@pytest.mark.full
 def test_rows_are_stored(tmp_path):
     output = tmp_path / "rows.csv"
     run(Job("test", "streambp", "mini", (64, 256), chunk_size=64, device="cpu"), output)
@@ -116,6 +119,7 @@ def one_problem_more(real, *args):
     return [*real(*args), "injected"]
 
 
+@pytest.mark.fast("StreamBP-missing-one_problem_more-injected")
 @pytest.mark.parametrize(
     ("owner", "attribute", "mutant", "said"),
     [
@@ -252,6 +256,7 @@ def test_lines_of_a_child_come_as_it_writes_them(tmp_path):
     assert "exit code -9" in str(ended)
 
 
+@pytest.mark.full
 def test_a_child_is_stopped_when_the_time_is_over(tmp_path):
     lines = []
     ended = run_child(child("print('one', flush=True)\ntime.sleep(600)"), tmp_path, Deadline(0.02), lines.append)

@@ -48,6 +48,7 @@ def _activations(spans):
     return [span.peak - gradients for span, gradients in zip(spans, before, strict=True)]
 
 
+@pytest.mark.fast("llama-True-checkpointing-512")
 @pytest.mark.parametrize(
     ("family", "lora", "how", "length"),
     [*FAST, *(pytest.param(*case, 4096, marks=pytest.mark.full) for case in CASES)],
@@ -59,6 +60,7 @@ def test_activations_are_predicted_within_one_percent(family, lora, how, length)
     assert abs(difference) <= 0.01
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "how"),
     [
@@ -73,6 +75,7 @@ def test_layers_with_states_are_predicted_by_their_plain_torch(family, how):
     assert abs(difference) <= 0.01
 
 
+@pytest.mark.full
 def test_a_trial_that_fails_is_not_logged(caplog):
     """OLMo 2 norms all heads at once: its queries cannot be narrow. A record would keep its traceback's tensors alive."""
     difference, _ = compare("olmo2", False, "streambp", 512, 4)
@@ -81,6 +84,7 @@ def test_a_trial_that_fails_is_not_logged(caplog):
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [512, pytest.param(4096, marks=pytest.mark.full)])
 def test_keys_on_the_host_are_predicted(length, monkeypatch):
     monkeypatch.setitem(RECIPES, "keys on the host", STREAMED[-1])
@@ -116,6 +120,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("views taken for new tensors")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_far_from_what_was_measured(name, monkeypatch):
     owner, attribute, mutant, case = MUTANTS[name]

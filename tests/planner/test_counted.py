@@ -112,6 +112,7 @@ def test_experts_get_equal_shares():
     assert Routing().answer(aten.nonzero.default, (mask,)) is None  # nothing was routed: torch says so itself
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family", ["jetmoe", *(pytest.param(name, marks=pytest.mark.full) for name in ("dbrx", "longcat_flash"))]
 )

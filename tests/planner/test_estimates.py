@@ -167,6 +167,7 @@ def test_json_gives_the_same_peaks():
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
     [STREAMED[4], pytest.param(STREAMED[0], marks=pytest.mark.full)],
@@ -195,6 +196,7 @@ def test_lines_hold_at_other_lengths(recipe):
             assert law == pytest.approx(exact, rel=0.02, abs=1e-3), (name, field)
 
 
+@pytest.mark.full
 def test_flops_are_those_of_the_formula():
     """A Linear does 2 x parameters FLOPs a token forward and twice that backward; without checkpointing nothing twice."""
     found = estimate(SMALL, 512)
@@ -210,6 +212,7 @@ def test_flops_are_those_of_the_formula():
             asked.method("plainer")
 
 
+@pytest.mark.full
 def test_every_source_gives_the_same_numbers(tmp_path):
     SMALL.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -224,6 +227,7 @@ def test_every_source_gives_the_same_numbers(tmp_path):
         }
 
 
+@pytest.mark.full
 def test_a_model_is_left_as_it_was():
     model = build("qwen3", torch.bfloat16)
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
@@ -234,6 +238,7 @@ def test_a_model_is_left_as_it_was():
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
+@pytest.mark.full
 def test_adapters_train_and_the_rest_is_frozen():
     pytest.importorskip("peft", reason="peft is not installed")
     full, lora = quick_small(), quick_small(8)
@@ -245,6 +250,7 @@ def test_adapters_train_and_the_rest_is_frozen():
     assert 0 < max(phase.gradients for phase in lora.methods[0].first) <= group.trainable_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("bits", "size"), [(4, 0.5 + 4 / 64), pytest.param(8, 1.0, marks=pytest.mark.full)])
 def test_a_quantised_base_is_small(bits, size):
     pytest.importorskip("peft", reason="peft is not installed")
@@ -301,6 +307,7 @@ def test_a_fourth_point_tells_chunks_from_their_size():
     assert solve(points, [3 + 2 * t + 5 * c + 7 * t // c for t, c in points]) == pytest.approx((3, 2, 5, 7))
 
 
+@pytest.mark.full
 def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
     """Unpatched methods are left out with the reason; a streamed step that cannot be counted raises."""
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
@@ -315,6 +322,7 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
         survey(skeleton, [streamed()], at=(64, 32))
 
 
+@pytest.mark.fast("jetmoe")
 @pytest.mark.parametrize(
     "family",
     [
@@ -353,6 +361,7 @@ def test_wrong_settings_are_named(wrong):
         Setting(**wrong)
 
 
+@pytest.mark.full
 def test_weights_that_zero_has_divided_are_counted_whole():
     model = build("qwen3", torch.bfloat16)
     whole = quick(model).methods

@@ -74,6 +74,7 @@ def check(name, recipes):
 QUICK, ALL = (STREAMED[0], STREAMED[4]), (CHECKPOINTING, *STREAMED)
 
 
+@pytest.mark.full
 def test_lines_of_few_chunks_are_those_of_many():
     check("qwen3", QUICK)
 

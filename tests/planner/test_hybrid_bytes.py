@@ -96,6 +96,7 @@ def slope(name, streams):
     return (long - short) / (LENGTHS[1] - LENGTHS[0]), max(states, default=0) / CHUNK
 
 
+@pytest.mark.fast("Nemotron-H-8B")
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in SHAPES])
 def test_a_layers_backward_grows_by_its_gradients_and_states(name):
     hidden = 2 * SHAPES[name].hidden_size

@@ -168,6 +168,7 @@ def test_a_model_with_data_runs_its_own_functions_meanwhile():
             assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
+@pytest.mark.full
 @needs_mixer_functions
 def test_what_is_assumed_is_said(monkeypatch):
     profile = survey(Skeleton(SMALL, HALF, None, 16, "cuda"), [streamed()], at=(256, 128), accumulating=False, tree=False)
@@ -253,6 +254,7 @@ def test_a_step_is_a_few_hundred_operations_a_chunk_and_layer():
     assert number <= 6 * 4 * 700
 
 
+@pytest.mark.full
 def test_plain_torch_is_counted_where_asked_for():
     number, calls = operations(SMALL, "torch", (256, 128))
     fewer, some = operations(SMALL, "kernels", (256, 128))

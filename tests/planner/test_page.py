@@ -273,6 +273,7 @@ def test_every_number_is_pythons_in_node():
     compare_in_node()
 
 
+@pytest.mark.full
 @needs_node
 @pytest.mark.parametrize("name", ["no half of a chunk's blocks", "the slowest rate for all", "the first that fits"])
 def test_changed_seconds_are_seen_in_node(name, monkeypatch):
@@ -290,6 +291,7 @@ SECONDS_MUTANTS = {
 }
 
 
+@pytest.mark.full
 @needs_browser
 def test_every_number_is_pythons(tmp_path):
     compare(tmp_path)
@@ -312,6 +314,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @needs_browser
 @pytest.mark.parametrize(
     "name", [name if name == "another order of a sum" else pytest.param(name, marks=pytest.mark.full) for name in MUTANTS]

@@ -215,6 +215,7 @@ def test_lengths_on_the_command_line(text, tokens):
     assert cli.parse_length(text) == tokens
 
 
+@pytest.mark.full
 def test_profile_on_the_command_line(tmp_path, capsys):
     build("llama").save_pretrained(tmp_path)
     arguments = ["profile", str(tmp_path), "--seq-len", "256", "--chunk-size", "64", "--device", "cpu", "--json"]
@@ -243,6 +244,7 @@ def test_the_largest_chunk_that_fits():
     check_chunks_fit()
 
 
+@pytest.mark.full
 def test_auto_chunks_follow_the_device(monkeypatch):
     """One size for all layers of a forward, decided by what is free when it begins."""
     free = [10**12]

@@ -161,6 +161,7 @@ def test_bytes_that_operations_move():
             assert count.work.moved == expected, name
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("fused", [False, True])
 def test_attention_of_windows_is_counted_as_it_is(fused):
     """One layer in two with a window of 512: neither a T^2 nor counted whole, unpatched and streamed."""
@@ -258,6 +259,7 @@ def test_this_machine_is_measured(tmp_path, capsys):
     assert "needs MODEL and --gpu-memory" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_copy_is_the_links_and_no_kernels():
     """What offloading adds to a step: copies out in forward and back in backward; nothing of the device's bandwidth."""
     profile = survey(

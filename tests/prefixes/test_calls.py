@@ -91,6 +91,7 @@ def cases():
                 yield pytest.param(family, mode, size, marks=() if fast else pytest.mark.full)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("family", "mode", "chunk_size"), cases())
 def test_gradients_are_exact(family, mode, chunk_size):
     check(sharing(build(family), chunk_size), family, mode)
@@ -115,6 +116,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("family", "mode", "setting"),
     [
@@ -140,6 +142,7 @@ def policy_loss(model, batch, **given):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("mode", ["plain", "padded", "deep"])
 def test_a_loss_of_logits_with_a_weight_for_each_row(mode, lazy):
@@ -543,6 +546,7 @@ def test_labelled_tokens_that_rows_share_are_scored_once(wanted):
     assert widths.most == 40
 
 
+@pytest.mark.full
 def test_a_head_that_reads_rows_is_found(monkeypatch):
     def mutant(x, tree):
         return spread.Deferred.make(spread.spread(x.source, tree), x.recipe, x.dtype)
