@@ -19,7 +19,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from streambp.admission.agreement import agree, agree_in_sum, coarsest
 from streambp.admission.insides import foreign_parts, watched_hooks
-from streambp.admission.long_trial import ANY_SIZE
 from streambp.admission.registry import distinct_attentions
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
@@ -30,6 +29,7 @@ from streambp.known_names import CACHES, EAGER, STATE
 from streambp.layer.call import LayerCall
 from streambp.layer.other_leaves import depends, leaf_besides, why_flat
 from streambp.layer.outputs import recording
+from streambp.layer.site import ANY_SIZE
 
 MOST = 2**24  # elements of parameters whose gradients are compared, the smallest parameters first
 
