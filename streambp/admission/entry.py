@@ -21,10 +21,10 @@ from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward
+from streambp.layer.gradients import counts_when_alone
 from streambp.layer.graphs import can_keep_graph
 from streambp.layer.oom import explained
 from streambp.layer.outputs import deliver
-from streambp.layer.reuse import counts_when_alone
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.documents import PackedRows

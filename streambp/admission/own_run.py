@@ -27,7 +27,7 @@ from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import CACHES, EAGER, STATE
 from streambp.layer.call import LayerCall
-from streambp.layer.other_leaves import depends, leaf_besides, why_flat
+from streambp.layer.graphs import depends, leaf_besides, why_flat
 from streambp.layer.outputs import recording
 from streambp.layer.site import ANY_SIZE
 

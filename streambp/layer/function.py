@@ -21,16 +21,14 @@ from streambp.fingerprint.hooks import HookKey, described, watching
 from streambp.fingerprint.looks import changed, versions_of
 from streambp.layer.arguments import Arguments, refuse_written
 from streambp.layer.call import LayerCall
-from streambp.layer.gradients import InputGradients, OutputGradients
-from streambp.layer.graphs import Graph, computed_with_graph, counting
+from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_overwrite, reference_counts
+from streambp.layer.graphs import Graph, Origin, computed_with_graph, counting, is_kept, refuse_other_leaves
 from streambp.layer.oom import explained, with_memory
-from streambp.layer.other_leaves import refuse_other_leaves
 from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import check_mode
-from streambp.layer.reuse import mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
-from streambp.layer.side_effects import KEEPS, Origin, is_kept
+from streambp.layer.side_effects import KEEPS
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.states import States, leaves_of
 

@@ -45,7 +45,7 @@ from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Passes, outputs_of, run_forward
-from streambp.layer.other_leaves import refuse_other_leaves
+from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole
 from streambp.layer.products import left_out, summed
 from streambp.layer.recompute import RandomState
