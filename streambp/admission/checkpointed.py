@@ -47,7 +47,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         in_segments = InSegments(mixers, segments, None)
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
         with around, checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments:
-            return site.forward(site.layer, *args, **kwargs)
+            return site.forward(*args, **kwargs)
 
     try:
         if not torch.is_grad_enabled():

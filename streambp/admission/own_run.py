@@ -114,7 +114,7 @@ class OwnRun:
         call, length = self.call, x.shape[-2]
         implementations = [_comparable(config) for config in call.configs]
         with unrouted(call.configs, implementations), recording(call.recorded), watched_hooks(call.layer) as changing:
-            result = call.site.forward(call.layer, call.arguments.as_given(x), **self._arguments(x, length))
+            result = call.site.forward(call.arguments.as_given(x), **self._arguments(x, length))
         self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))
         hidden_states = result[0] if isinstance(result, tuple) else result
         return call.arguments.one_dimensional(hidden_states)

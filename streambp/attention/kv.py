@@ -38,16 +38,8 @@ class Site(Protocol):
     """
 
     streams: bool
-
-    @property
-    def value_size(self) -> int:
-        """D_v."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Columns of V in blocks."""
-        ...
+    value_size: int  # D_v
+    width: int
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Keep K [B, H_kv, C, D] and V of a chunk. Chunks come in order."""

@@ -195,7 +195,7 @@ class LayerCall:
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
         cache, starting, shared = None, NOTHING, self.arguments.mappings
-        if kind.states.carries:
+        if isinstance(self.packing, Packing):
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
@@ -204,7 +204,7 @@ class LayerCall:
             self._forget_recorded()
         with starting, picking:
             try:
-                result = self.forward(self.layer, self.arguments.as_given(hidden_chunk), **named)
+                result = self.forward(self.arguments.as_given(hidden_chunk), **named)
             except RefillDone:
                 point.finish()
                 return None

@@ -25,12 +25,6 @@ class OneDocument:
     marks_documents = False
     barriers: tuple[Barrier, ...] = ()
 
-    def entered(
-        self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
-    ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
-        """A chunk's arguments as they are."""
-        return named, contextlib.nullcontext()
-
     def tried(self, x: Tensor) -> tuple[dict[str, Tensor], PackedRows | None]:
         """Nothing, for a trial on x [..., B, TOKENS, h]."""
         return {}, None

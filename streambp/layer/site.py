@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -142,12 +143,8 @@ class LayerSite:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What the layer computes unpatched: a function that takes the layer first."""
-        return type(self.layer).forward if self.previous is None else self._call_previous
-
-    def _call_previous(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        assert self.previous is not None
-        return self.previous(*args, **kwargs)
+        """What the layer computes unpatched."""
+        return self.previous or functools.partial(type(self.layer).forward, self.layer)
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
