@@ -55,12 +55,12 @@ def _choice(plan: Plan) -> list[str]:
         lines = [f"{plan.seq_len:,} tokens do not fit." if plan.seq_len else "Not even one token fits."]
     else:
         choice = plan.choice
-        saves = f", saves={choice.saves!r}" if choice.saves else ""
         offload = f", offload={choice.offload!r}" if choice.offload != "none" else ""
         budget = f", gpu_memory={written(choice.gpu_memory)}" if choice.gpu_memory is not None else ""
         peak = choice.peak
         lines = [
-            f"{choice.seq_len:,} tokens: streambp.StreamConfig(chunk_size={choice.chunk_size}{saves}{offload}{budget})",
+            f"{choice.seq_len:,} tokens: streambp.StreamConfig(chunk_size={choice.chunk_size}, saves={choice.saves!r}"
+            f"{offload}{budget})",
             f"  peak {peak.total / GIB:.1f} GiB in {peak.phase}, {peak.host / GIB:.1f} GiB of host memory, "
             f"{choice.flops / 1e15:.1f} PFLOP",
             *_seconds(plan, choice),

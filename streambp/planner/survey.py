@@ -72,7 +72,7 @@ CHECKPOINTING_HEAD = SurveyRecipe("checkpointing, fused head", checkpointing=Tru
 LEAST = 1  # a gpu_memory that leaves nothing of a prefix on the device but the tiles at work
 STREAMED = (
     *(streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv"))),
-    SurveyRecipe("streambp offload, keys on the host", StreamConfig(offload="cpu", gpu_memory=LEAST)),
+    SurveyRecipe("streambp offload, keys on the host", StreamConfig(saves=(), offload="cpu", gpu_memory=LEAST)),
 )
 
 

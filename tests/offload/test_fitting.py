@@ -10,6 +10,7 @@ import contextlib
 import copy
 import gc
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept
 from streambp.layer.store import InMemory
+from streambp.offload.arena import host_limit
 from streambp.offload.fitting import FittingSaves, LayerCost
 from streambp.planner import auto
 from streambp.planner.profile import Method, Phase
@@ -67,7 +69,7 @@ def chooser_of(model):
 
 def plain(model=None, **settings):
     model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
-    return streambp.patch(model, streambp.StreamConfig(chunk_size=5, **settings))
+    return streambp.patch(model, streambp.StreamConfig(chunk_size=5, **{"saves": (), **settings}))
 
 
 def seeded(model, seed=3, **batch):
@@ -280,6 +282,44 @@ def test_micro_batches_in_any_order(patched):
         second.backward()
         losses.append((second.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
     assert_same(losses[1], losses[0])
+
+
+def test_what_other_processes_take_of_a_machine(monkeypatch):
+    """Of its free memory a step takes a half at most, and what is free is looked up again within a step."""
+    machine = [2 * PLENTY]
+    monkeypatch.setattr(auto, "host_limit", lambda wanted: machine[0])
+    monkeypatch.setattr(auto, "FRESH", -1.0)
+    expected = seeded(plain())
+    model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
+    chooser = chooser_of(streambp.patch(model, streambp.StreamConfig(chunk_size=5)))
+    for _ in range(2):
+        assert_same(seeded(model), expected)
+    needed = chooser.need(2 * LENGTH, 10)
+    assert chooser.latest.room == PLENTY - needed
+    assert sum(chooser.latest.layers.values()) > 3
+    with after_the_first_layer(lambda: machine.__setitem__(0, 0.0)):
+        assert_same(seeded(model), expected)
+    assert chooser.latest.let_go
+    machine[0] = 2 * needed + 4e4
+    assert_same(seeded(model), expected)
+    assert 0 < sum(chooser.latest.bytes.values()) <= 2e4
+
+
+def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
+    monkeypatch.setattr(auto, "host_limit", lambda wanted: host_limit(None, Path("missing"), Path("missing")))
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
+    for _ in range(2):
+        step(model)
+    assert chooser_of(model).latest is None
+
+
+def test_free_memory_is_not_looked_up_for_each_chunk(monkeypatch):
+    looked = []
+    monkeypatch.setattr(auto, "host_limit", lambda wanted: looked.append(wanted) or PLENTY)
+    monkeypatch.setattr(auto, "FRESH", 1e9)
+    free = auto.FreeMemory()
+    assert [free(torch.device("cpu")) for _ in range(50)] == [PLENTY / 2] * 50
+    assert len(looked) == 1
 
 
 def test_describe_tells(patched):

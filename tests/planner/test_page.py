@@ -362,7 +362,11 @@ def test_the_controls_reach_what_the_page_shows(case, counted, tmp_path):
     assert {lever.change: str(lever.seq_len) for lever in plan.levers} == {
         key.removeprefix("lever "): value for key, value in found.figures.items() if key.startswith("lever ")
     }
-    assert ("StreamConfig(chunk_size=" in found.texts.get("code", "")) == fits
+    code = found.texts.get("code", "")
+    assert ("StreamConfig(chunk_size=" in code) == fits
+    if fits:  # in Python, as a person would paste it
+        told, choice = eval(code.partition("(model, ")[2].removesuffix(")"), {"streambp": streambp}), plan.choice
+        assert (told.chunk_size, told.saves, told.offload) == (choice.chunk_size, choice.saves, choice.offload)
 
 
 USE = """
