@@ -264,6 +264,10 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     Args:
         find_unread: which of these Linears' products may be left out; whether the input wants a gradient.
     """
+    if call.kept.graph is not None:  # [Note: kept graphs]
+        (chunk,) = call.plan
+        _chunk_backward(call, chunk, work, any(work.inputs.wanted))
+        return
     linears = call.site.linears
     unread = with_memory(call, lambda _: find_unread(call, linears, work.needs_input))
     with left_out(linears, unread.refill, width=unread.width):
