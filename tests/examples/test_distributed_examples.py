@@ -58,6 +58,18 @@ def test_context_parallel():
 
 
 @pytest.mark.full
+def test_pipeline_parallel():
+    result = torchrun(EXAMPLES / "pipeline_parallel" / "train.py")
+    assert result.returncode == 0, result.stderr[-3000:]
+    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)]
+    assert len(losses) == 40
+    assert losses[0] > 4.0
+    assert losses[-1] < 1.5  # as in test_loss_falls
+    assert result.stdout.count("streams: 2 x Qwen3DecoderLayer") == 2  # on each rank
+    assert "head        blockwise loss, no logits" in result.stdout
+
+
+@pytest.mark.full
 def test_sequence_parallel(tmp_path):
     """The asking half of every sequence is on rank 1, what it asks for on rank 0."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
