@@ -198,7 +198,14 @@ def gather_shards(
 
 def _agree(group: Any, mine: Tensor) -> list[list[int]]:
     """What every rank hands in, all but the last number the same."""
-    everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
+    try:
+        everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
+    except RuntimeError as error:
+        raise StreamBPError(
+            "The ranks of the group that shares sequences did not all begin this forward: one of them has ended, or does "
+            "not split its batch. If no other rank shows an error of its own, enter context_parallel on every rank of its "
+            "mesh (DeepSpeed Ulysses: have the model in training mode on all ranks, or on none)."
+        ) from error
     for rank, other in enumerate(everyones):
         if other[:-1] != everyones[0][:-1]:
             raise StreamBPError(

@@ -1,6 +1,8 @@
-"""HF Trainer or TRL's SFTTrainer with accelerate's cp_size, on FSDP2; rank 0 saves weights and what was logged.
+"""HF Trainer or TRL's SFTTrainer with accelerate's cp_size, on FSDP2, in float64; rank 0 saves weights and what was logged.
 
-python -m tests.distributed.context_trainer RANK PORT FOLDER {trainer,sft} {alone,stock,streamed,resumed,...} WORLD_SIZE
+python -m tests.distributed.context_trainer RANK PORT FOLDER {trainer,sft} {alone,stock,streamed,...} WORLD_SIZE
+
+"streamed from stock" goes on, streamed, from the checkpoint of "stock".
 
 accelerate takes FSDP2 only where it finds an accelerator, so it is told that it has found one; torch's ring, which
 unpatched models train under, has no handler for a CPU's kernel (`ring_on_cpu.py`). Nothing else stands in.
@@ -11,12 +13,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 LENGTH, STEPS, SAVED_AT, CHUNKS = 24, 3, 2, (5, 7, 3, 12)
+
+
+class InFloat64:
+    """torch for TRL's own loss, which sums in float32 whatever it is given."""
+
+    def __getattr__(self, name):
+        return getattr(torch, "float64" if name == "float32" else name)
 
 
 def rows(count, seed):
@@ -39,13 +48,13 @@ def made(objective, what, folder, world_size):
     from tests.families import build
     from tests.integrations.test_trl import tokenizer
 
-    streams, replicas = what in ("streamed", "resumed", "streamed twice"), 2 if what.endswith("twice") else 1
+    streams, replicas = what.startswith("streamed"), 2 if what.endswith("twice") else 1
     settings = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-2,
         "optim": "sgd", "optim_args": "momentum=0.9",  # Adam would make the rounding of small gradients large
         "lr_scheduler_type": "constant", "report_to": [], "disable_tqdm": True,
         "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "eval_strategy": "steps", "eval_steps": SAVED_AT,
-        "logging_steps": 1, "save_strategy": "steps" if replicas == 1 and objective == "trainer" else "no",
+        "logging_steps": 1, "save_strategy": "steps" if what in ("stock", "streamed") else "no",
         "save_steps": SAVED_AT, "bf16": False,
     }  # fmt: skip
     if what == "alone":
@@ -54,8 +63,8 @@ def made(objective, what, folder, world_size):
         wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
         split = ParallelismConfig(cp_size=world_size // replicas, dp_shard_size=replicas)
         settings |= {"fsdp": "full_shard", "fsdp_config": wrapped, "parallelism_config": split}
-    output = str(Path(folder) / f"{objective}-{'streamed' if what == 'resumed' else what}")
-    model, size = build("qwen3"), CHUNKS[int(os.environ["RANK"])]
+    output = f"{folder}/{objective} {what}"
+    model, size = build("qwen3", torch.float64, seed=1 if " from " in what else 0), CHUNKS[int(os.environ["RANK"])]
     if objective == "trainer":
         if streams:
             streambp.patch(model, streambp.StreamConfig(chunk_size=size, saves=("attn_out",)))
@@ -84,14 +93,20 @@ def main():
 
     from tests.distributed import ring_on_cpu
     from tests.distributed.watch import engines_seen
+    from tests.oracle import lift_float32_casts
+
+    patch = pytest.MonkeyPatch()  # until this process ends
+    lift_float32_casts(patch)
+    patch.setattr("trl.kernels.chunked_logprob.torch", InFloat64())
 
     if what != "alone":
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     trainer = made(objective, what, folder, int(world_size))
     ring = ring_on_cpu.enabled() if what.startswith("stock") else contextlib.nullcontext()
     with ring, engines_seen() as engines:
-        checkpoint = f"{trainer.args.output_dir}/checkpoint-{SAVED_AT}"
-        trainer.train(resume_from_checkpoint=checkpoint if what == "resumed" else None)
+        _, resumes, saved = what.partition(" from ")
+        checkpoint = f"{folder}/{objective} {saved}/checkpoint-{SAVED_AT}"
+        trainer.train(resume_from_checkpoint=checkpoint if resumes else None)
     weights = {}
     for name, parameter in trainer.model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

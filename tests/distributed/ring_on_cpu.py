@@ -36,11 +36,11 @@ def handler(op_call, args, kwargs):
 
 
 @contextlib.contextmanager
-def enabled():
-    """Within, `context_parallel` works on a CPU, in the dtype of its tensors."""
+def enabled(widens=False):
+    """Within, `context_parallel` works on a CPU; widens: it adds up in float32, its default, else in its tensors' dtype."""
     before, convert = dict(ring.custom_ops), ring._cp_options.convert_to_f32
     ring.custom_ops.update({FORWARD: handler, BACKWARD: handler})
-    ring._cp_options.convert_to_f32 = False
+    ring._cp_options.convert_to_f32 = widens
     try:
         yield
     finally:
