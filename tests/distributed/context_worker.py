@@ -116,7 +116,9 @@ def gradients(case, rank, mesh):
     if rank == 0:
         expected_loss, expected, _ = gradients_of(model_for(case), whole_batch(case), items, reduce=False)
     if case.get("stock"):
-        result["unpatched"] = ring_error(case, batch, items, mesh, expected)
+        with ring_on_cpu.rotations() as rotated:
+            result["unpatched"] = ring_error(case, batch, items, mesh, expected)
+        result["rotated"] = sorted(rotated)
         batch, _ = as_trainer_gives(case)
     model = streambp.patch(model_for(case), config_of(case, rank))
     with pytest.MonkeyPatch.context() as patch:

@@ -49,6 +49,23 @@ def enabled(widens=False):
         ring._cp_options.convert_to_f32 = convert
 
 
+@contextlib.contextmanager
+def rotations():
+    """A set that fills with how the ring within passes K and V on, by the names of `set_rotate_method`."""
+    found, real = set(), ring._create_rotater
+
+    def create(group, dim, method=None):
+        if method is None:  # gradients of K and V have their own
+            found.add(ring._cp_options.rotate_method.name.replace("_", "").lower())
+        return real(group, dim, method)
+
+    ring._create_rotater = create
+    try:
+        yield found
+    finally:
+        ring._create_rotater = real
+
+
 def causal(model):
     """The model with what accelerate hangs on its attention: no mask, causal."""
     from accelerate.big_modeling import _attach_context_parallel_hooks

@@ -67,10 +67,10 @@ def settings(ranks):
                 chunks = {"chunks": "others"} if turn else {}
                 cases.append({"family": name, "mode": mode, "config": SAVES[index % 8], **size, **extra, **order, **chunks})
         yield ranks, {"gradients": cases}
+    yield ranks, {"gradients": [{"stock": True, "order": order, **more, **size} for order in ORDERS for more in ROTATED]}
     if ranks == 2:
         yield ranks, {"gradients": [{"config": config, "heads": heads} for config in SAVES for heads in (1, 2)]}
-        yield ranks, {"gradients": [{"stock": True, "mode": mode} for mode in MODES]}
-        yield ranks, {"gradients": [{"stock": True, "order": order, **more} for order in ORDERS for more in ROTATED]}
+        yield ranks, {"gradients": [{"stock": True, "mode": mode} for mode in MODES[2:]]}
         uncertain = {"saves": ["attn_out", "kv"], "offload": "cpu", "on_host_full": "recompute", "host_memory": 3000}
         yield ranks, {"gradients": [{"config": uncertain, "heads": 1}, {"lora": True}, {"frozen": True}]}
     yield ranks, {"training": [{"mode": mode, "dtype": "float32"} for mode in MODES]}
@@ -119,6 +119,7 @@ def check(runs, ranks):
         if case.get("stock"):
             dropped = case["mode"] in ("packed", "left-padded")  # the unpatched ring attends across documents and padding
             assert row["unpatched"] > 0.1 if dropped else row["unpatched"] <= GRADIENT_BAR
+            assert row["rotated"] == [case.get("rotate", "allgather")]
     for row in results.get("training", []):
         print(row)
         assert row["error"] <= TRAINING_BAR
@@ -134,7 +135,8 @@ MESSAGES = ("without shift_labels", "position_ids are missing", OTHER_ORDER, SAM
 def test_context_parallelism():
     results = check(FAST, 2)
     for row, message in zip(results["refused"], MESSAGES, strict=True):
-        assert all(message in (said or "") for said in row["messages"]), row  # on every rank alike
+        print(row)
+        assert all(message in (said or "") for said in row["messages"])  # on every rank alike
 
 
 @pytest.mark.full
@@ -170,7 +172,7 @@ def test_as_precise_as_the_unpatched_ring(dtype):
 @pytest.mark.full
 def test_a_rank_that_does_not_split_its_batch():
     """The one that does says why it cannot go on."""
-    outputs, codes = launch("tests.distributed.context_worker", '{"entered": [{}]}', "2", seconds=120)
+    outputs, codes = launch("tests.distributed.context_worker", '{"entered": [{}]}', "2", seconds=400)
     assert codes == [1, 0]
     assert "did not all begin this forward" in outputs[0]
 
