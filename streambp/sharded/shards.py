@@ -209,9 +209,10 @@ def _agree(group: Any, mine: Tensor) -> list[list[int]]:
     for rank, other in enumerate(everyones):
         if other[:-1] != everyones[0][:-1]:
             raise StreamBPError(
-                f"Rank 0 of the group that shares sequences holds [rows, tokens, kind of mask, settings] = "
+                f"Rank 0 of the group that shares sequences holds [rows, tokens, position_ids and mask, settings] = "
                 f"{everyones[0][:-1]}, rank {rank} {other[:-1]}. Shards must have the same shape (the number of ranks must "
-                "divide the number of tokens), and StreamConfig must be the same on all ranks; only chunk_size may differ."
+                "divide the number of tokens) and position_ids; an attention_mask is for all ranks or for none; and "
+                "StreamConfig must be the same on all ranks; only chunk_size may differ."
             )
     return everyones
 
