@@ -140,6 +140,13 @@ class GatheredShards(Shards):
         return found
 
 
+def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
+    """What a head of k [B, H_kv, T / P, D] and v [B, H_kv, T / P, D_v] takes, gathered over `whole` tokens: at work and
+    on its way, and their gradients, of which one is sent."""
+    item, wide = k.element_size(), torch.promote_types(k.dtype, torch.float32).itemsize
+    return k.shape[0] * whole * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
+
+
 class GatheredKeys:
     """K and V of all ranks, a group of heads at a time, in order.
 
@@ -150,10 +157,7 @@ class GatheredKeys:
     def __init__(self, shards: GatheredShards, k: Tensor, v: Tensor, heads: int) -> None:
         self.shards, self.own = shards, (k, v)
         self.readers = heads // k.shape[1]
-        item, wide = k.element_size(), torch.promote_types(k.dtype, torch.float32).itemsize
-        # Those at work and those that come; their gradients, of which one is sent.
-        head = k.shape[0] * shards.whole_length * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
-        self.size = max(1, min(k.shape[1], shards.room // head))
+        self.size = max(1, min(k.shape[1], shards.room // bytes_of_a_head(k, v, shards.whole_length)))
         self.held: KeyGroup | None = None
         self.coming = self._start(0)
 

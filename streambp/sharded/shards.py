@@ -98,10 +98,7 @@ class Shards:
         if heads < self.size and self.size % heads == 0:
             x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
         if heads % self.size:
-            raise UnsupportedModelError(
-                f"{heads} attention heads cannot be split over {self.size} ranks. Choose an sp_size that divides the "
-                "number of heads, and divides or is a multiple of the number of key and value heads."
-            )
+            raise heads_error(heads, self.size)
         mine = self._exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))  # [P, B, H / P, T / P, D]
         return mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
 
@@ -156,6 +153,14 @@ class Shards:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received
+
+
+def heads_error(heads: int, ranks: int) -> UnsupportedModelError:
+    """That Ulysses cannot give each rank as many heads."""
+    return UnsupportedModelError(
+        f"{heads} attention heads cannot be split over {ranks} ranks. Choose an sp_size that divides the number of heads, "
+        "and divides or is a multiple of the number of key and value heads."
+    )
 
 
 def gather_shards(

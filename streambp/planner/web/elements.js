@@ -91,6 +91,7 @@ function colour(profile, method) {
 }
 
 function dash(profile, method) {
-  const alike = profile.methods.filter((other) => other.chunked && other.offload === method.offload);
+  const by = ({ split }) => (split ? split.by : "");
+  const alike = profile.methods.filter((other) => other.chunked && other.offload === method.offload && by(other) === by(method));
   return method.chunked ? DASHES[alike.indexOf(method) % DASHES.length] : "none";
 }
