@@ -124,13 +124,7 @@ def _add_plan(commands: Any) -> None:
         "--host-memory", metavar="BYTES", help="of the whole machine, for all its GPUs (default: no limit)"
     )
     command.add_argument("--reserve", type=float, default=0.05, help="part of the GPU left alone (default %(default)s)")
-    command.add_argument("--gpus", type=int, help="all ranks (default: 1, or those that share a sequence)")
-    command.add_argument(
-        "--ulysses", type=int, default=1, metavar="N", help="ranks that share each sequence by DeepSpeed Ulysses"
-    )
-    command.add_argument(
-        "--context-parallel", type=int, default=1, metavar="N", help="ranks that share each sequence by context parallelism"
-    )
+    _add_ranks(command)
     command.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage, 3 for FSDP2")
     command.add_argument("--batch-size", type=int, default=1, help="rows on each GPU (default %(default)s)")
     command.add_argument(
@@ -171,6 +165,17 @@ def _add_plan(commands: Any) -> None:
     )
     _add_seconds(command)
     command.set_defaults(run=_run_plan)
+
+
+def _add_ranks(command: argparse.ArgumentParser) -> None:
+    """How many there are, and how many share a sequence."""
+    command.add_argument("--gpus", type=int, help="all ranks (default: 1, or those that share a sequence)")
+    command.add_argument(
+        "--ulysses", type=int, default=1, metavar="N", help="ranks that share each sequence by DeepSpeed Ulysses"
+    )
+    command.add_argument(
+        "--context-parallel", type=int, default=1, metavar="N", help="ranks that share each sequence by context parallelism"
+    )
 
 
 def _add_seconds(command: argparse.ArgumentParser) -> None:

@@ -344,7 +344,8 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
     found = [method for method in found if not (repeated and "kv" in method.saves)]  # repeated keys are not worth it
     if not any(method.chunked for method in found):
         how = setting.split or "whole sequences on each rank"
-        raise ConfigError(f"No streamed step was counted with {how}. Plan the model anew with this setting.")
+        why = f" ({'; '.join(profile.left_out)})" if profile.left_out else ""
+        raise ConfigError(f"No streamed step was counted with {how}{why}. Plan the model anew with this setting.")
     return tuple(method for method in profile.methods if method in found or not method.chunked)
 
 

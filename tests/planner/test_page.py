@@ -329,6 +329,9 @@ MUTANTS = {
     "nothing left for keys": ("usable(memory) - at.total", "at.total - usable(memory)"),
     "chunks for nothing": (" + phase.per_chunk * chunks", ""),
     "the smallest chunk for the longest": ("counts_chunks(method) ? sizes", "false ? sizes"),
+    "one head at a time": ("return Math.max(whole, found);", "return whole;"),
+    "sums that hide": ("return sums + gathers", "return gathers"),
+    "a node of any size": ("Math.min(ranks, rates.node)", "ranks"),
     "no reserve": ("memory.gpu * (1 - memory.reserve)", "memory.gpu"),
 }  # fmt: skip
 
