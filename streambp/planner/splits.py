@@ -191,7 +191,7 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
 
     replaced = [
         (wrappers, "shards_of", lambda *_: shards),
-        (gathered, "_collective", _collective),
+        (gathered, "collective", _collective),
         (kind, "start_keys", start_keys),
         (KVBuffer, "of", _marked(KVBuffer.of)),
         (KVBuffer, "grow_accumulators", _marked(KVBuffer.grow_accumulators)),

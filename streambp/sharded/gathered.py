@@ -32,7 +32,7 @@ def room_for_keys(device: torch.device) -> int:
     return int(memory_limit(device) - torch.cuda.memory_allocated(device)) // SHARE
 
 
-def _collective(names: tuple[str, ...]) -> Callable[..., Any]:
+def collective(names: tuple[str, ...]) -> Callable[..., Any]:
     """torch.distributed's function by the first of these names that this version has."""
     function: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
     return function
@@ -135,7 +135,7 @@ class GatheredShards(Shards):
         while sums:
             sent = self.by_rank(sums.pop(0))
             mine = torch.empty_like(sent[0])
-            _collective(REDUCE_SCATTER)(mine.view(-1), sent.view(-1), group=self.group)
+            collective(REDUCE_SCATTER)(mine.view(-1), sent.view(-1), group=self.group)
             found.append(mine.to(dtype).transpose(1, 2))
         return found
 
@@ -184,7 +184,7 @@ class GatheredKeys:
         for part in self.own:
             mine = part[:, first : first + self.size].transpose(1, 2).contiguous()
             everyones = mine.new_empty((self.shards.size, *mine.shape))
-            work = _collective(GATHER)(everyones.view(-1), mine.view(-1), group=self.shards.group, async_op=True)
+            work = collective(GATHER)(everyones.view(-1), mine.view(-1), group=self.shards.group, async_op=True)
             found.append((work, everyones, mine))
         return found
 
