@@ -4,9 +4,10 @@
     OMP_NUM_THREADS=1 python scripts/plan_time.py --against /path/to/tree/of/another/commit
 
 Each model is planned in a process of its own, for one tree (it comes first in PYTHONPATH) and then for the other, so that a
-machine that is busy is so for both. Printed are seconds of processor time without imports: of the first plan, and of a
-second one of the same model where the tree keeps what was counted. Memory is every number of every method's phases, in both
-regimes, and of the host; the exit code is 1 where one of them differs between the trees.
+machine that is busy is so for both. Printed are seconds of processor time without imports, the least of `--times` runs: of
+the first plan beside what it may take, and of a second one of the same model where the tree keeps what was counted. Memory
+is every number of every method's phases, in both regimes, and of the host; the exit code is 1 where one of them differs
+between the trees.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ HERE = Path(__file__).resolve().parent.parent
 BYTES = 0.05  # by which lines of the same bytes may differ: they are solved for in float64
 LINE = ("constant", "per_token", "per_chunk_token", "per_chunk")
 HOST = tuple(f"host_{name}" for name in ("constant", "per_token", "per_chunk"))
-MODELS = ("Qwen3-8B", "Qwen3-30B-A3B", "gemma3-27b", "Qwen3.5-9B")
+BARS = {"Qwen3-8B": 6, "Qwen3-30B-A3B": 9, "gemma3-27b": 12, "Qwen3.5-9B": 20}  # seconds of a first plan; 1 of a second
+MODELS = tuple(BARS)
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32}
 
 
@@ -78,8 +80,13 @@ def count(name: str) -> dict[str, Any]:
     return {"spent": spent, "numbers": numbers}
 
 
-def counted(tree: Path, name: str) -> dict[str, Any]:
-    """`count` in a process with that tree."""
+def counted(tree: Path, name: str, times: int) -> dict[str, Any]:
+    """`count` in processes with that tree; the least seconds."""
+    runs = [_counted(tree, name) for _ in range(times)]
+    return runs[0] | {"spent": [min(spent) for spent in zip(*(run["spent"] for run in runs), strict=True)]}
+
+
+def _counted(tree: Path, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": folder}
         command = [sys.executable, "-W", "ignore", __file__, "--count", name]
@@ -98,6 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, metavar="TREE", help="of another commit")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="MODEL")
+    parser.add_argument("--times", type=int, default=1, metavar="N", help="runs of each (default %(default)s)")
     parser.add_argument("--count", choices=MODELS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.count:
@@ -105,10 +113,10 @@ def main() -> int:
         return 0
     wrong = 0
     for name in arguments.models:
-        ours = counted(HERE, name)
-        line = f"{name:16} {ours['spent'][0]:6.1f} s, a second plan {ours['spent'][1]:.2f} s"
+        ours = counted(HERE, name, arguments.times)
+        line = f"{name:16} {ours['spent'][0]:6.1f} s (bar {BARS[name]}), a second plan {ours['spent'][1]:.2f} s (bar 1)"
         if arguments.against is not None:
-            theirs = counted(arguments.against, name)
+            theirs = counted(arguments.against, name, arguments.times)
             different = differing(ours["numbers"], theirs["numbers"])
             wrong += len(different)
             share = theirs["spent"][0] / ours["spent"][0]

@@ -57,6 +57,7 @@ def plain_step() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="also print each file with its functions and calls")
+    parser.add_argument("--before", action="store_true", help="also print the functions before the first chunk, in order")
     args = parser.parse_args()
     step = plain_step()
     step()
@@ -68,13 +69,13 @@ def main() -> None:
             step()
         finally:
             sys.setprofile(None)
-    report(path.calls, args.files)
+    report(path.calls, args.files, args.before)
 
 
-def report(calls: list[tuple[str, str]], each: bool) -> None:
+def report(calls: list[tuple[str, str]], each: bool, in_order: bool) -> None:
     functions = set(calls)
     first = next((i for i, (_, name) in enumerate(calls) if name == FIRST_CHUNK), len(calls))
-    before = set(calls[:first])
+    before = collections.Counter(calls[:first])
     print(f"files      {len({file for file, _ in functions})}")
     print(f"functions  {len(functions)}")
     print(f"calls      {len(calls)}")
@@ -83,6 +84,9 @@ def report(calls: list[tuple[str, str]], each: bool) -> None:
         made = collections.Counter(file for file, _ in calls)
         for file, count in made.most_common():
             print(f"{count:6} {file}  ({sum(f == file for f, _ in functions)} functions)")
+    if in_order:
+        for (file, name), count in before.items():
+            print(f"{count:6} {file}:{name}")
 
 
 if __name__ == "__main__":

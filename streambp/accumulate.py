@@ -29,7 +29,6 @@ HALF = (torch.float16, torch.bfloat16)
 RUNS_WITHOUT_DATA = hasattr(decompositions, "addmm_dtype")  # of torch 2.12 and later
 
 
-@torch.no_grad()
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right, in place; no autograd. [Note: sums inside products]
 
@@ -41,6 +40,9 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     Returns:
         `total` itself, or a new tensor in promote_types(left's dtype, float32) where it was None.
     """
+    if torch.is_grad_enabled():  # where it is off already, as in every backward, the context's price is saved
+        with torch.no_grad():
+            return add_product(total, left, right)
     wide = torch.float32 if left.dtype in HALF else left.dtype  # torch.promote_types costs a dispatch
     if wide != left.dtype and left.device.type == "cpu":
         left, right = left.to(wide), right.to(wide)

@@ -108,7 +108,7 @@ class ChunkPlan:
         """The index of the chunk that a position is in."""
         return bisect.bisect_right(self.ends, position)
 
-    @property
+    @functools.cached_property
     def longest(self) -> int:
         """Positions of the longest chunk."""
         return max(b - a for a, b in itertools.pairwise((0, *self.ends)))
@@ -168,4 +168,7 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
         size = length if size >= length else in_one_pass(size)
     else:
         size = chunk_size
-    return ChunkPlan(length, max(1, min(size, length)))
+    return _plan(length, max(1, min(size, length)))
+
+
+_plan = functools.lru_cache(ChunkPlan)  # whose chunks are then made once for all layers and calls

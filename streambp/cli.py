@@ -117,14 +117,14 @@ def _add_plan(commands: Any) -> None:
         "model", metavar="MODEL", nargs="?", default="", help="an id on the Hub, a checkpoint's folder, or a config.json"
     )
     command.add_argument(
-        "--seq-len", default="max", help='positions per row, such as 64k or 1M; "max": the longest that fit'
+        "--seq-len", default="max", help='positions per whole row, such as 64k or 1M; "max": the longest that fit'
     )
     command.add_argument("--gpu-memory", metavar="BYTES", help="of each GPU, such as 80GiB")
     command.add_argument(
         "--host-memory", metavar="BYTES", help="of the whole machine, for all its GPUs (default: no limit)"
     )
     command.add_argument("--reserve", type=float, default=0.05, help="part of the GPU left alone (default %(default)s)")
-    command.add_argument("--gpus", type=int, default=1, help="data-parallel ranks (default %(default)s)")
+    _add_ranks(command)
     command.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage, 3 for FSDP2")
     command.add_argument("--batch-size", type=int, default=1, help="rows on each GPU (default %(default)s)")
     command.add_argument(
@@ -154,7 +154,8 @@ def _add_plan(commands: Any) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="also write a page that plans anew for other lengths and memory; with --lora, for full training as well",
+        help="also write a page that plans anew for other lengths and memory; with --lora, for full training as well, with "
+        "--fused-layers without them, with --ulysses or --context-parallel for any number of ranks",
     )
     command.add_argument("--group", type=int, metavar="ROWS", help="plan that many completions of one prompt instead")
     command.add_argument(
@@ -164,6 +165,17 @@ def _add_plan(commands: Any) -> None:
     )
     _add_seconds(command)
     command.set_defaults(run=_run_plan)
+
+
+def _add_ranks(command: argparse.ArgumentParser) -> None:
+    """How many there are, and how many share a sequence."""
+    command.add_argument("--gpus", type=int, help="all ranks (default: 1, or those that share a sequence)")
+    command.add_argument(
+        "--ulysses", type=int, default=1, metavar="N", help="ranks that share each sequence by DeepSpeed Ulysses"
+    )
+    command.add_argument(
+        "--context-parallel", type=int, default=1, metavar="N", help="ranks that share each sequence by context parallelism"
+    )
 
 
 def _add_seconds(command: argparse.ArgumentParser) -> None:
@@ -198,7 +210,9 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     if not arguments.model or arguments.gpu_memory is None:
         raise ConfigError("A plan needs MODEL and --gpu-memory, such as `streambp plan Qwen/Qwen3-8B --gpu-memory 80GiB`.")
     setting = Setting(
-        gpus=arguments.gpus,
+        gpus=max(arguments.ulysses, arguments.context_parallel) if arguments.gpus is None else arguments.gpus,
+        ulysses=arguments.ulysses,
+        context_parallel=arguments.context_parallel,
         zero=arguments.zero,
         optimizer=arguments.optimizer_bytes,
         optimizer_on_host=arguments.optimizer_on_host,
@@ -218,15 +232,17 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         kernels=arguments.kernels,
         mixers=arguments.mixers,
         rates=rates,
-        fused_layers=arguments.fused_layers,
         cache=not arguments.no_cache,
         said=said,
+        every_split=arguments.html is not None and setting.ranks > 1,
     )
+    trainings: list[dict[str, Any]] = [{"lora": arguments.lora, "bits": arguments.bits}]
+    trainings += [{}] if arguments.lora is not None and arguments.html is not None else []
     with said:
-        found = counted(lora=arguments.lora, bits=arguments.bits)
-        others = {} if arguments.lora is None or arguments.html is None else {"every parameter": counted().profile}
+        found, *others = (counted(**way, fused_layers=arguments.fused_layers) for way in trainings)
+        switched = [counted(**way) for way in trainings] if arguments.html is not None and arguments.fused_layers else []
     if arguments.html is not None:
-        _write_page(arguments, found, others)
+        _write_page(arguments, found, *([one.profile for one in some] for some in (others, switched)))
     if arguments.group is not None:
         ways = list(_rollouts(arguments, found))
         print(_to_json({"group": ways}) if arguments.json else rollouts_table(found, ways))
@@ -257,12 +273,14 @@ def _rates(arguments: argparse.Namespace) -> Rates:
     return rates
 
 
-def _write_page(arguments: argparse.Namespace, found: Plan, others: dict[str, Profile]) -> None:
+def _write_page(arguments: argparse.Namespace, found: Plan, others: list[Profile], switched: list[Profile]) -> None:
     base = f", {arguments.bits}-bit base" if arguments.bits < 16 else ""
     training = "every parameter" if arguments.lora is None else f"LoRA, rank {arguments.lora}{base}"
     path = Path(arguments.model).resolve()
     name = path.parent.name if path.is_file() else path.name if path.is_dir() else arguments.model
-    arguments.html.write_text(page(found, name, others, training), "utf-8")
+    labels = [training, "every parameter"]
+    unfused = dict(zip(labels, switched, strict=False))
+    arguments.html.write_text(page(found, name, dict(zip(labels[1:], others, strict=False)), training, unfused), "utf-8")
 
 
 def _check_writable(option: str, file: Path) -> None:

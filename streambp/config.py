@@ -40,7 +40,7 @@ class StreamConfig:
         lazy_logits: return logits that are computed where they are used, with labels beside the loss: log-probabilities,
             logsumexp, losses and metrics of each token block by block, anything else from real logits.
         offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
-            ahead of its use. "auto" does too, chooses `saves` if they are not given, and `gpu_memory` likewise.
+            ahead of its use. "auto" does too, and chooses `gpu_memory` if it is not given.
         host_memory: bytes of host memory for that on each rank, as a number or as "96GiB"; None: nine tenths of what is
             available, shared by the ranks of a machine.
         gpu_memory: bytes of device memory for what lives longer than a chunk, as a number or as "8GiB": the keys and values
@@ -64,7 +64,7 @@ class StreamConfig:
     """
 
     chunk_size: int | Literal["auto"] = "auto"
-    saves: tuple[str, ...] | Literal["auto"] = ()
+    saves: tuple[str, ...] | Literal["auto"] = "auto"
     attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
     head: bool = True
     eval_logits: bool = False
@@ -95,11 +95,6 @@ class StreamConfig:
         parts = (name.partition(LAST) for name in self.named_saves)
         saves = dict.fromkeys(name for name, last, count in parts if not last or left <= int(count))
         return dataclasses.replace(self, saves=tuple(saves))
-
-    @property
-    def chooses_saves(self) -> bool:
-        """They are chosen by what the first step sees."""
-        return self.saves == "auto" or (self.offload == "auto" and not self.saves)
 
     def __post_init__(self) -> None:
         size = self.chunk_size

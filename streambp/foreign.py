@@ -50,6 +50,12 @@ def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] |
     return None
 
 
+@functools.lru_cache
+def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None:
+    """`foreign_forward`, asked once as long as a class and its bases have these forwards."""
+    return foreign_forward(module_class)
+
+
 def wrapped_functions(forward: Any) -> Iterator[Any]:
     """A forward and the functions that it tells to wrap, outermost first."""
     seen: set[int] = set()

@@ -201,6 +201,7 @@ OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # 
 PREPARES, ROLLOUTS = "_prepare_inputs", "_buffered_inputs"
 PROMPTS = ("prompt_ids", "prompt_mask")  # [B, P], what these have of each row's prompt
 IMAGES_OF_ROWS = "num_images"  # how many images each row has, which are not row by row then
+SPLITS = ("cp_size", "sp_size")  # of accelerate's ParallelismConfig: over how many ranks a sequence is split
 # Settings of GRPOConfig that PPO, which derives from it, has no use for.
 GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")
 

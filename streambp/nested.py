@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Tensor | Slot):
         return change(value)
     if isinstance(value, tuple | list):
-        parts = [rebuilt(part, change) for part in value]
+        parts = list(map(rebuilt, value, itertools.repeat(change)))
         return type(value)(parts) if type(value) in (tuple, list) else value
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
         changed = copy.copy(value)

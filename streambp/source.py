@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import FunctionType
 from typing import Any
@@ -16,8 +17,13 @@ def written_forward(module: nn.Module) -> Any:
     5.15 has one around its mixers): functions made inside another one, whose closure holds a single function. None for a
     scripted module, whose class has none.
     """
-    written: Any = getattr(type(module), "forward", None)
-    forward: Any = inspect.unwrap(written)
+    return written(getattr(type(module), "forward", None))
+
+
+@functools.lru_cache
+def written(decorated: Any) -> Any:
+    """The same of a forward as it stands in a class."""
+    forward: Any = inspect.unwrap(decorated)
     while isinstance(forward, FunctionType) and "<locals>" in forward.__qualname__:
         cells = [cell.cell_contents for cell in forward.__closure__ or ()]
         functions = [value for value in cells if isinstance(value, FunctionType)]

@@ -1,6 +1,6 @@
 """What streamed models promise as ordinary autograd citizens (DESIGN.md section 3), and the faults of earlier tools.
 
-covers: __init__.py, admission/entry.py, config.py, errors.py, layer/reuse.py, model/wrappers.py
+covers: __init__.py, admission/entry.py, config.py, errors.py, layer/gradients.py, model/wrappers.py
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 
 import streambp
 from streambp.foreign import foreign_forward
+from streambp.model import causal_lm
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 
@@ -72,6 +73,9 @@ def check(how, monkeypatch):
     if how == "instance":
         ours.forward = types.MethodType(fused_forward, ours)
     streambp.patch(ours, CONFIG)
+    if how == "class after a step":
+        gradients(ours, **batch)
+        monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused_forward)
     if how == "afterwards":
         ours.forward = types.MethodType(fused_forward, ours)
     try:
@@ -83,7 +87,7 @@ def check(how, monkeypatch):
 
 
 @pytest.mark.usefixtures("float64_oracle")
-@pytest.mark.parametrize("how", ["class", "class under another name", "instance", "afterwards"])
+@pytest.mark.parametrize("how", ["class", "class after a step", "class under another name", "instance", "afterwards"])
 def test_every_parameter_gets_its_gradient(how, monkeypatch, attended_chunks):
     ours = check(how, monkeypatch)
     assert 5 in attended_chunks
@@ -91,6 +95,14 @@ def test_every_parameter_gets_its_gradient(how, monkeypatch, attended_chunks):
     assert head.startswith(f"as another library computes it: {__name__}.")
     assert ("replaced the model's forward" in head) == (how == "afterwards")
     assert ours(input_ids=make_batch("plain")["input_ids"]).logits.requires_grad
+
+
+@pytest.mark.usefixtures("float64_oracle")
+def test_mutant_a_class_is_asked_once_and_for_all(monkeypatch):
+    once = functools.lru_cache(lambda kind: causal_lm.foreign_forward(kind))
+    monkeypatch.setattr(causal_lm, "foreign_of_class", lambda kind, forwards: once(kind))
+    with pytest.raises(AssertionError):
+        check("class after a step", monkeypatch)
 
 
 def test_per_token_values_are_refused(monkeypatch):

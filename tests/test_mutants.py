@@ -474,7 +474,7 @@ MUTANTS = {
     "a stand-in's gradient goes nowhere": (
         deferred.NoGradientHere, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
     ),
-    "other libraries' forwards taken for transformers'": (causal_lm, "foreign_forward", lambda *_: None, foreign_forward),
+    "other libraries' forwards taken for transformers'": (causal_lm, "foreign_of_class", lambda *_: None, foreign_forward),
     "weights that changed since a hook kept what they made": (deferred.Deferred, "check", lambda *_: None, kept_too_long),
     "writes to what shares memory with logits unseen": (
         deferred.SharedMemory, "watch", lambda self, tensor: None, written_alias,

@@ -1,6 +1,6 @@
 """What a layer's backward finds otherwise than its forward did, or cannot give a gradient to, raises.
 
-covers: layer/function.py, layer/other_leaves.py
+covers: layer/function.py, layer/graphs.py
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.looks import Look, changed, generator_states, set_generators, versions_of
 from streambp.known_names import CACHES
-from streambp.layer.arguments import Versions
+from streambp.layer.arguments import refuse_written
 from streambp.layer.recompute import check_mode, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.shadows import Parameters
 from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since
@@ -47,7 +47,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         in_segments = InSegments(mixers, segments, None)
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
         with around, checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments:
-            return site.forward(site.layer, *args, **kwargs)
+            return site.forward(*args, **kwargs)
 
     try:
         if not torch.is_grad_enabled():
@@ -83,9 +83,7 @@ class Repeatable:
         given = [(name, x) for name, value in {"input": args, **kwargs}.items() for x in tree_leaves(value)]
         tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
         self._parameters = Parameters(site.layer, tensors[0][1].device)
-        self._arguments = Versions()
-        for name, tensor in tensors:
-            self._arguments.note(name, tensor)
+        self._seen_arguments = [(name, x, x._version) for name, x in tensors if not x.is_inference()]
         self._buffers: Buffers | None = None  # those that the forward has written to, as they were before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +97,7 @@ class Repeatable:
             return result
         check_mode(self._layer, self._training)
         self._parameters.check_unchanged()
-        self._arguments.check_unchanged()
+        refuse_written(self._seen_arguments)
         now = self._fingerprint.look(self._layer)
         self._fingerprint.check(self._layer, self._seen, now)
         with in_place_of_buffers(copies(self._buffers)), self._as_in_forward(now):

@@ -21,10 +21,10 @@ from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward
+from streambp.layer.gradients import counts_when_alone
 from streambp.layer.graphs import can_keep_graph
 from streambp.layer.oom import explained
 from streambp.layer.outputs import deliver
-from streambp.layer.reuse import counts_when_alone
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.documents import PackedRows
@@ -85,12 +85,21 @@ def admit(
     arguments.forks = forks if carries else ()
     if rows is not None:
         _tell_of_documents(site, rows, arguments)
-    because = look.hooks.why_whole() or site.verdicts.get(arguments.kind) or _why_not_cut(site, arguments, rows)
+    marked = None if rows is None else rows.number
+    because = (
+        (look.hooks.why_whole() if look.hooks.routing else None)
+        or site.verdicts.get(arguments.kind)
+        or (_why_not_between_documents(site, arguments) if carries else None)
+        or site.kind.attention.take_mask(site.layer, arguments.named, arguments.hidden_states, marked)
+    )
     if because is not None:
         return CallReport(because, rows=rows)
     call: LayerCall = passes.make(site, arguments)
     call.look = look
     call.parameters = Parameters(site.layer, call.device, site.of(slots_of))
+    kind = arguments.kind
+    if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):
+        return call
     with explained(call):
         failed, verdict = look_for_writes(call), can_stream(call)
     if not verdict.streams:
@@ -111,9 +120,10 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
         call.hidden_states = hidden_states.detach()
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
-        else:
+        elif site.chooser is not None:
             call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
-        hidden_states = reduced_after_backward(site.of(reductions_of), hidden_states)
+        reductions = site.of(reductions_of)
+        hidden_states = reduced_after_backward(reductions, hidden_states) if reductions else hidden_states
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
@@ -126,18 +136,15 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
     return call.wrap(output, by_place)
 
 
-def _why_not_cut(site: LayerSite, arguments: Arguments, rows: PackedRows | None) -> str | None:
-    """Why the layer cannot be cut with this call's documents and attention mask; None if it can."""
-    documents = arguments.documents if site.kind.states.carries else None
-    if documents is not None:
-        if documents.ids is not None and scans_selectively(site.layer):
-            # Told in training its fused kernel mixes them, in eval mode its convolution does not: the mode decides.
-            return "seq_idx says where documents start, which its selective scan takes no notice of"
-        because = documents.why_not_cut(arguments.length)
-        if because is not None:
-            return because
-    marked = None if rows is None else rows.number
-    return site.kind.attention.take_mask(site.layer, arguments.named, arguments.hidden_states, marked)
+def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | None:
+    """Why a layer with states cannot be cut with this call's documents; None if it can."""
+    documents = arguments.documents
+    if documents is None:
+        return None
+    if documents.ids is not None and scans_selectively(site.layer):
+        # Told in training its fused kernel mixes them, in eval mode its convolution does not: the mode decides.
+        return "seq_idx says where documents start, which its selective scan takes no notice of"
+    return documents.why_not_cut(arguments.length)
 
 
 def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) -> None:

@@ -13,18 +13,10 @@ from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
 from streambp.attention.prefix import Prefix, Stage
 from streambp.chunks import Chunk
 from streambp.layer.call import LayerCall
+from streambp.layer.site import ANY_SIZE
 from streambp.recurrent.states import States
 
-ANY_SIZE = 0  # of chunks
 BLOCK = 64  # tokens that are judged together: a few positions must show, one token that is routed otherwise must not
-
-
-def is_known(call: LayerCall) -> bool:
-    """Whether nothing inside the layer is foreign, or was tried with sequences about as long as this call's."""
-    tried = call.site.tried.get(call.arguments.kind)
-    if len(call.plan) == 1 or (tried is None and not call.site.foreign):
-        return True
-    return tried is not None and call.plan.length <= tried.get(call.plan.size, tried[ANY_SIZE])
 
 
 def why_not_at_length(call: LayerCall) -> str | None:

@@ -19,7 +19,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from streambp.admission.agreement import agree, agree_in_sum, coarsest
 from streambp.admission.insides import foreign_parts, watched_hooks
-from streambp.admission.long_trial import ANY_SIZE
 from streambp.admission.registry import distinct_attentions
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
@@ -28,8 +27,9 @@ from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import CACHES, EAGER, STATE
 from streambp.layer.call import LayerCall
-from streambp.layer.other_leaves import depends, leaf_besides, why_flat
+from streambp.layer.graphs import depends, leaf_besides, why_flat
 from streambp.layer.outputs import recording
+from streambp.layer.site import ANY_SIZE
 
 MOST = 2**24  # elements of parameters whose gradients are compared, the smallest parameters first
 
@@ -114,7 +114,7 @@ class OwnRun:
         call, length = self.call, x.shape[-2]
         implementations = [_comparable(config) for config in call.configs]
         with unrouted(call.configs, implementations), recording(call.recorded), watched_hooks(call.layer) as changing:
-            result = call.site.forward(call.layer, call.arguments.as_given(x), **self._arguments(x, length))
+            result = call.site.forward(call.arguments.as_given(x), **self._arguments(x, length))
         self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))
         hidden_states = result[0] if isinstance(result, tuple) else result
         return call.arguments.one_dimensional(hidden_states)

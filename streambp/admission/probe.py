@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import agree, coarsest
-from streambp.admission.long_trial import is_known, why_not_at_length
+from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import OtherModelError, OwnRun, gradients_of, own_run, small_ones, why_unlike_unpatched
 from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.rehearsal import (
@@ -42,9 +42,10 @@ from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.fingerprint.looks import generator_states, generators_kept
 from streambp.layer.call import LayerCall
+from streambp.layer.graphs import Origin, is_kept
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.recompute import RandomState
-from streambp.layer.side_effects import KEEPS, Origin, buffers_of, copies, in_place_of_buffers, is_kept, written_since
+from streambp.layer.side_effects import KEEPS, buffers_of, copies, in_place_of_buffers, written_since
 from streambp.nested import nodes_behind, rebuilt
 from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
@@ -82,7 +83,7 @@ def can_stream(call: LayerCall) -> Verdict:
     site, kind = call.site, call.arguments.kind
     x = call.hidden_states.detach()
     if kind in site.verdicts:  # what is known not to stream does not get here
-        return Verdict(True) if is_known(call) else _judged_at_length(call)
+        return Verdict(True) if site.knows(call.arguments.kind, call.plan) else _judged_at_length(call)
     if not has_data(x):
         if not site.kind.shows_without_data:
             return Verdict(False)
@@ -99,7 +100,7 @@ def can_stream(call: LayerCall) -> Verdict:
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
     because, certain = _judged(call, x)
-    if because is not None or not certain or is_known(call):
+    if because is not None or not certain or site.knows(call.arguments.kind, call.plan):
         return Verdict.of(because)
     return _judged_at_length(call)
 

@@ -31,7 +31,7 @@ from streambp.known_names import (
     SOFTMAX,
     VERLS_SIZE,
 )
-from streambp.source import written_forward
+from streambp.source import written, written_forward
 
 
 def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
@@ -70,32 +70,53 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
     """What is not transformers' own behind an attention module's implementation, as the start of a sentence."""
-    names = written_forward(module).__globals__
+    forward = written(type(module).forward)
+    names = forward.__globals__
     table = names.get(ATTENTION_TABLE, ALL_ATTENTION_FUNCTIONS)
-    function = undecorated(table.get(implementation)) if implementation else None
-    who = f"The attention function of {type(module).__name__} (attn_implementation={implementation!r})"
-    if function is None:
-        function = _eager_function(module, names)
-        if function is not None and not _written_in(function, names["__name__"]):
-            return f"{who} is {_full_name(function)}, where {names['__name__']}.{EAGER_FORWARD} is expected"
+    function = _inside(table.get(implementation)) if implementation else None
+    registered = function is not None
+    if not registered:
+        function = next(filter(callable, map(names.get, _eager_names(forward))), None)
+    inner = getattr(_inside(function), "__globals__", {}).get(FLASH_FORWARD)
+    inner = None if inner is None or _is_plain_flash(inner) else inner
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
+    return _why_foreign(type(module).__name__, names["__name__"], implementation, function, registered, inner, mask)
+
+
+_inside = functools.lru_cache(undecorated)
+
+
+@functools.lru_cache
+def _eager_names(forward: Callable[..., Any]) -> list[str]:
+    """Of what an attention module's forward falls back to: a function of its modeling file."""
+    return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
+
+
+@functools.lru_cache
+def _why_foreign(
+    kind: str, home: str, implementation: str | None, function: Any, registered: bool, inner: Any, mask: Any
+) -> str | None:
+    """`foreign_function`, of these functions; they are the same in each call of a model.
+
+    Args:
+        kind, home: the attention module's class and the module that it is written in.
+        function: what attends; registered: in transformers' table. inner: what it calls, if that is foreign.
+        mask: what makes its masks.
+    """
+    function, mask = undecorated(function), undecorated(mask)
+    who = f"The attention function of {kind} (attn_implementation={implementation!r})"
+    if not registered:
+        if function is not None and not _written_in(function, home):
+            return f"{who} is {_full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
         return f"{who} is {_full_name(function)}, where a function of transformers is expected"
-    inner = getattr(function, "__globals__", {}).get(FLASH_FORWARD)
-    if inner is not None and not _is_plain_flash(inner):
+    if inner is not None:
         return f"{who} calls {_full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
-    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
-    mask = undecorated(mask)
     if mask is None:
         return f"{who} has no mask function registered by its name, so that the unpatched model ignores padding and windows"
     if home_of(mask) != MASKING:
         return f"The mask function for attn_implementation={implementation!r} is {_full_name(mask)}, not transformers' own"
     return None
-
-
-def _eager_function(module: nn.Module, names: dict[str, Any]) -> Callable[..., Any] | None:
-    """The eager attention that a module's forward falls back to: a function of its modeling file."""
-    asked = (name for name in written_forward(module).__code__.co_names if name.endswith(EAGER_FORWARD))
-    return undecorated(next((names[name] for name in asked if callable(names.get(name))), None))
 
 
 def _written_in(function: Callable[..., Any], home: str) -> bool:

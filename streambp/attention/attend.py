@@ -76,14 +76,15 @@ def attend_blocks(
     keep_wide = keep_wide and all(kernel is MATH for kernel in plan.kernels)
     size = site.value_size
     merged, padded = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None), size != site.width
+    whole = cut(q, 0, q.shape[0], 0, q.shape[1])
     for number, (block, k, v) in enumerate(site.visit(plan.blocks)):
         task = params.task(number, block, layout, q.device)
-        queries = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
-        o, lse = plan.kernels[number].forward(cut(q, *queries), k, v, task)
+        covers, queries = plan.covers[number], (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
+        o, lse = plan.kernels[number].forward(whole if covers else cut(q, *queries), k, v, task)
         merged.add(number, narrowed(o, size) if padded else o, lse)
     attended = merged.result()
     attended = attended if sink is None else with_sink(attended, sink)
-    return attended.rounded(q.dtype, keep_wide)
+    return attended if attended.o.dtype == q.dtype else attended.rounded(q.dtype, keep_wide)
 
 
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
@@ -167,11 +168,15 @@ class PrefixAttention(torch.autograd.Function):
         summed = SummedQueries(q, plan, chunk)
         size, width = site.value_size, site.width
         do_wide, o_wide = widened(do, width), widened(o, width)  # [B, C, H, width]. [Note: padded values]
+        whole = 0, q.shape[0], 0, q.shape[1]
+        do_whole, q_whole, o_whole = cut(do_wide, *whole), cut(q, *whole), cut(o_wide, *whole)
         for number, (block, k, v) in enumerate(site.visit(plan.blocks, gradients=True)):
             task = params.task(number, block, layout, q.device)
             queries = b0, b1, t0, t1 = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
-            do_here, q_here, o_here = cut(do_wide, *queries), cut(q, *queries), cut(o_wide, *queries)
-            lse_here = lse[b0:b1, :, t0:t1]
+            do_here, q_here, o_here, lse_here = do_whole, q_whole, o_whole, lse
+            if not plan.covers[number]:
+                do_here, q_here, o_here = cut(do_wide, *queries), cut(q, *queries), cut(o_wide, *queries)
+                lse_here = lse[b0:b1, :, t0:t1]
             with _in_autocast(q.device.type, ctx.autocast):  # scores computed again must fit to the forward's lse
                 dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
             summed.add(number, dq)

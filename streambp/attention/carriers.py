@@ -86,7 +86,7 @@ class NoAttention:
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
         """What each query of hidden_states x [..., B, T, h] may read."""
         if isinstance(attention_mask_of(named), LazyMask):
-            return _resolved(named, x)
+            return THROUGH_INTERFACE.layout(named, x)
         return Layout(Spans.causal(*x.shape[-3:-1]))  # nobody reads it
 
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
@@ -129,7 +129,11 @@ class ThroughInterface(NoAttention):
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
         """Read off the mask, whichever it is."""
-        return _resolved(named, x)
+        mask = attention_mask_of(named)
+        batch_size, length = x.shape[-3:-1]
+        spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
+        barriers = spans.barriers if isinstance(spans, DenseMask) else ()
+        return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)
 
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """The point in place of attention's mask."""
@@ -147,6 +151,9 @@ class ThroughInterface(NoAttention):
         if not any(holds_lazy(value) for value in named.values()):
             found["attention_mask"] = mask(LazyMask({}))
         return found
+
+
+THROUGH_INTERFACE = ThroughInterface()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,11 +295,3 @@ def _own_masks(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
     if isinstance(value, Mapping) and holds_lazy(value):
         return {key: _own_masks(part, mask) for key, part in value.items()}
     return mask(value) if isinstance(value, LazyMask) else value
-
-
-def _resolved(named: Mapping[str, Any], x: Tensor) -> Layout:
-    mask = attention_mask_of(named)
-    batch_size, length = x.shape[-3:-1]
-    spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
-    barriers = spans.barriers if isinstance(spans, DenseMask) else ()
-    return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)

@@ -24,6 +24,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, PICKS, SINKS
 
 NAME = "streambp"
+UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS})
 
 
 def stream_attention(
@@ -56,9 +57,9 @@ def stream_attention(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
             )
             return found
-    foreign, picks = _given(kwargs, FOREIGN_ARGUMENTS), kwargs.get(PICKS)
-    if picks is not None and not (isinstance(attention_mask, AttentionPoint) and attention_mask.takes_picks):
-        foreign.append(PICKS)
+    foreign, sink, picks = list[str](), None, None
+    if not kwargs.keys().isdisjoint(UNUSUAL):
+        foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     elsewhere = not isinstance(attention_mask, AttentionPoint | LazyMask) and (
         not is_causal or getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]
@@ -81,9 +82,7 @@ def stream_attention(
     dtype = autocast_dtype(query.device.type)
     if dtype is not None:  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
-    sinks = [kwargs[name] for name in _given(kwargs, SINKS)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sink = sinks[0] if sinks else None
     return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)), None
 
 
@@ -99,9 +98,17 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
     return mask & picked if mask.dtype == torch.bool else mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
+def _unusual(mask: Any, kwargs: Mapping[str, Any]) -> tuple[list[str], Tensor | None, Tensor | None]:
+    """Of a call's arguments the names of those that are refused, a sink's logits [H] and picks [B, S, k]."""
+    foreign, picks = _given(kwargs, FOREIGN_ARGUMENTS), kwargs.get(PICKS)
+    if picks is not None and not (isinstance(mask, AttentionPoint) and mask.takes_picks):
+        foreign.append(PICKS)
+    return foreign, next((kwargs[name] for name in _given(kwargs, SINKS)), None), picks
+
+
 def _given(kwargs: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """Those of the names that a call has a value for."""
-    return [] if kwargs.keys().isdisjoint(names) else [name for name in names if kwargs.get(name) is not None]
+    return [name for name in names if kwargs.get(name) is not None]
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
@@ -145,7 +152,8 @@ class Routed(str):
 
 
 LOCK = threading.RLock()  # held while a config's name changes
-HERE: contextvars.ContextVar[tuple[Routed, ...]] = contextvars.ContextVar("streambp_routed", default=())
+# The names that `routed` of this thread holds, by id.
+HERE: contextvars.ContextVar[Mapping[int, Routed]] = contextvars.ContextVar("streambp_routed", default=MappingProxyType({}))
 COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
     "streambp_unrouted", default=MappingProxyType({})
 )
@@ -171,8 +179,12 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionInterface.register(NAME, stream_attention)
     AttentionMaskInterface.register(NAME, stream_mask)
     here = HERE.get()
-    entered = [(config, _enter(config)) for config in configs if not _is_here(config)]
-    HERE.set((*here, *(name for _, name in entered)))
+    entered: list[tuple[PreTrainedConfig, Routed]] = []
+    for config in configs:
+        if not _is_here(config):
+            name = _enter(config)
+            entered.append((config, name))
+            HERE.set({**HERE.get(), id(name): name})
     try:
         yield
     finally:
@@ -199,7 +211,7 @@ def _leave(config: PreTrainedConfig, name: Routed) -> None:
 
 def _is_here(config: PreTrainedConfig) -> bool:
     """Whether this thread is within `routed` with it."""
-    return any(vars(config)[IMPLEMENTATION] is name for name in HERE.get())
+    return id(vars(config)[IMPLEMENTATION]) in HERE.get()
 
 
 @contextlib.contextmanager

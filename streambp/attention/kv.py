@@ -38,16 +38,8 @@ class Site(Protocol):
     """
 
     streams: bool
-
-    @property
-    def value_size(self) -> int:
-        """D_v."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Columns of V in blocks."""
-        ...
+    value_size: int  # D_v
+    width: int
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Keep K [B, H_kv, C, D] and V of a chunk. Chunks come in order."""
@@ -89,20 +81,14 @@ class KVBuffer:
     again: int = 0
     streams = False
 
+    def __post_init__(self) -> None:
+        self.value_size = self.columns or self.v.shape[3]  # D_v
+        self.width = self.v.shape[3]  # columns of V in its buffer
+
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
         """From K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all tokens, contiguous; width: that V is padded to."""
         return cls(k, v) if width is None else cls(k, widened(v, width), columns=v.shape[3])
-
-    @property
-    def value_size(self) -> int:
-        """D_v."""
-        return self.columns or self.v.shape[3]
-
-    @property
-    def width(self) -> int:
-        """Columns of V in its buffer."""
-        return self.packed or self.v.shape[3]
 
     def pack(self) -> None:
         """Keep V without the columns of zeros, until it is read again."""
@@ -134,8 +120,9 @@ class KVBuffer:
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
-        for buffer, part in zip(self.part(chunk), (k, v), strict=True):
-            buffer.copy_(part.transpose(1, 2))
+        here = slice(chunk.start, chunk.stop)
+        self.k[:, here].copy_(k.transpose(1, 2))
+        (self.v[:, here] if self.columns is None else self.part(chunk)[1]).copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """The blocks with views of the buffers."""

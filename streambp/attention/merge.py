@@ -39,8 +39,6 @@ class Attended:
 
     def rounded(self, dtype: torch.dtype, keep: bool) -> Attended:
         """The same with o in that dtype; keep: and as it was."""
-        if self.o.dtype == dtype:
-            return self
         return Attended(self.o.to(dtype), self.lse, self.o if keep else None)
 
     @property
@@ -107,7 +105,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor)
     Args:
         lse, part_lse: [b, H, t] in float32 or float64; lse is replaced. Where it is -inf, o is not read. [Note: empty rows]
     """
-    if fits_triton(o, part_o, out):
+    if not o.is_cpu and fits_triton(o, part_o, out):
         merge_in_triton(o, lse, part_o, part_lse, out)
         return
     merge_in_torch(o, lse, part_o, part_lse, out)

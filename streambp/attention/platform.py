@@ -7,6 +7,7 @@ their own ("an H200 with torch 2.13"), so every rule can be tried where there is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import re
@@ -96,6 +97,7 @@ def _flash_4() -> Version:
         return ()
 
 
+@functools.lru_cache
 def _numbers(version: str) -> Version:
     """(4, 0, 0, 18) of "4.0.0b18", (2, 13, 0) of "2.13.0+cu130"; a pre-release has one number more than its release."""
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))

@@ -93,10 +93,10 @@ class Prefix:
 
         backward: their gradients will be needed, so the accumulators count as memory, too.
         """
-        width = self._width(index)
-        if index == len(self.sizes_seen):
-            self.sizes_seen.append(SiteSize.of(k, v, width))
         if index == len(self.sites):
+            width = self._width(index)
+            if index == len(self.sizes_seen):
+                self.sizes_seen.append(SiteSize.of(k, v, width))
             resident = self.resident_tiles(backward)[index]
             if resident is None:
                 columns = None if width is None else v.shape[3]

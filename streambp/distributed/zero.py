@@ -8,13 +8,14 @@ positional argument that requires a gradient; a hook in front of DeepSpeed's see
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from streambp.known_names import FULL_SHAPE, PARTITIONED, Z3_LEAF
+from streambp.known_names import ENGINES, FULL_SHAPE, PARTITIONED, Z3_LEAF
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -41,7 +42,7 @@ def unmake_leaf(layer: nn.Module, handle: RemovableHandle) -> None:
 
 
 def _differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    if not any(map(is_partitioned, layer.parameters())):
+    if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
     hidden_states: Tensor = args[0] if args else kwargs.pop("hidden_states")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ READ = ("training", *MODULE_TABLES, *MODULE_HOOKS)
 THEIRS = ("_streambp", *CHECKPOINTING, PEFT_CHECKPOINTING, *ZERO_COUNTERS)
 OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)  # of the layer itself: they run around it
 NAMED_AT_MOST = 3
+WANTS_GRADIENT = operator.attrgetter("requires_grad")
 CLASSES = "~"  # stands for a module's name where it is the modules' classes that something is of
 
 
@@ -99,7 +101,7 @@ class Body:
         for items in self._lists:
             extend(items)
         extend(map(type, self.modules))
-        extend([getattr(known, "forward", None) for known in self.types])
+        extend(map(getattr, self.types, itertools.repeat("forward"), itertools.repeat(None)))
         found.append(any(self._empty))
         for path, values, name in self._live:
             extend(leaf.exact for leaf in leaves(values[name], path))
@@ -178,7 +180,7 @@ class Look:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What verdicts count for."""
-        trained = bytes([p.requires_grad for p in self.body.parameters])
+        trained = bytes(map(WANTS_GRADIENT, self.body.parameters))
         return self.body.kind, self.hooks.kind, trained
 
 
@@ -194,11 +196,12 @@ class SeenBefore:
 class Fingerprint:
     """A layer's looks. [Note: fingerprint] Copies start without: they hold the original's modules.
 
+    last: the look that was taken last; whoever changes the layer looks again.
     pending: forwards whose backward is still to come. in_cycles: graphs of the layer's recomputations are freed late.
     """
 
     def __init__(self) -> None:
-        self._latest: Look | None = None
+        self.last: Look | None = None
         self._ignored: set[Key] = set()  # what the layer's own forward changes
         self._ignored_of_hooks: set[tuple[HookKey, str]] = set()
         self.pending = 0
@@ -209,26 +212,16 @@ class Fingerprint:
 
     def look(self, layer: nn.Module) -> Look:
         """What it is made of now; the same object as before if nothing has changed."""
-        latest = self._latest
+        latest = self.last
         same = latest is not None and latest.body.unchanged()
+        if same and latest is not None and not latest.hooks.ids and not any(latest.body.hooks):
+            return latest
         body = latest.body if latest is not None and same else Body(layer, self._ignored)
         known = latest.hooks if latest is not None and same else None
         hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, known)
         if latest is None or not same or hooks is not latest.hooks:
-            self._latest = latest = Look(body, hooks)
+            self.last = latest = Look(body, hooks)
         return latest
-
-    def latest(self, layer: nn.Module) -> Look:
-        """The last look."""
-        return self._latest or self.look(layer)
-
-    def of(self, layer: nn.Module, question: Callable[[nn.Module], T]) -> T:
-        """What a function says of the layer, as of the last look: whoever changes the layer looks again."""
-        answers = (self._latest or self.look(layer)).answers
-        if question not in answers:
-            answers[question] = question(layer)
-        answer: T = answers[question]
-        return answer
 
     def learn(self, layer: nn.Module, before: Look, versions: list[int] | None = None) -> Look:
         """What the layer is made of after a forward of its own; what that has changed is left out from now on."""
@@ -242,7 +235,7 @@ class Fingerprint:
             return now
         self._ignored |= changed
         self._ignored_of_hooks |= {(key, base_of(leaf)) for key, leaf in hooks}
-        self._latest = None
+        self.last = None
         return self.look(layer)
 
     def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: set[HookKey]) -> SeenBefore:

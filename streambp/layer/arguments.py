@@ -42,29 +42,24 @@ class Differentiable:
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is given a cache to read and write."""
-    return any(kwargs[name] is not None for name in kwargs.keys() & CACHED)
+    for name in CACHED:  # noqa: SIM110 - a generator would be run for each layer
+        if kwargs.get(name) is not None:
+            return True
+    return False
 
 
-class Versions:
-    """Named tensors as they are now, so that it can be told if they are written to, as the next batch may be."""
+Seen = list[tuple[str, Tensor, int]]  # arguments of any shape by name, with their versions; inference tensors have none
 
-    def __init__(self) -> None:
-        self._seen: list[tuple[str, Tensor, int]] = []
 
-    def note(self, name: str, tensor: Tensor) -> None:
-        """Remember a tensor of any shape by its version; an inference tensor has none and is left out."""
-        if not tensor.is_inference():
-            self._seen.append((name, tensor, tensor._version))
-
-    def check_unchanged(self) -> None:
-        """Raise if one of them was written to since it was noted."""
-        for name, tensor, version in self._seen:
-            if tensor._version != version:
-                raise BackwardError(
-                    f"{name} [{', '.join(map(str, tensor.shape))}], an argument of a streamed layer, was changed in place "
-                    "between forward and backward, so recomputing the layer would give the gradient of another batch. Call "
-                    "backward before, or work on a copy (tensor.clone())."
-                )
+def refuse_written(seen: Seen) -> None:
+    """Raise if one of them, such as the batch, was written to since."""
+    for name, tensor, version in seen:
+        if tensor._version != version:
+            raise BackwardError(
+                f"{name} [{', '.join(map(str, tensor.shape))}], an argument of a streamed layer, was changed in place "
+                "between forward and backward, so recomputing the layer would give the gradient of another batch. Call "
+                "backward before, or work on a copy (tensor.clone())."
+            )
 
 
 class Arguments:
@@ -93,8 +88,8 @@ class Arguments:
         self.named = _bind(forward, layer, args, kwargs)
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
         given: Tensor = self.named.pop(first)
-        self.token_shape = _token_shape(given, self.named.get("position_ids"))
-        self.hidden_states = self.one_dimensional(given)  # [..., B, T, h]
+        self.token_shape = given.shape[-1:] if given.dim() < 4 else _token_shape(given, self.named.get("position_ids"))
+        self.hidden_states = given if len(self.token_shape) == 1 else given.flatten(-2)  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
         self.counts_positions = counts_positions
         # What the layer is called with, whatever the batch: calls of one kind stream alike.
@@ -102,11 +97,18 @@ class Arguments:
         self.inputs: list[Tensor] = []  # as the caller gave them, with their history; taken by the Function
         self.differentiable: list[Differentiable] = []
         # Mappings that the layer reads and writes, as given: what it adds to a chunk's copy is an output of the layer.
-        self.mappings = {name: value for name, value in self.named.items() if isinstance(value, Mapping)}
-        self.versions = Versions()
+        self.mappings: dict[str, Any] = {}
+        self.seen: Seen = []
+        kinds: list[tuple[str, Any]] = []
         for name, value in self.named.items():
-            self.named[name] = rebuilt(value, functools.partial(self._detach, name))
-        kinds = {(name, self._kind(value)) for name, value in self.named.items() if value is not None}
+            if isinstance(value, Mapping):
+                self.mappings[name] = value
+            if isinstance(value, Tensor):
+                value = self.named[name] = self._detach(name, value)
+            elif isinstance(value, tuple | list | Mapping):
+                value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
+            if value is not None:
+                kinds.append((name, self._kind(value)))
         shape = (first, (given.dim(), len(self.token_shape)))
         self.kind = frozenset(
             {
@@ -118,7 +120,6 @@ class Arguments:
             }
         )
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
-        self._constant: list[str] | None = None  # the names of that
         self._documents: Documents | None = None
 
     def tell(self, documents: Documents) -> None:
@@ -154,9 +155,11 @@ class Arguments:
         return value if isinstance(value, bool) else type(value)
 
     def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
-        if torch.is_grad_enabled():
-            self.versions.note(name, tensor)
-        if not (tensor.requires_grad and torch.is_grad_enabled()) or name == "attention_mask":
+        if not torch.is_grad_enabled():
+            return tensor
+        if not tensor.is_inference():
+            self.seen.append((name, tensor, tensor._version))
+        if not tensor.requires_grad or name == "attention_mask":
             return tensor  # a mask that wants a gradient is refused where it is read
         self.inputs.append(tensor)
         self.differentiable.append(Differentiable(tensor.detach(), TOKEN_DIMS.get(name)))
@@ -166,6 +169,20 @@ class Arguments:
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
         """The differentiable arguments of this chunk, as leaves; those that are wanted require a gradient."""
         return [d.leaf(chunk, needs) for d, needs in zip(self.differentiable, wanted, strict=True)]
+
+    def _part(self, chunk: Chunk, leaves: list[Tensor], name: str, tensor: Any) -> Any:
+        if isinstance(tensor, Slot):
+            return leaves[tensor.number]
+        dim = -2 if name == PICKED else TOKEN_DIMS.get(name)
+        if dim is None and name.endswith("mask") and tensor.dim() == 2 and tensor.shape[-1] == self.length:
+            dim = -1  # of padding [B, T]
+        if dim is None:
+            return tensor
+        if tensor.shape[dim] != self.length:
+            self._check_length(name, tensor)
+        cut = tensor.narrow(dim, chunk.start, chunk.stop - chunk.start)
+        # Later keys are picked where there were too few to pick from, and are masked: any key that is there will do.
+        return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
 
     def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
         """What the layer's forward is called with for this chunk, by name; of tokens [..., T, ...] it gets [..., C, ...].
@@ -178,30 +195,21 @@ class Arguments:
         """
         if leaves is None:
             leaves = self.leaves(chunk, [False] * len(self.differentiable)) if self.differentiable else []
-
-        def part(name: str, tensor: Any) -> Any:
-            if isinstance(tensor, Slot):
-                return leaves[tensor.number]
-            dim = -2 if name == PICKED else TOKEN_DIMS.get(name)
-            if dim is None and name.endswith("mask") and tensor.dim() == 2 and tensor.shape[-1] == self.length:
-                dim = -1  # of padding [B, T]
-            if dim is None:
-                return tensor
-            self._check_length(name, tensor)
-            cut = tensor.narrow(dim, chunk.start, chunk.stop - chunk.start)
-            # Later keys are picked where there were too few to pick from, and are masked: any key that is there will do.
-            return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
-
         named = self._parts.get(chunk)
         if named is None:
-            if self._constant is None:
-                self._constant = [name for name, value in self.named.items() if _is_constant(value)]
-            named = {name: rebuilt(self.named[name], functools.partial(part, name)) for name in self._constant}
-            self._parts[chunk] = named
+            named = self._parts[chunk] = {}
+            for name, value in self.named.items():
+                if isinstance(value, Tensor):
+                    named[name] = self._part(chunk, leaves, name, value)
+                elif isinstance(value, tuple):
+                    if _is_constant(value):
+                        named[name] = rebuilt(value, functools.partial(self._part, chunk, leaves, name))
+                elif not isinstance(value, Slot | list | Mapping):
+                    named[name] = value
         named = dict(named)
         if len(named) < len(self.named):
             for name in self.named.keys() - named.keys():
-                named[name] = rebuilt(self.named[name], functools.partial(part, name))
+                named[name] = rebuilt(self.named[name], functools.partial(self._part, chunk, leaves, name))
         if self.counts_positions:
             named["past_key_values"] = ChunkCache(chunk.start)
         return named
@@ -209,13 +217,13 @@ class Arguments:
     @contextlib.contextmanager
     def replaced(self, changes: dict[str, Any], packed_rows: PackedRows | None = None) -> Iterator[None]:
         """Within, the call has other arguments by these names, and other documents; None: a row is one."""
-        before = self.named, self._parts, self._constant, self._documents, self.packed_rows
-        self.named, self._parts, self._constant, self._documents = {**self.named, **changes}, {}, None, None
+        before = self.named, self._parts, self._documents, self.packed_rows
+        self.named, self._parts, self._documents = {**self.named, **changes}, {}, None
         self.packed_rows = packed_rows
         try:
             yield
         finally:
-            self.named, self._parts, self._constant, self._documents, self.packed_rows = before
+            self.named, self._parts, self._documents, self.packed_rows = before
 
     def check_lengths(self) -> None:
         """Raise if an argument has other positions than the sequence."""
@@ -248,20 +256,29 @@ def written(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
 
 def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """The call's arguments by name, without a cache."""
-    bound = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
-    names = list(bound)
-    named = {name: bound[name] for name in names[1:]}
-    for name, parameter in inspect.signature(forward).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(named.pop(name, {}))
-    named.update({name: None for name in CACHES if name in named})
+    signature, rest = _signature(forward)
+    named = signature.bind(layer, *args, **kwargs).arguments
+    del named[next(iter(named))]
+    if rest is not None:
+        named.update(named.pop(rest, {}))
+    for name in CACHES:
+        if name in named:
+            named[name] = None
     if "use_cache" in named:
         named["use_cache"] = False
     return named
 
 
+@functools.lru_cache
+def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | None]:
+    """Of a class's forward, and the name of the mapping that takes what it has no parameter for."""
+    signature = inspect.signature(forward)
+    rest = (p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    return signature, next(rest, None)
+
+
 def _is_constant(value: Any) -> bool:
     """Whether every pass over a chunk may be handed the same part of it: it wants no gradient, and no pass adds to it."""
     if isinstance(value, tuple):
-        return all(_is_constant(part) for part in value)
+        return all(map(_is_constant, value))
     return not isinstance(value, Slot | list | Mapping)

@@ -22,14 +22,16 @@ from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, SeenBefore
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
-from streambp.layer.outputs import RETURNED, ChunkOutput, Place, collect, recorded_keys, recording
-from streambp.layer.packing import Packing
+from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recorded_keys, recording
+from streambp.layer.packing import ONE_DOCUMENT, OneDocument, Packing
 from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.store import Offloader
 from streambp.recurrent.states import States
+
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered again and again
 
 
 class LayerCall:
@@ -58,18 +60,21 @@ class LayerCall:
         size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
         self.plan = plan_chunks(length, batch_size, size)
         self.configs = site.of(site.kind.attention.configs)
-        self.packing = Packing(site, arguments)
+        self.packing: OneDocument = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         self.recorded = recorded_keys()
+        self.collected: Collected = {}  # what the chunk at work records
+        self.indexers = site.of(indexers_of)
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
         self.extras: list[Place] = []
-        self.look: Look = site.fingerprint.latest(site.layer)
+        self.look: Look
         self.seen: SeenBefore | None = None
         self.parameters: Parameters
         self.wanted: tuple[bool, list[bool]]
         self.carried = self._carry()
         barriers = self.carried.layout.barriers
-        self.plan = move_ends(self.plan, barriers)
+        if barriers:
+            self.plan = move_ends(self.plan, barriers)
         if self.packing.barriers:
             self.plan = self.plan.avoiding(merged((*barriers, *self.packing.barriers)))
         least = site.kind.states.least
@@ -98,21 +103,30 @@ class LayerCall:
     @property
     def gradients_of_a_parameter(self) -> int:
         """How many a parameter gets in a backward pass."""
-        return len(self.plan)
+        return len(self.plan.ends)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
-        """Attention goes to ours, and neither transformers' checkpointing nor an engine acts inside this layer."""
+        """Attention goes to ours, and neither transformers' checkpointing nor an engine acts inside this layer. What hooks
+        record does not go to the model's own collector, where chunks would look like layers."""
+        before, hooks = self.collected, self.site.of(engine_hooks)
         with (
             routed(self.configs),
             checkpointing_off(self.site.of(checkpointable)),
-            engine_hooks_silenced(self.site.of(engine_hooks)),
+            engine_hooks_silenced(hooks) if hooks else NOTHING,
             parametrizations_computed(),
+            recording(self.recorded) as self.collected,
         ):
-            yield
+            try:
+                yield
+            finally:
+                self.collected = before
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
         """The hidden states out of what a layer returned, and the tensors [B, C, ...] behind them by their place."""
+        if isinstance(result, Tensor) and result.dim() > 1:
+            self.returns_tuple, self.width = False, 0
+            return self.arguments.one_dimensional(result), {}
         self.returns_tuple = isinstance(result, tuple)
         hidden_states, *rest = result if self.returns_tuple else (result,)
         if isinstance(hidden_states, Tensor):
@@ -180,20 +194,30 @@ class LayerCall:
         """
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
-        named, cache = kind.states.hand(named, chunk, states, read)
-        shared = self.arguments.mappings
+        cache, starting, shared = None, NOTHING, self.arguments.mappings
+        if isinstance(self.packing, Packing):
+            named, cache = kind.states.hand(named, chunk, states, read)
+            named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
-        named, starting = self.packing.entered(named, chunk, cache)
-        picking = kind.attention.within(self.site.of(indexers_of), point)
-        with recording(self.recorded) as recorded, starting, picking:
+        picking = kind.attention.within(self.indexers, point) if kind.attention.picks_keys else NOTHING
+        if self.collected:
+            self._forget_recorded()
+        with starting, picking:
             try:
-                result = self.forward(self.layer, self.arguments.as_given(hidden_chunk), **named)
+                result = self.forward(self.arguments.as_given(hidden_chunk), **named)
             except RefillDone:
                 point.finish()
                 return None
         point.finish()
-        result = kind.states.taken(result, cache)
+        result = kind.states.taken(result, cache) if kind.states.carries else result
         mappings = {name: (before[name], named[name]) for name in before} if before else {}
-        output = collect(*self.unwrap(result), recorded, mappings)
+        output = collect(*self.unwrap(result), self.collected, mappings)
+        if self.collected:
+            self._forget_recorded()
         output.states = {} if cache is None else cache.after
         return output
+
+    def _forget_recorded(self) -> None:
+        """Of the chunk before, or of one that raised: its graph would live on."""
+        for tensors in self.collected.values():
+            tensors.clear()

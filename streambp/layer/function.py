@@ -17,20 +17,18 @@ from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.distributed.engines import zeros_for_engines
 from streambp.errors import BackwardError
-from streambp.fingerprint.hooks import described, watching
+from streambp.fingerprint.hooks import HookKey, described, watching
 from streambp.fingerprint.looks import changed, versions_of
-from streambp.layer.arguments import Arguments
+from streambp.layer.arguments import Arguments, refuse_written
 from streambp.layer.call import LayerCall
-from streambp.layer.gradients import InputGradients, OutputGradients
-from streambp.layer.graphs import Graph, computed_with_graph, counting
+from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_overwrite, reference_counts
+from streambp.layer.graphs import Graph, Origin, computed_with_graph, counting, is_kept, refuse_other_leaves
 from streambp.layer.oom import explained, with_memory
-from streambp.layer.other_leaves import refuse_other_leaves
 from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import check_mode
-from streambp.layer.reuse import mark, may_overwrite, reference_counts
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
-from streambp.layer.side_effects import KEEPS, Origin, is_kept
+from streambp.layer.side_effects import KEEPS
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.states import States, leaves_of
 
@@ -75,7 +73,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             call.kept.find_products()
             if call.kept.watch is not None:
                 call.kept.watch.start()
-        for chunk in call.plan:
+        for chunk in call.plan.chunks:
             if keep:
                 call.kept.snapshot()
             states = call.carried.start(call.plan, chunk)
@@ -164,7 +162,7 @@ class StreamedLayer(torch.autograd.Function):
         count = len(call.arguments.differentiable)
         call.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
         versions = versions_of(call.look)
-        with explained(call), watching(call.look.hooks) as acted:
+        with explained(call), _watching(call) as acted:
             outputs = passes.forward(call, True)
         call.seen = call.site.fingerprint.seen(call.layer, call.look, versions, acted)
         if call.kept.store.copies:
@@ -211,6 +209,11 @@ class StreamedLayer(torch.autograd.Function):
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
 
 
+def _watching(call: LayerCall) -> contextlib.AbstractContextManager[set[HookKey]]:
+    hooks = call.look.hooks
+    return watching(hooks) if hooks.places else contextlib.nullcontext(set())
+
+
 def _gradient_buffer(call: LayerCall) -> Tensor:
     return torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format)
 
@@ -236,7 +239,7 @@ def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     check_mode(call.layer, call.training)
     call.look = call.site.fingerprint.look(call.layer)
     ctx.parameters.check_unchanged(call.site.of(slots_of))
-    call.arguments.versions.check_unchanged()
+    refuse_written(call.arguments.seen)
     call.site.fingerprint.check(call.layer, call.seen, call.look)
     return call, ctx.parameters
 
@@ -246,7 +249,7 @@ def _recomputing(call: LayerCall) -> Iterator[None]:
     """Within, the layer is recomputed. Raise if a hook inside changes what it is given now or did so in forward alone."""
     assert call.seen is not None
     site = call.site
-    with watching(call.look.hooks) as acted:
+    with _watching(call) as acted:
         yield
     for key in sorted(acted ^ call.seen.acted):
         now, then = ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
@@ -264,12 +267,15 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     Args:
         find_unread: which of these Linears' products may be left out; whether the input wants a gradient.
     """
+    if call.kept.graph is not None:  # [Note: kept graphs]
+        (chunk,) = call.plan
+        _chunk_backward(call, chunk, work, any(work.inputs.wanted))
+        return
     linears = call.site.linears
     unread = with_memory(call, lambda _: find_unread(call, linears, work.needs_input))
     with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
-    unread_here = unread.recompute.difference(call.kept.products)
-    with summed(linears, work.sums), left_out(linears, unread_here, work.sums):
+    with summed(linears, work.sums, unread.recompute.difference(call.kept.products)):
         for chunk in call.plan.backward():
             _chunk_backward(call, chunk, work, unread.states or any(work.inputs.wanted))
 
@@ -282,9 +288,7 @@ def _refill(call: LayerCall) -> None:
     if call.kept.moves_kv and call.kept.restore_kv():
         return
     with torch.no_grad():
-        for chunk in call.plan:
-            if chunk.index == len(call.plan) - 1:
-                return
+        for chunk in call.plan.chunks[:-1]:
             with_memory(call, functools.partial(_refill_chunk, call, chunk))
 
 

@@ -6,25 +6,79 @@ own input and the parameters' shadows, as a recomputation's does, so that the re
 of, backward recomputes. It is kept only where that cannot be told apart from a recomputation: no hooks and no engine's
 hooks inside, no states, no autocast, nothing written through pointers, and nobody who takes what graphs save (a checkpoint
 around the model).
+
+[Note: other leaves] A tensor that wants a gradient can get into a layer without being one of its parameters or arguments:
+as a plain attribute, in a closure, inside an object among the arguments, as a view of FSDP1's flat parameter. Unpatched its
+gradient goes through the graph; a chunk's graph ends inside the layer's autograd Function, where it would be lost. So the
+graph of a layer's last chunk is gone through.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.distributed.engines import engine_hooks
+from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.instance_forward import is_fsdp_unit
+from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
 from streambp.layer.call import LayerCall
 from streambp.layer.outputs import ChunkOutput
-from streambp.layer.side_effects import Origin
+from streambp.nested import nodes_behind
 from streambp.recurrent.states import States
+
+
+class Origin:
+    """Where the graph of a run on trial starts.
+
+    Whoever keeps a part of that graph keeps this object; a gradient that comes here from elsewhere than the trial raises.
+    """
+
+    def __init__(self) -> None:
+        self.trying = True
+
+    def of(self, x: Tensor) -> Tensor:
+        """A copy of x [..., B, C, h] with the graph's start behind it."""
+        started: Tensor = _Started.apply(x, self, True)
+        return started
+
+    def behind(self, x: Tensor) -> Tensor:
+        """The same without a copy of x [..., B, C, h], which must not be written to."""
+        started: Tensor = _Started.apply(x, self, False)
+        return started
+
+
+class _Started(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, origin: Origin, may_be_written: bool) -> Tensor:
+        ctx.origin = origin
+        return x.clone() if may_be_written else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.origin.trying:
+            raise BackwardError(
+                "This loss uses a tensor that a hook inside a streamed layer kept when streambp tried the layer on random "
+                "tokens, at its first call. Empty what your hooks collect after a first forward, or keep the last entry "
+                "alone: from now on the layer runs whole, and its hooks see the sequence once."
+            )
+        return grad, None, None
+
+
+def is_kept(origin: weakref.ref[Origin]) -> bool:
+    """Whether somebody still holds a graph that starts there, when those who tried have let go of it."""
+    if origin() is not None:
+        gc.collect()  # of graphs in cycles
+    return origin() is not None
 
 
 @dataclasses.dataclass
@@ -100,3 +154,50 @@ def counting(call: LayerCall, known: Iterable[Tensor]) -> Iterator[None]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
         yield
     watch.graph_done(sum(sizes.values()))
+
+
+def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> None:
+    """Go through the graph of a chunk's outputs, a fifth of a millisecond for a usual layer. [Note: other leaves]
+
+    Args:
+        outputs: hidden_states [..., B, C, h], extra outputs and end states.
+
+    Raises:
+        UnsupportedModelError: it ends at a leaf that is not among those that are differentiated.
+    """
+    leaf = leaf_besides(outputs, differentiated)
+    if leaf is not None:
+        raise UnsupportedModelError(
+            why_flat(layer, leaf)
+            or f"{type(layer).__name__} {depends(leaf)}, so that streaming would lose that gradient. Register it as a "
+            "parameter of the layer, or set requires_grad to False, or run the model unpatched "
+            "(streambp.unpatch(model)) with gradient checkpointing."
+        )
+
+
+def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
+    """A leaf that the graph of these outputs ends at and that is not among those that are differentiated."""
+    known = {id(tensor) for tensor in differentiated}
+    for node in nodes_behind(outputs):
+        if node.name() == ACCUMULATE_GRAD and id(node.variable) not in known:
+            leaf: Tensor = node.variable
+            return leaf
+    return None
+
+
+def why_flat(layer: nn.Module, leaf: Tensor) -> str | None:
+    """Why nothing can be done for such a leaf: it is FSDP1's flat parameter. None if it is not."""
+    if not getattr(leaf, FLAT_PARAMETER, False):
+        return None
+    return (
+        f"{type(layer).__name__} {depends(leaf)}: FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; "
+        "fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or DDP."
+    )
+
+
+def depends(leaf: Tensor) -> str:
+    """What a layer does that has such a leaf."""
+    return (
+        f"depends on a tensor of shape {tuple(leaf.shape)} that wants a gradient and is neither one of its parameters nor "
+        "one of its arguments"
+    )

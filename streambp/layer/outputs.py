@@ -69,7 +69,7 @@ def collect(
         recorded: what hooks recorded, by key.
         mappings: the mappings among the arguments, as they were before the chunk and as they are now.
     """
-    extras = {Place(RETURNED, index): tensor for index, tensor in returned.items()}
+    extras = {Place(RETURNED, index): tensor for index, tensor in returned.items()} if returned else {}
     rows, tokens = hidden_states.shape[-3:-1]
     for name, tensors in recorded.items():
         for index, tensor in enumerate(tensors):
@@ -139,7 +139,9 @@ def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
 
 def recorded_keys() -> tuple[str, ...]:
     """What the running forward of the model wants recorded inside its layers."""
-    collector = output_capturing._active_collector.get() or {}
+    collector = output_capturing._active_collector.get()
+    if not collector:
+        return ()
     return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
 
 

@@ -17,29 +17,44 @@ from streambp.recurrent.segments import InSegments, mixers_of
 from streambp.recurrent.states import StateCache
 
 
-class Packing:
+class OneDocument:
+    """Of a layer without states, whose rows need no telling apart: attention's mask knows of documents."""
+
+    told: tuple[str, ...] = ()
+    rows: PackedRows | None = None
+    marks_documents = False
+    barriers: tuple[Barrier, ...] = ()
+
+    def tried(self, x: Tensor) -> tuple[dict[str, Tensor], PackedRows | None]:
+        """Nothing, for a trial on x [..., B, TOKENS, h]."""
+        return {}, None
+
+
+ONE_DOCUMENT = OneDocument()
+
+
+class Packing(OneDocument):
     """How the mixers of a layer learn, in each chunk, where they start from and where documents of packed rows start.
 
     told: the arguments that tell its kernels of documents; () if none does. [Note: documents], [Note: segments]
     """
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
-        carries = site.kind.states.carries
-        documents = arguments.documents if carries else None
+        documents = arguments.documents
         self.arguments = arguments
-        self.told: tuple[str, ...] = () if documents is None else documents.names
+        self.told = () if documents is None else documents.names
         self.rows = arguments.packed_rows
         self._scans = site.kind.states.scans(site.layer)
         self._functions = told_of(site.layer) if self.told else []
         self._mixers = [] if self.rows is None else mixers_of(site.layer)
 
     @property
-    def marks_documents(self) -> bool:
+    def marks_documents(self) -> bool:  # type: ignore[override]
         """Whether rows are more than one document each, of which this layer knows."""
         return bool(self.told) or self.rows is not None
 
     @property
-    def barriers(self) -> tuple[Barrier, ...]:
+    def barriers(self) -> tuple[Barrier, ...]:  # type: ignore[override]
         """Where no chunk may end for the sake of documents. [Note: chunk ends]"""
         return () if self.arguments.packed_rows is None else self.arguments.packed_rows.barriers
 

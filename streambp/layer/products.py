@@ -224,51 +224,52 @@ def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> contextl
 
 @contextlib.contextmanager
 def _forwards(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    before: dict[nn.Linear, Any] = {module: module.__dict__.get("forward") for module in forwards}
+    before = [(vars(module), vars(module).get("forward")) for module in forwards]
     for module, forward in forwards.items():
-        module.forward = forward  # type: ignore[method-assign, assignment]
+        vars(module)["forward"] = forward
     try:
         yield
     finally:
-        for module, forward in before.items():
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward  # type: ignore[method-assign, assignment]
+        for own, found in before:
+            own.pop("forward", None)
+            if found is not None:
+                own["forward"] = found
 
 
-def summed(linears: dict[str, nn.Linear], sums: Sums) -> contextlib.AbstractContextManager[None]:
+def summed(linears: dict[str, nn.Linear], sums: Sums, unread: Labels) -> contextlib.AbstractContextManager[None]:
     """Within, the weight gradients of these Linears are added to their sums by the products that make them.
-    [Note: sums inside products]"""
-    return _replaced(
-        {module: functools.partial(_linear, module, None, *_adder(module, sums)) for module in linears.values()}
-    )
+    [Note: sums inside products]
+
+    Args:
+        unread: the names of those that return NaN, as in `left_out`.
+    """
+    forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
+    for name, module in linears.items():
+        add, cast = _adder(module, sums)
+        if add is not None or name in unread:
+            forwards[module] = functools.partial(_linear, module, UNREAD if name in unread else None, add, cast)
+    return _replaced(forwards)
 
 
 def left_out(
-    linears: dict[str, nn.Linear], names: Labels, sums: Sums | None = None, width: int | None = None
+    linears: dict[str, nn.Linear], names: Labels, width: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears return NaN and know their backward.
 
     Args:
-        sums: as in `summed`.
         width: they return so many features, and know no backward. [Note: narrow queries]
     """
     chosen = [linears[name] for name in names if name in linears]
     if width is not None:
         return _replaced({module: functools.partial(_narrow, module, width) for module in chosen})
-    return _replaced({module: functools.partial(_linear, module, UNREAD, *_adder(module, sums)) for module in chosen})
+    return _replaced({module: functools.partial(_linear, module, UNREAD, *_adder(module, None)) for module in chosen})
 
 
 def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears compute their products and have the backward of those that are left out."""
 
-    def compute(module: nn.Linear, x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias, weight.to), None, None)
-        return out
-
-    return _replaced({linears[name]: functools.partial(compute, linears[name]) for name in names if name in linears})
+    modules = [linears[name] for name in names if name in linears]
+    return _replaced({module: functools.partial(_known, module, None, None, module.weight.to) for module in modules})
 
 
 def captured(
@@ -321,8 +322,7 @@ def _narrow(module: nn.Linear, width: int, x: Tensor) -> Tensor:
 
 def _nan(x: Tensor, features: int) -> Tensor:
     """[..., features] in the dtype that a Linear would give for x [..., in]; no weight is cast for it."""
-    dtype = torch.get_autocast_dtype(x.device.type) if _casts(x) else x.dtype
-    return x.new_full((*x.shape[:-1], features), torch.nan, dtype=dtype)
+    return x.new_full((*x.shape[:-1], features), torch.nan, dtype=_cast_to(x) or x.dtype)
 
 
 def _adder(module: nn.Linear, sums: Sums | None) -> tuple[Add | None, Cast]:
@@ -336,26 +336,25 @@ def _linear(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, c
     """The module's output for x [..., in], if `value` is not it already."""
     if value is None and add is None:
         return type(module).forward(module, x)
-    weight: Any = module.weight
     if isinstance(value, Unread) and not torch.is_grad_enabled():
-        return _nan(x, weight.shape[0])
-    out: Tensor = KnownLinear.apply(*_autocast(x, weight, module.bias, cast), value, add)
+        return _nan(x, module.out_features)
+    return _known(module, value, add, cast, x)
+
+
+def _known(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast, x: Tensor) -> Tensor:
+    weight: Any = module.weight
+    bias: Any = module.bias
+    if (dtype := _cast_to(x)) is not None:
+        x, weight, bias = x.to(dtype), cast(dtype), None if bias is None else bias.to(dtype)
+    out: Tensor = KnownLinear.apply(x, weight, bias, value, add)
     return out
 
 
-def _casts(x: Tensor) -> bool:
-    """Whether autocast is on and casts x: it leaves float64 alone."""
+def _cast_to(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of x; None where it is off: it leaves float64 alone."""
     device = x.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return on and x.dtype != torch.float64
-
-
-def _autocast(x: Tensor, weight: Any, bias: Any, cast: Cast) -> tuple[Tensor, Any, Any]:
-    """What F.linear works with. cast: gives the weight in another dtype."""
-    if not _casts(x):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), cast(dtype), None if bias is None else bias.to(dtype)
+    return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else None
 
 
 class KnownLinear(torch.autograd.Function):

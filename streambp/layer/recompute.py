@@ -31,9 +31,11 @@ class Autocast:
     @classmethod
     def capture(cls, device: torch.device) -> Autocast:
         """The state as it is now."""
-        kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
-        states = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-        return cls(states, torch.is_autocast_cache_enabled())
+        states = []
+        for kind in ("cpu",) if device.type == "cpu" else (device.type, "cpu"):
+            if torch.amp.is_autocast_available(kind):
+                states.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        return cls(tuple(states), torch.is_autocast_cache_enabled())
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Within, autocast is as it was when this state was captured."""

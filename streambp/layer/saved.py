@@ -15,7 +15,7 @@ All but the random states go into a store, on the device or on the host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,7 +124,8 @@ class Kept:
         self._indexers = len(self.carried.prefix.picked)
         for indexer, picks in enumerate(self.carried.prefix.picked):
             self.store.put(f"picks.{indexer}", chunk.index, picks)
-        self.keep_products(chunk)
+        if self._captured:
+            self.keep_products(chunk)
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
                 if part.changed:
@@ -209,9 +210,9 @@ class Kept:
             f"out of StreamConfig's saves, which is {self.saves}: name the Linears to save one by one."
         )
 
-    @contextlib.contextmanager
-    def capturing(self, names: list[str] | None = None) -> Iterator[None]:
+    def capturing(self, names: list[str] | None = None) -> contextlib.AbstractContextManager[None]:
         """Within, outputs of the Linears that `saves` names, or of those given here, are collected for `keep`."""
+        names = self.products if names is None else names
 
         def sink(name: str, product: Tensor) -> None:
             number = sum(kept.startswith(f"product.{name}#") for kept, *_ in self._captured)
@@ -220,18 +221,17 @@ class Kept:
             if key not in self.product_names:
                 self.product_names.append(key)
 
-        with captured(self.linears, self.products if names is None else names, sink):
-            yield
+        return captured(self.linears, names, sink) if names else contextlib.nullcontext()
 
-    @contextlib.contextmanager
     def knowing(
         self, chunk: Chunk, names: list[str] | None = None, again: bool = False, sums: Sums | None = None
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Within, those Linears return what was kept of this chunk.
 
         Args:
             again: it will be asked for once more. sums: as in `products.summed`.
         """
+        names = self.products if names is None else names
         calls: dict[str, int] = {}
 
         def source(name: str) -> Tensor | None:
@@ -242,12 +242,11 @@ class Kept:
                 return None
             return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
 
-        with known(self.linears, self.products if names is None else names, source, sums):
-            yield
+        return known(self.linears, names, source, sums) if names else contextlib.nullcontext()
 
     def accesses(self) -> tuple[list[Access], int]:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
-        sites, chunks = range(self.carried.prefix.calls or 0), range(len(self.plan))
+        sites, chunks = range(self.carried.prefix.calls or 0), range(len(self.plan.ends))
         order: list[Access] = []
         names = [f"state.{number}" for number in range(len(self._state_keys))]
         kept = [(chunk, self._state_chunk(chunk)) for chunk in chunks]

@@ -53,6 +53,7 @@ class Parameters:
     ) -> None:
         groups: dict[int, list[GradientSlot]] = {}
         self.names: list[str] = []
+        self._versions: list[tuple[int, int]] = []  # of each distinct parameter, by id
         for path, slot in slots_of(module) if slots is None else slots:
             parameter = slot.module._parameters[slot.name]
             if parameter is None or not parameter.requires_grad:
@@ -70,14 +71,14 @@ class Parameters:
                 )
             if id(parameter) not in groups:
                 self.names.append(path)
+                self._versions.append((id(parameter), parameter._version))
             groups.setdefault(id(parameter), []).append(slot)
         self.groups = list(groups.values())
         self._module = module
-        self._versions = [(id(p), p._version) for p in self.current()]
 
     def current(self) -> list[Tensor]:
         """What the slots hold now, one tensor for each distinct parameter."""
-        return [getattr(slots[0].module, slots[0].name) for slots in self.groups]
+        return [slots[0].module._parameters[slots[0].name] for slots in self.groups]  # type: ignore[misc]
 
     def check_unchanged(self, slots: list[tuple[str, GradientSlot]] | None = None) -> None:
         """Raise if a parameter was written to since this object was built, as by an optimizer step, or is another one; or

@@ -10,65 +10,16 @@ the probe and in recomputations, partly of products that were left out.
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from streambp.errors import BackwardError
 
 KEEPS = (
     "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
     "which chunks would give no gradient"
 )
 Buffers = dict[tuple[nn.Module, str], Tensor]
-
-
-class Origin:
-    """Where the graph of a run on trial starts.
-
-    Whoever keeps a part of that graph keeps this object; a gradient that comes here from elsewhere than the trial raises.
-    """
-
-    def __init__(self) -> None:
-        self.trying = True
-
-    def of(self, x: Tensor) -> Tensor:
-        """A copy of x [..., B, C, h] with the graph's start behind it."""
-        started: Tensor = _Started.apply(x, self, True)
-        return started
-
-    def behind(self, x: Tensor) -> Tensor:
-        """The same without a copy of x [..., B, C, h], which must not be written to."""
-        started: Tensor = _Started.apply(x, self, False)
-        return started
-
-
-class _Started(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, origin: Origin, may_be_written: bool) -> Tensor:
-        ctx.origin = origin
-        return x.clone() if may_be_written else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.origin.trying:
-            raise BackwardError(
-                "This loss uses a tensor that a hook inside a streamed layer kept when streambp tried the layer on random "
-                "tokens, at its first call. Empty what your hooks collect after a first forward, or keep the last entry "
-                "alone: from now on the layer runs whole, and its hooks see the sequence once."
-            )
-        return grad, None, None
-
-
-def is_kept(origin: weakref.ref[Origin]) -> bool:
-    """Whether somebody still holds a graph that starts there, when those who tried have let go of it."""
-    if origin() is not None:
-        gc.collect()  # of graphs in cycles
-    return origin() is not None
 
 
 def buffers_of(layer: nn.Module) -> Buffers:

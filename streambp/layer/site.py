@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from streambp.attention.backend import Used
 from streambp.attention.carriers import NoAttention, ThroughInterface
+from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.fingerprint.looks import Fingerprint
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
@@ -20,6 +22,7 @@ from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
 Key = TypeVar("Key")
+ANY_SIZE = 0  # of chunks, in `LayerSite.tried`
 KINDS = 32  # of calls, for which what was found out about a layer is remembered
 
 
@@ -140,12 +143,8 @@ class LayerSite:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What the layer computes unpatched: a function that takes the layer first."""
-        return type(self.layer).forward if self.previous is None else self._call_previous
-
-    def _call_previous(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        assert self.previous is not None
-        return self.previous(*args, **kwargs)
+        """What the layer computes unpatched."""
+        return self.previous or functools.partial(type(self.layer).forward, self.layer)
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
@@ -153,6 +152,18 @@ class LayerSite:
         and go at any time."""
         return {} if hooked_everywhere() else self.of(plain_linears)
 
+    def knows(self, kind: frozenset[tuple[str, Any]], plan: ChunkPlan) -> bool:
+        """Whether nothing inside the layer is foreign, or was tried with sequences about as long as a call's of this
+        kind. [Note: foreign insides]"""
+        tried = self.tried.get(kind)
+        if len(plan.ends) == 1 or (tried is None and not self.foreign):
+            return True
+        return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
+
     def of(self, question: Callable[[nn.Module], T]) -> T:
-        """What a function says of the layer; it is asked again when the layer has changed. [Note: fingerprint]"""
-        return self.fingerprint.of(self.layer, question)
+        """What a function says of the layer as of the last look; asked again when it has changed. [Note: fingerprint]"""
+        answers = (self.fingerprint.last or self.fingerprint.look(self.layer)).answers
+        if question not in answers:
+            answers[question] = question(self.layer)
+        answer: T = answers[question]
+        return answer

@@ -27,8 +27,7 @@ from torch import Tensor
 from streambp.distributed.zero import full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss
-from streambp.lazy.hooks import note_use
-from streambp.lazy.standin import METADATA, SharedMemory, StandIn, takes
+from streambp.lazy.standin import METADATA, SharedMemory, StandIn, note_use, takes
 from streambp.nested import tensors_in
 
 

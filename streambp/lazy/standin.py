@@ -9,21 +9,26 @@ model has. The operation's name is kept, for `describe`.
 another. That must not show. If the operation returns no tensor (a hook was registered, a pointer taken), the real one stays
 in the stand-in's place. If what it returns shares memory with the real one (`detach`, `transpose`), a write to it would
 be missed by the next; so its version is remembered, and a stand-in of the same memory that is used after a write refuses.
+
+[Note: hooks on stand-ins] What was made of a stand-in holds the hidden states, and passes its gradient by. A hook that is
+put on a stand-in first makes it real, and sees the gradient; one that comes after something was made of it would see
+nothing, and change nothing. So `followed` is remembered, and such hooks are refused, as is `torch.autograd.grad` with
+respect to it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
 from streambp.head.recipe import told
-from streambp.lazy.hooks import note_use, refuse_late
+from streambp.known_names import TENSOR_HOOKS
 from streambp.nested import tensors_in
 
 
@@ -182,3 +187,30 @@ METADATA = frozenset(
 IN_PLACE = frozenset(
     {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
 )
+
+
+def note_use(stand_ins: Sequence[Any], result: Any) -> None:
+    """`result` was made of them."""
+    made = tensors_in(result, Tensor)
+    for stand_in in stand_ins:
+        stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
+
+
+def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequence[Any], instead: str) -> None:
+    """Raises StreamBPError where a gradient of a stand-in is asked for that would not be seen. [Note: hooks on stand-ins]
+
+    Args:
+        func, name, args, kwargs: an operation; stand_ins: those among its arguments.
+    """
+    asked = stand_ins
+    if func is torch.autograd.grad:
+        wanted = tree_leaves(kwargs.get("inputs", args[1] if len(args) > 1 else None))
+        asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
+    elif name not in TENSOR_HOOKS:
+        return
+    if any(x.followed and x.written is None for x in asked):
+        raise StreamBPError(
+            f"{name} comes after something was made of these logits or hidden states, a loss or a part of them, whose "
+            "gradient it would not see: they are computed where they are used. Call register_hook or retain_grad before "
+            f"anything is made of them, or use {instead}."
+        )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
+import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -18,7 +21,7 @@ from streambp.attention.interface import own_implementation
 from streambp.attention.own import biases_positions
 from streambp.distributed.zero import is_partitioned
 from streambp.errors import StreamBPError
-from streambp.foreign import foreign_forward, trls_head
+from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadOutcome, HeadRequest, Recipe
@@ -125,16 +128,13 @@ class CausalLMForward(InstanceForward):
         self.state.position_ids = kwargs.get("position_ids")
         self.state.labels = kwargs.get("labels"), kwargs.get("shift_labels")
         try:
-            return self._original(*args, **kwargs)
+            trls = None if self.previous is None else trls_head(getattr(self.previous, "__func__", None))
+            if trls is not None and not kwargs.get(ASKS_TRLS_HEAD) and isinstance(trls[TRLS_FORWARD], MethodType):
+                # Of this model: what TRL's head holds is bound to the one that it was given to, which a copy is not.
+                return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
+            return super().original(*args, **kwargs)
         finally:
             self.state.position_ids, self.state.labels = before
-
-    def _original(self, *args: Any, **kwargs: Any) -> Any:
-        trls = trls_head(getattr(self.previous, "__func__", None))
-        if trls is not None and not kwargs.get(ASKS_TRLS_HEAD) and isinstance(trls[TRLS_FORWARD], MethodType):
-            # Of this model: what TRL's head holds is bound to the one that it was given to, which a copy is not.
-            return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
-        return super().original(*args, **kwargs)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,11 +146,12 @@ class CausalLMForward(InstanceForward):
         labels = kwargs.get("labels")
         if not self.state.warned_of_padding:
             attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
-            averages = attention == "eager" or self._biased
-            self.state.warned_of_padding = warn_of_labels_after_padding(averages, kwargs)
+            if attention == "eager" or self._biased:  # it averages where nothing may be read
+                self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
         if labels is None and want_log_probs:
             raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
-        if labels is None or not self.state.config.head or self._caches(kwargs) or self.foreign is not None:
+        caches = has_cache(kwargs) or (kwargs.get("use_cache") and not self.module.training)
+        if labels is None or not self.state.config.head or caches or self.foreign is not None:
             if want_log_probs:
                 self.refuse_foreign()
                 raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
@@ -172,7 +173,12 @@ class CausalLMForward(InstanceForward):
     @property
     def foreign(self) -> str | None:
         """The function of another library that computes this model's loss. [Note: foreign forwards]"""
-        return foreign_forward(type(self.module), self.previous)  # type: ignore[arg-type]
+        kind: Any = type(self.module)
+        if self.previous is not None:
+            return foreign_forward(kind, self.previous)
+        return foreign_of_class(
+            kind, tuple(map(getattr, kind.__mro__, itertools.repeat("forward"), itertools.repeat(None)))
+        )
 
     def refuse_foreign(self) -> None:
         """Raises StreamBPError where per-token values cannot be had."""
@@ -229,9 +235,12 @@ class CausalLMForward(InstanceForward):
         a cache is returned, as by the model's config in eval mode; nor in an FSDP unit, which looks at outputs when its
         weights are gone."""
         config = self.state.config
-        if not config.head or self.foreign is not None or has_cache(kwargs):
+        if not config.head:
             return False
-        if not config.lazy_logits and (kwargs.get("labels") is None or not computes_its_own_loss()):
+        asked = kwargs.get("labels") is not None and "peft" in sys.modules and computes_its_own_loss()
+        if not (asked or config.lazy_logits):
+            return False
+        if self.foreign is not None or has_cache(kwargs):
             return False
         if config.eval_logits and not self.module.training:
             return False
@@ -264,17 +273,15 @@ class CausalLMForward(InstanceForward):
 
     def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
         """Split over ranks, a shard's last token has its label on the next rank, where shifting here cannot find it."""
-        given = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
+        if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None or not is_initialized():
+            return
         config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
-        if given and find_split(config, self.module.training) is not None:
+        if find_split(config, self.module.training) is not None:
             raise StreamBPError(
                 "labels were given without shift_labels while sequences are split over ranks; shifting a shard's labels "
                 "would lose its last one. Shift before splitting (put shift_labels among the buffers of context_parallel) "
                 "and pass the same tensor as labels and as shift_labels."
             )
-
-    def _caches(self, kwargs: dict[str, Any]) -> bool:
-        return has_cache(kwargs) or bool(kwargs.get("use_cache") and not self.module.training)
 
     def _leave_cache(self, kwargs: dict[str, Any]) -> None:
         self.state.check_cache(self.module.config.get_text_config(), kwargs)  # type: ignore[operator, union-attr]

@@ -173,7 +173,7 @@ def _saves(found: Patch) -> tuple[str, ...]:
     manager, config = found.state.offloader, found.state.config
     if manager is None and config.saves == "auto":
         return (_chosen(found),)
-    if config.chooses_saves and manager is not None and manager.auto is not None and manager.auto.latest is not None:
+    if config.saves == "auto" and manager is not None and manager.auto is not None and manager.auto.latest is not None:
         return manager.auto.latest.saves
     return config.named_saves
 
@@ -234,7 +234,7 @@ def _describe_offload(found: Patch) -> str:
         chosen = manager.auto.latest
         if chosen is None:
             parts.append("auto: the first step measures, with layer inputs alone on the host")
-        elif config.chooses_saves:
+        elif config.saves == "auto":
             parts.append(str(chosen))
     return "; ".join(parts)
 

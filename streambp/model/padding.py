@@ -23,9 +23,9 @@ def labels_after_padding(kwargs: dict[str, Any]) -> bool:
     return bool(((shifted != -100) & nothing_yet.to(shifted.device)).any())  # waits for the device
 
 
-def warn_of_labels_after_padding(averages: bool, kwargs: dict[str, Any]) -> bool:
-    """Warn of such a label if the model's own attention `averages` where nothing may be read; whether it did."""
-    if not averages or not labels_after_padding(kwargs):
+def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
+    """Warn of such a label, for a model whose own attention averages where nothing may be read; whether it did."""
+    if not labels_after_padding(kwargs):
         return False
     warnings.warn(
         "The first token after left padding is labelled. What predicts it is padding, which may read nothing: eager "

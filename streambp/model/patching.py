@@ -75,7 +75,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 def _offloader(config: StreamConfig, layers: int) -> OffloadManager:
     host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
     sets_budget = config.offload == "auto" and gpu_memory is None
-    auto = Auto(config.chooses_saves, sets_budget) if config.chooses_saves or sets_budget else None
+    chooses_saves = config.saves == "auto"
+    auto = Auto(chooses_saves, sets_budget) if chooses_saves or sets_budget else None
     return OffloadManager(host_memory, config.on_host_full, layers, gpu_memory, auto)
 
 

@@ -18,6 +18,10 @@ from streambp.sharded.gathered import GatheredShards, room_for_keys
 from streambp.sharded.shards import Shards, gather_shards
 
 MANY = 2**16  # more than layers
+BOTH = (
+    "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks; streamed layers know one of them "
+    "at a time."
+)
 
 
 def find_split(config: PreTrainedConfig, training: bool) -> Ulysses | ContextParallel | None:
@@ -30,10 +34,7 @@ def find_split(config: PreTrainedConfig, training: bool) -> Ulysses | ContextPar
     if ulysses is None or not ulysses.splits(training):
         return context
     if context is not None:
-        raise UnsupportedModelError(
-            "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks; streamed layers know one "
-            "of them at a time. Choose one, or run this model unpatched (streambp.unpatch(model))."
-        )
+        raise UnsupportedModelError(f"{BOTH} Choose one, or run this model unpatched (streambp.unpatch(model)).")
     return ulysses
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -147,7 +148,9 @@ class LayerForward(InstanceForward):
         tree = self.state.tree
         if tree is not None:
             tell(tree, self.site, args, kwargs)
-        if self.retired or self.state.bypass or has_cache(kwargs) or self._reads_all(args, kwargs):
+        if self.retired or self.state.bypass or has_cache(kwargs):
+            return self.original(*args, **kwargs)
+        if kwargs.get("attention_mask") is None and self._reads_all(args):
             return self.original(*args, **kwargs)
         if self.state.shards is None:
             output = stream_layer(self.site, args, kwargs, self.state.packed_rows, forks=tree.forks if tree else ())
@@ -163,10 +166,10 @@ class LayerForward(InstanceForward):
             self.state.defer_norm = None
         return output
 
-    def _reads_all(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether queries read later keys, too: eager attention without a mask, which a model always gives it and who calls
-        a layer by itself may not."""
-        if not self.site.kind.attention.reads_a_mask or len(args) > 1 or kwargs.get("attention_mask") is not None:
+    def _reads_all(self, args: Any) -> bool:
+        """Whether queries of a call without a mask read later keys, too: eager attention's do; a model always gives it one,
+        and who calls a layer by itself may not."""
+        if not self.site.kind.attention.reads_a_mask or len(args) > 1:
             return False
         return any(config._attn_implementation == EAGER for config in attention_configs(self.module))
 
@@ -209,7 +212,8 @@ class BackboneForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.retired:
             return self.original(*args, **kwargs)
-        kwargs = {**kwargs, **self._positional(args)}
+        if args:
+            kwargs = {**kwargs, **inspect.signature(self).bind_partial(*args).arguments}
         before = self.state.bypass, self.state.shards, self.state.packed_rows
         self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:
@@ -219,17 +223,21 @@ class BackboneForward(InstanceForward):
             self._check(kwargs)
             refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
-            self._set_host_memory_aside()
-            self.state.shards = shards_of(kwargs, self._config, self.module.training, self._sites)
-            self.state.split = self.state.shards or self.state.split
-            self.state.packed_rows = self._packed_rows(kwargs)
+            if self.state.offloader is not None:
+                self._set_host_memory_aside(self.state.offloader)
+            if is_initialized():
+                self.state.shards = shards_of(kwargs, self._config, self.module.training, lambda: self._sites)
+                self.state.split = self.state.shards or self.state.split
+            if self.keeps_states:
+                self.state.packed_rows = self._packed_rows(kwargs)
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
             masked = "flash" not in str(self._config._attn_implementation)
             with routed(self._configs()), self._layers_known():
-                output = self._over_rows_or_tree(kwargs)
+                alone = self.prefixes is None and self.state.tree is None
+                output = self.original(**kwargs) if alone else self._over_rows_or_tree(kwargs)
             if torch.is_grad_enabled() and self.module.training:
                 self._warn_of_documents(masked)
             return output
@@ -257,7 +265,7 @@ class BackboneForward(InstanceForward):
         if self.prefixes is None or state.shards is not None:
             return over(kwargs, None)
         on_trial, documents = functools.partial(over, trial=True), state.packed_rows is not None
-        return self.prefixes.call(kwargs, over, on_trial, self._sites, state.labels, documents)
+        return self.prefixes.call(kwargs, over, on_trial, lambda: self._sites, state.labels, documents)
 
     @contextlib.contextmanager
     def _layers_known(self) -> Iterator[None]:
@@ -271,9 +279,6 @@ class BackboneForward(InstanceForward):
                 f"A layer of {type(self.module).__name__} reads the attention mask of streamed layers, and is none of "
                 f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch again."
             ) from error
-
-    def _positional(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(inspect.signature(self).bind_partial(*args).arguments) if args else {}
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
         """Whether this call streams: not with a cache, nor when a cache or attention weights are to be returned.
@@ -309,10 +314,10 @@ class BackboneForward(InstanceForward):
         for layer in self.checkpointed:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
-    def _set_host_memory_aside(self) -> None:
+    def _set_host_memory_aside(self, offloader: OffloadManager) -> None:
         """Engines are there by the first forward, which is when the offloader looks how much host memory it may take."""
-        if self.state.offloader is not None and self.state.root is not None and not self.state.offloader.host_bytes:
-            self.state.offloader.set_aside = engine_host_use(self.state.root).to_come
+        if self.state.root is not None and not offloader.host_bytes:
+            offloader.set_aside = engine_host_use(self.state.root).to_come
 
     def _check(self, kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
@@ -333,7 +338,7 @@ class BackboneForward(InstanceForward):
         """
         if self.state.warned_of_documents:
             return
-        told = {site.last.documents[0] for site in self._sites() if site.last.documents is not None}
+        told = {site.last.documents[0] for site in self._sites if site.last.documents is not None}
         across = masked and self.state.asked_cache and "position_ids" in told
         if across or self.state.packed_rows is not None:
             self.state.warned_of_documents = True
@@ -343,7 +348,7 @@ class BackboneForward(InstanceForward):
         """The documents that layers with states are to find in position_ids; None: they are told, or there is one a row."""
         positions = kwargs.get("position_ids")
         positions = self.state.position_ids if positions is None else positions
-        if self.state.config.documents != "from_positions" or not self.keeps_states or not isinstance(positions, Tensor):
+        if self.state.config.documents != "from_positions" or not isinstance(positions, Tensor):
             return None
         if any(kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS)) or not has_data(
             positions
@@ -361,17 +366,20 @@ class BackboneForward(InstanceForward):
         config: PreTrainedConfig = self.module.config  # type: ignore[assignment]
         return config
 
+    @functools.cached_property
     def _sites(self) -> list[LayerSite]:
         inside = set(map(id, self.layers))
         return [w.site for w in self.state.wrappers if isinstance(w, LayerForward) and id(w.module) in inside]
 
     def _configs(self) -> list[PreTrainedConfig]:
-        sites = self._sites()
-        if any(not site.kind.attention.readable_apart for site in sites):
-            return []  # they attend by themselves, with the masks that their own setting builds
         # As of their last call; a layer that has changed routes its own when it is called.
-        found = [self._config, *(config for site in sites for config in site.of(site.kind.attention.configs))]
-        return list({id(config): config for config in found}.values())
+        found = {id(self._config): self._config}
+        for site in self._sites:
+            if not site.kind.attention.readable_apart:
+                return []  # it attends by itself, with the masks that its own setting builds
+            for config in site.of(site.kind.attention.configs):
+                found[id(config)] = config
+        return list(found.values())
 
 
 class DeferredNorm(InstanceForward):

@@ -14,6 +14,7 @@ from torch import Tensor
 from streambp.errors import StreamBPError
 
 ALIGNMENT = 64
+NO_LIMIT = 2**62  # bytes, where nothing says how much memory a machine has
 
 
 def padded(size: int) -> int:
@@ -124,7 +125,7 @@ def host_limit(
     membership: Path = Path("/proc/self/cgroup"),
 ) -> int:
     """Bytes of host memory that this rank may use: `wanted`, but no more than its share of what this machine and its
-    control group have free.
+    control group have free; NO_LIMIT where that is not known.
 
     Args:
         set_aside: bytes that this rank will allocate for other things.
@@ -135,7 +136,7 @@ def host_limit(
     ranks = local_ranks()
     available = _available(meminfo, cgroup, membership) / ranks
     if wanted is None:
-        return max(0, int(0.9 * available) - set_aside) if available != math.inf else 2**62
+        return max(0, int(0.9 * available) - set_aside) if available != math.inf else NO_LIMIT
     if wanted + set_aside > available:
         shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
         beside = f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB" if set_aside else ""

@@ -18,7 +18,7 @@ from streambp.config import LAST, StreamConfig
 from streambp.device import memory_limit
 from streambp.distributed.zero import is_partitioned
 from streambp.model.wrappers import LayerForward, PatchState
-from streambp.offload.arena import host_limit
+from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.fitting import FittingSaves, LayerCost
 from streambp.planner.count import StepCount
 from streambp.planner.plan import CHUNK_TOKENS
@@ -29,7 +29,7 @@ from streambp.planner.survey import SurveyRecipe, survey
 Model = TypeVar("Model", bound=nn.Module)
 WORK = 8  # how often a chunk's recomputation and its gradients have what a layer's weights take and give
 HOST_SHARE = 0.5  # of a machine's free memory: it is not a step's alone, and running out of it raises no error
-FRESH = 0.05  # seconds
+FRESH = 0.2  # seconds; looking takes a third of a millisecond
 SEEN = 1024  # tokens of the chunks in which layers without data are seen
 USABLE = 0.95  # the rest is left to fragmentation and other libraries
 
@@ -224,7 +224,7 @@ class FreeMemory:
     """Bytes that a step may take on a device; None where no limit is known. On a CPU half of the machine's free memory,
     which is looked up every `FRESH` seconds: that reads files."""
 
-    _host: float = 0.0
+    _host: float | None = None
     _until: float = -math.inf
 
     def __call__(self, device: torch.device) -> float | None:
@@ -233,5 +233,6 @@ class FreeMemory:
             return free_memory(device)
         now = time.monotonic()
         if now > self._until:
-            self._host, self._until = HOST_SHARE * host_limit(None), now + FRESH
+            limit = host_limit(None)
+            self._host, self._until = None if limit == NO_LIMIT else HOST_SHARE * limit, now + FRESH
         return self._host

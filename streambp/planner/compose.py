@@ -23,20 +23,24 @@ Point = tuple[int, int]  # T, C
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A phase of the whole model at one point. start: bytes alive, gradients: bytes in `.grad` when it begins."""
+    """A phase of the whole model at one point. start: bytes alive, gradients: bytes in `.grad` when it begins. most: for
+    bytes of other ranks' keys, the most of all others. per_key: of those of the keys that are not in `peak`."""
 
     name: str
     start: float
     peak: float
     gradients: float
+    most: Mapping[float, float] = dataclasses.field(default_factory=dict)
+    per_key: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Of a whole step at one point. work: by kind of phase."""
+    """Of a whole step at one point. work: by kind of phase. links: as in `splits.SplitCount`."""
 
     host: float
     work: Mapping[str, Work]
+    links: tuple[float, ...] = ()
 
     @property
     def linear_flops(self) -> float:
@@ -67,7 +71,8 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
     live = gradients = host = 0.0
     counted = []
     for name, span in order:
-        counted.append(Counted(name, live, live + span.peak - span.start, gradients))
+        most = {keys: live + others - span.start for keys, others in span.most.items()}
+        counted.append(Counted(name, live, live + span.peak - span.start, gradients, most))
         gradients_before, host_before = before.get(id(span), (0, 0))
         live += span.end - span.start
         gradients += span.gradients - gradients_before
@@ -76,7 +81,8 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
     for name, span in order:
         kind = name if span.layer is None else span.name
         work[kind] = work.get(kind, Work()).plus(span.work)
-    return counted, Totals(host, work)
+    links = tuple(map(sum, zip(*(span.links for _, span in order), strict=True)))
+    return counted, Totals(host, work, links)
 
 
 def growth(first: Sequence[Counted], second: Sequence[Counted]) -> list[Counted]:
@@ -97,7 +103,16 @@ def later(first: Sequence[Counted], more: Sequence[Counted]) -> list[Counted]:
         ValueError: they do not have the same phases.
     """
     pairs = zip(first, more, strict=True)
-    return [Counted(one.name, one.start + add.start, one.peak + add.peak, add.gradients) for one, add in pairs]
+    return [
+        Counted(
+            one.name,
+            one.start + add.start,
+            one.peak + add.peak,
+            add.gradients,
+            {keys: others + add.peak for keys, others in one.most.items()},
+        )
+        for one, add in pairs
+    ]
 
 
 def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced) -> tuple[Phase, ...]:
@@ -112,7 +127,7 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     )
     for counted, line, start in zip(phases[0], peaks, starts, strict=True):
         name, gradients = counted.name, counted.gradients
-        fitted.append(Phase(name, *line[:3], gradients, line[3]))
+        fitted.append(Phase(name, *line[:3], gradients, line[3], counted.per_key))
         if start[1] > line[1]:  # where it begins is its peak in the end
             fitted.append(Phase(name, *start[:3], gradients, start[3]))
     ends: dict[int, tuple[int, int]] = {}

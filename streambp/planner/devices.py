@@ -5,6 +5,10 @@ The H200's four rates were fitted on four measured steps of an 8B model, and pre
 torch run everywhere and reach 61 % of an H200's memory bandwidth; attention reaches a share of the dense FLOP/s that
 depends on the architecture. What is marked as a guess has no measured rate behind it; `streambp plan --measure-device`
 measures.
+
+Links between GPUs are guesses for every device: 80 % of NVLink's bandwidth each way (H100 and H200 450 GB/s, A100 300, B200
+900; MI300X's links 448), or PCIe's rate without it; between nodes 85 % of an adapter of 400 Gb/s for each GPU (A100 200;
+PCIe and workstation GPUs 100).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from streambp.errors import ConfigError, StreamBPError
 
 DISPATCH = 11e-6  # seconds of the host for an operation of torch
 FIELDS = ("products", "forward", "backward", "bandwidth", "link")
+LINKS = ("peers", "network", "node")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +33,9 @@ class Rates:
 
     products, forward, backward: FLOP/s of matrix products, and of attention forward and backward (pairs that are computed).
     bandwidth: bytes/s of all other operations, read and written. link: bytes/s to the host, and from it at the same time.
-    dispatch: seconds of the host for an operation. guess: some of them are. source: where they come from.
+    dispatch: seconds of the host for an operation. guess: some of them are. source: where they come from. peers: bytes/s
+    of a GPU to others of its node, and from them at the same time, all of them guesses; network: of a GPU between nodes;
+    node: GPUs in one.
     """
 
     name: str
@@ -40,9 +47,12 @@ class Rates:
     dispatch: float = DISPATCH
     guess: bool = False
     source: str = ""
+    peers: float = 360e9
+    network: float = 42.5e9
+    node: int = 8
 
     def __post_init__(self) -> None:
-        wrong = [field for field in (*FIELDS, "dispatch") if not getattr(self, field) > 0]
+        wrong = [field for field in (*FIELDS, "dispatch", *LINKS) if not getattr(self, field) > 0]
         if wrong:
             raise ConfigError(
                 f"{wrong[0]} of the device {self.name!r} is {getattr(self, wrong[0])!r}; it must be a positive number."
@@ -58,27 +68,35 @@ def _row(
     link: float,
     source: str,
     guess: bool = False,
+    peers: float = 360,
+    network: float = 42.5,
 ) -> Rates:
     """From TFLOP/s, TB/s and GB/s."""
     rates = {"products": products, "forward": forward, "backward": backward, "bandwidth": bandwidth}
-    return Rates(name, **{field: rate * 1e12 for field, rate in rates.items()}, link=link * 1e9, guess=guess, source=source)
+    links = {"link": link * 1e9, "peers": peers * 1e9, "network": network * 1e9}
+    fields: dict[str, Any] = {field: rate * 1e12 for field, rate in rates.items()} | links
+    return Rates(name, **fields, guess=guess, source=source)
 
 
 GEN5, GEN4 = 48.7, 22.0  # GB/s each way with both busy: measured on an H200; as PCIe 4.0 is usually reached
+SLOW = 10.6  # GB/s between nodes
 TABLE = (
     _row("H200", 668, 597, 540, 2.94, GEN5, "fitted on four steps of an 8B model; link measured"),
     _row("H100", 668, 597, 540, 2.04, GEN5, "SXM: the H200's compute, as published figures are equal; 61 % of 3.35 TB/s"),
-    _row("H100-PCIe", 454, 378, 340, 1.22, GEN5, "756 TFLOP/s and 2.0 TB/s, the H200's shares with a lower clock", True),
+    _row("H100-PCIe", 454, 378, 340, 1.22, GEN5, "756 TFLOP/s and 2.0 TB/s, the H200's shares with a lower clock", True,
+         GEN5, SLOW),
     _row("A100", 250, 193, 172, 1.24, GEN4, "80 GB: matmul 271 (ml-engineering, MAMF), FlashAttention-2 at most 73 % and "
-         "63 % of 312 (its paper), 61 % of 2.04 TB/s"),
-    _row("A100-40GB", 250, 193, 172, 0.95, GEN4, "as the A100, 61 % of 1.56 TB/s"),
-    _row("L40S", 217, 181, 163, 0.53, GEN4, "362 TFLOP/s and 0.86 TB/s, shares of the H100 PCIe", True),
-    _row("RTX4090", 157, 149, 132, 0.61, GEN4, "165 TFLOP/s with float32 sums and 1.008 TB/s, the RTX 5090's shares", True),
+         "63 % of 312 (its paper), 61 % of 2.04 TB/s", False, 240, 21.2),
+    _row("A100-40GB", 250, 193, 172, 0.95, GEN4, "as the A100, 61 % of 1.56 TB/s", False, 240, 21.2),
+    _row("L40S", 217, 181, 163, 0.53, GEN4, "362 TFLOP/s and 0.86 TB/s, shares of the H100 PCIe", True, GEN4, SLOW),
+    _row("RTX4090", 157, 149, 132, 0.61, GEN4, "165 TFLOP/s with float32 sums and 1.008 TB/s, the RTX 5090's shares", True,
+         GEN4, SLOW),
     _row("RTX5090", 210, 189, 168, 1.09, GEN5, "209.5 TFLOP/s (torch.matmul 224), FlashAttention-2 187-191 by others' "
-         "measurements, 61 % of 1.79 TB/s"),
-    _row("RTX3090", 64, 60, 53, 0.57, GEN4, "71 TFLOP/s with float32 sums and 0.936 TB/s, the RTX 5090's shares", True),
-    _row("B200", 1530, 1125, 1012, 4.9, GEN5, "2,250 TFLOP/s and 8.0 TB/s, the H200's shares", True),
-    _row("MI300X", 653, 457, 327, 3.2, GEN5, "1,307 TFLOP/s (matmul 668: ml-engineering, MAMF) and 5.3 TB/s", True),
+         "measurements, 61 % of 1.79 TB/s", False, GEN5, SLOW),
+    _row("RTX3090", 64, 60, 53, 0.57, GEN4, "71 TFLOP/s with float32 sums and 0.936 TB/s, the RTX 5090's shares", True,
+         GEN4, SLOW),
+    _row("B200", 1530, 1125, 1012, 4.9, GEN5, "2,250 TFLOP/s and 8.0 TB/s, the H200's shares", True, 720),
+    _row("MI300X", 653, 457, 327, 3.2, GEN5, "1,307 TFLOP/s (matmul 668: ml-engineering, MAMF) and 5.3 TB/s", True, 358),
 )  # fmt: skip
 DEVICES: Mapping[str, Rates] = {rates.name: rates for rates in TABLE}
 DEFAULT = "H200"
@@ -123,8 +141,10 @@ def read_rates(file: Path) -> Rates:
     """
     try:
         fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        numbers = {name: float(fields[name]) for name in (*FIELDS, "dispatch")}
-        return Rates(str(fields["name"]), **numbers, guess=bool(fields["guess"]), source=str(fields["source"]))
+        numbers: dict[str, Any] = {name: float(fields[name]) for name in (*FIELDS, "dispatch")}
+        links: dict[str, Any] = {name: float(fields[name]) for name in LINKS[:2] if name in fields}
+        links["node"] = int(fields.get("node", Rates.node))
+        return Rates(str(fields["name"]), **numbers, **links, guess=bool(fields["guess"]), source=str(fields["source"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StreamBPError(
             f"No rates of a device could be read from {str(file)!r} ({type(error).__name__}: {error}). `streambp plan "

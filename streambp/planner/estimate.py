@@ -12,7 +12,7 @@ from streambp.config import StreamConfig
 from streambp.errors import ConfigError
 from streambp.planner.devices import DEFAULT, Rates, rates_of
 from streambp.planner.mixers import Mixers
-from streambp.planner.profile import Peak, Profile, Setting, flops, named, peak
+from streambp.planner.profile import Peak, Profile, Setting, available, flops, named, peak
 from streambp.planner.seconds import Seconds, seconds
 from streambp.planner.skeleton import Device, Skeleton, Source
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, PLAIN, streamed, survey
@@ -32,7 +32,10 @@ class MethodEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What steps of `seq_len` positions a row cost; `profile` serves other lengths and settings (`profile.peak`)."""
+    """What steps of `seq_len` positions a row cost, in chunks of `chunk_size` on each rank.
+
+    `profile` serves other lengths and settings (`profile.peak`).
+    """
 
     profile: Profile
     setting: Setting
@@ -98,9 +101,11 @@ def estimate(
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
     setting, known = setting or Setting(), rates_of(rates)
     skeleton = Skeleton(model_or_config, dtype, lora, bits, device, mixers, fused_layers)
-    chunk = plan_chunks(seq_len, batch_size, chunk_size).size
-    recipes = (*UNPATCHED, streamed(saves, offload))
-    profile = survey(skeleton, recipes, batch_size, (seq_len, chunk), kernels)
+    shard = -(-seq_len // setting.ranks)
+    chunk = plan_chunks(shard, batch_size, chunk_size).size
+    recipes = (*UNPATCHED, streamed(saves, offload, setting.split))
+    profile = survey(skeleton, recipes, batch_size, (shard, chunk), kernels)
+    available(profile, setting)  # or raise
     methods = tuple(
         MethodEstimate(
             m.name, peak(profile, m, seq_len, chunk, setting), flops(m, seq_len, chunk, setting),

@@ -17,9 +17,10 @@ from streambp.model.wrappers import LayerForward
 from streambp.offload.manager import OffloadManager
 from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
+from streambp.planner.host import UncountedHost
 from streambp.planner.skeleton import Device, Skeleton, reduce_layers
 from streambp.planner.step import Span, run_step
-from streambp.planner.survey import Counter, SurveyRecipe, UncountedHost
+from streambp.planner.survey import Counter, SurveyRecipe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,19 +24,27 @@ PLACES = {
 DATA = "/*DATA*/"
 
 
-def page(plan: Plan, name: str, others: Mapping[str, Profile] | None = None, training: str = "every parameter") -> str:
+def page(
+    plan: Plan,
+    name: str,
+    others: Mapping[str, Profile] | None = None,
+    training: str = "every parameter",
+    unfused: Mapping[str, Profile] | None = None,
+) -> str:
     """The whole file.
 
     Args:
         plan: what the controls show at first.
         name: of the model, for the heading.
         others: the same model trained in other ways, by what the page calls them. training: what it calls the plan's.
+        unfused: each of these without fused layers, where the plan has them; none: the page has no switch.
     """
     memory, setting = plan.memory, plan.setting
     profiles = {training: plan.profile, **(others or {})}
     data = {
         "name": name,
         "profiles": [{"training": label, "profile": to_json(profile)} for label, profile in profiles.items()],
+        "unfused": [to_json(unfused[label]) for label in profiles] if unfused else [],
         "setting": dataclasses.asdict(setting),
         "memory": {
             "gpu": memory.gpu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -10,15 +11,17 @@ import torch
 
 from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig, parse_bytes
-from streambp.errors import ConfigError
+from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.planner.counted import Asked, Said, counted
 from streambp.planner.devices import DEFAULT, DEVICES, Rates, rates_of
 from streambp.planner.estimate import UNPATCHED, check_length
+from streambp.planner.exchanges import link_bytes
 from streambp.planner.mixers import Mixers
-from streambp.planner.profile import Method, Peak, Profile, Setting, flops, peak
+from streambp.planner.profile import FIELDS, Method, Peak, Profile, Setting, available, flops, peak, static
 from streambp.planner.seconds import Seconds, seconds, throughput
 from streambp.planner.skeleton import Device, Source
-from streambp.planner.survey import CHUNKS, STREAMED
+from streambp.planner.survey import CHUNKS, SPLIT, STREAMED, SurveyRecipe
+from streambp.sharded.gathered import SHARE
 
 CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))  # over all rows of the batch, the largest first
 LONGEST = 2**30
@@ -42,7 +45,8 @@ class Memory:
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """A method with its chunk size at one length. seconds: of its step. gpu_memory: what is left over for keys and values
-    that would wait on the host otherwise; None: they stay on the device anyway."""
+    that would wait on the host otherwise; None: they stay on the device anyway. link: bytes that a rank sends to those that
+    share its sequences, and receives. chunk_size, peak and link are of each rank, seq_len and flops of whole sequences."""
 
     method: str
     saves: tuple[str, ...]
@@ -53,6 +57,7 @@ class Choice:
     flops: float
     seconds: Seconds
     gpu_memory: int | None = None
+    link: float = 0.0
 
     @property
     def config(self) -> StreamConfig:
@@ -135,10 +140,12 @@ def plan(
     fused_layers: bool = False,
     cache: bool = False,
     said: Said | None = None,
+    every_split: bool = False,
 ) -> Plan:
     """How to train a model on sequences of `seq_len` positions a row, or on the longest that fit ("max").
 
     Args:
+        seq_len: of whole sequences, where ranks share them (`setting.ulysses`, `setting.context_parallel`).
         gpu_memory: bytes of each GPU, as a number or "80GiB"; `reserve` is the part of it that is left alone.
         host_memory: bytes of host memory for all ranks together; None: no limit.
         model_or_config, batch_size, lora, bits, dtype, device, kernels, mixers: as in `estimate`.
@@ -147,40 +154,59 @@ def plan(
         fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
         cache: keep what is counted for the next plan of this model, and take it from there (`planner.counted`).
         said: is told of progress, in words and as a part from 0 to 1.
+        every_split: count every way in which ranks share sequences, for a page that plans anew.
 
     Raises:
-        StreamBPError: the model or the device is unknown, the model does not stream, or an argument is out of range.
+        StreamBPError: the model or the device is unknown, the model does not stream, or not over so many ranks, or an
+            argument is out of range.
     """
-    known = rates_of(rates)
+    known, setting = rates_of(rates), setting or Setting()
     if seq_len != "max":
         check_length("seq_len", seq_len)
+        if seq_len % setting.ranks:
+            raise ConfigError(
+                f"seq_len is {seq_len}, and {setting.ranks} ranks share a sequence. Shards must have the same shape: the "
+                "number of ranks must divide the number of tokens."
+            )
     check_length("batch_size", batch_size)
     if not 0 <= reserve < 1:
         raise ConfigError(f"reserve is {reserve!r}; it must be a part of the GPU's memory, from 0 to below 1.")
-    setting = setting or Setting()
     host = None if host_memory is None else parse_bytes("host_memory", host_memory) // setting.gpus
     memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
     asked = Asked(model_or_config, dtype, lora, bits, device, mixers, fused_layers, batch_size, kernels)
-    profile = counted(asked, (*UNPATCHED, *STREAMED), cache, said)
+    profile = counted(asked, recipes(setting, every_split), cache, said)
     return plan_profile(profile, seq_len, memory, setting, known)
+
+
+def recipes(setting: Setting, every_split: bool = False) -> tuple[SurveyRecipe, ...]:
+    """What is counted for this setting, or for any."""
+    if every_split:
+        return (*UNPATCHED, *STREAMED, *(recipe for some in SPLIT.values() for recipe in some))
+    return (*UNPATCHED, *(SPLIT[setting.split] if setting.split else STREAMED))
 
 
 def plan_profile(
     profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates = DEVICES[DEFAULT]
 ) -> Plan:
-    """`plan` for a model that has been counted."""
-    table = tuple(longest(profile, method, memory, setting) for method in profile.methods)
+    """`plan` for a model that has been counted.
+
+    Raises:
+        ConfigError, UnsupportedModelError: ranks cannot share its sequences as the setting says.
+    """
+    methods = available(profile, setting)
+    table = tuple(longest(profile, method, memory, setting) for method in methods)
     best = max((row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len)
     length = best.seq_len if seq_len == "max" else seq_len
-    chunked = [m for m in profile.methods if m.chunked]
+    chunked = [m for m in methods if m.chunked]
     choice = choose(profile, chunked, length, memory, setting, rates) if length else None
     levers = tuple(_levers(profile, best.seq_len, memory, setting))
-    times = tuple(timed(profile, m, length, memory, setting, rates) for m in profile.methods) if length else ()
+    times = tuple(timed(profile, m, length, memory, setting, rates) for m in methods) if length else ()
     return Plan(profile, setting, memory, length, choice, best.binds, levers, table, times, rates)
 
 
 def timed(profile: Profile, method: Method, seq_len: int, memory: Memory, setting: Setting, rates: Rates) -> Timed:
     """A method at one length."""
+    setting = with_room(profile, memory, setting)
     choice = choose(profile, [method], seq_len, memory, setting, rates)
     size = choice.chunk_size if choice is not None else min(chunk_sizes(profile.batch_size)[-1], seq_len)
     spent = choice.seconds if choice is not None else seconds(method, seq_len, size, rates, setting)
@@ -208,6 +234,7 @@ def options(
     profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting, rates: Rates
 ) -> Iterator[Choice]:
     """Every method with every chunk size, or with one chunk where it is not cut, whether it fits or not."""
+    setting = with_room(profile, memory, setting)
     for method in methods:
         sizes = chunk_sizes(profile.batch_size) if method.chunked else (seq_len,)
         for size in dict.fromkeys(min(size, seq_len) for size in sizes):
@@ -215,7 +242,15 @@ def options(
             how = (method.name, method.saves, method.offload, size, seq_len)
             left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None
             spent = seconds(method, seq_len, size, rates, setting)
-            yield Choice(*how, at, flops(method, seq_len, size, setting), spent, left)
+            sent = link_bytes(method, seq_len, setting)
+            yield Choice(*how, at, flops(method, seq_len, size, setting), spent, left, sent)
+
+
+def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
+    """The setting with what a rank gives to gathered keys: its part of the memory that is free when a step begins."""
+    kept = static(profile, setting)
+    free = memory.usable - kept.weights - kept.optimizer - (kept.gradients if setting.accumulate else 0.0)
+    return dataclasses.replace(setting, room=max(0.0, free) / SHARE)
 
 
 def _ratio(choice: Choice, fastest: float) -> float:
@@ -231,16 +266,17 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
 
 def _longest(profile: Profile, method: Method, memory: Memory, setting: Setting, size: int) -> Longest:
     """With chunks of that size; every phase grows with the length, so bisection finds it."""
+    setting, ranks = with_room(profile, memory, setting), setting.ranks
 
     def fitting(length: int) -> bool:
-        return fits(peak(profile, method, length, size, setting), memory)
+        return fits(peak(profile, method, ranks * length, size, setting), memory)
 
-    low, high = 0, LONGEST
+    low, high = 0, LONGEST // ranks
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fitting(middle) else (low, middle - 1)
-    beyond = peak(profile, method, low + 1, size, setting)
-    return Longest(method.name, low, beyond.phase if beyond.total > memory.usable else "host memory")
+    beyond = peak(profile, method, ranks * (low + 1), size, setting)
+    return Longest(method.name, ranks * low, beyond.phase if beyond.total > memory.usable else "host memory")
 
 
 def fits(at: Peak, memory: Memory) -> bool:
@@ -264,9 +300,16 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
         options.append((f"ZeRO-3 over the {setting.gpus} GPUs", dataclasses.replace(setting, zero=3), memory))
     more = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3)
     halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)  # they share the machine
+    if setting.split:
+        twice = {FIELDS[setting.split]: 2 * setting.ranks, "gpus": 2 * setting.gpus}
+        wider = dataclasses.replace(setting, **twice)  # type: ignore[arg-type]
+        with contextlib.suppress(UnsupportedModelError):
+            available(profile, wider)
+            options.append((f"sequences over {wider.ranks} ranks", wider, halved))
     options.append((f"{more.gpus} GPUs with ZeRO-3", more, halved))
     options.append(("GPUs with twice the memory", setting, dataclasses.replace(memory, gpu=2 * memory.gpu)))
     for change, other, budget in options:
-        reached = max(longest(profile, m, budget, other).seq_len for m in profile.methods if m.chunked)
+        methods = available(profile, other)
+        reached = max(longest(profile, m, budget, other).seq_len for m in methods if m.chunked)
         if reached > 1.05 * now:
             yield Lever(change, reached)

@@ -16,13 +16,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from streambp.errors import ConfigError
+from streambp.model.split import BOTH
 from streambp.planner.laws import Part
 from streambp.planner.work import Work
+from streambp.sharded.gathered import GatheredShards
+from streambp.sharded.shards import Shards, heads_error
 
 FIRST, ACCUMULATING = "first", "accumulating"
+ULYSSES, CONTEXT_PARALLEL = Shards.by, GatheredShards.by
+FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # of `Setting`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +35,8 @@ class Phase:
     """Bytes on the device beyond weights and optimizer: constant + per_token * T + per_chunk_token * C + per_chunk * N.
 
     gradients: bytes in `.grad` at its beginning that the step has put there; they are part of `constant`. per_chunk: what
-    layers with states keep for each chunk; 0 without such layers.
+    layers with states keep for each chunk; 0 without such layers. per_key: for each of `keys_held`, where sequences are
+    split over ranks.
     """
 
     name: str
@@ -39,11 +45,46 @@ class Phase:
     per_chunk_token: float = 0.0
     gradients: float = 0.0
     per_chunk: float = 0.0
+    per_key: float = 0.0
 
-    def at(self, tokens: float, chunk: float) -> float:
+    def at(self, tokens: float, chunk: float, keys: float = 0.0) -> float:
         """Bytes with T = tokens and C = chunk (0: the sequence is not cut)."""
         chunks = math.ceil(tokens / chunk) if chunk else 0
-        return self.constant + self.per_token * tokens + self.per_chunk_token * chunk + self.per_chunk * chunks
+        own = self.constant + self.per_token * tokens + self.per_chunk_token * chunk + self.per_chunk * chunks
+        return own + self.per_key * keys
+
+
+class Heads(NamedTuple):
+    """Of a layer's attention: of queries, of keys and values, and the bytes that a gathered key/value head takes for each
+    token of whole sequences."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a method's ranks share a sequence: by Ulysses or context parallelism, and the bytes of a step's exchanges.
+
+    heads: all that occur. traded, traded_keys: bytes of all-to-alls for a token of the shard, of keys (with no more ranks
+    than kv heads) and of the rest. gathered, summed: bytes of keys that are gathered and of gradients that are added up for
+    a token of the whole sequence; gathered_at_once: where one group has all heads. moved: bytes that putting keys in order
+    moves, for a token of the shard with Ulysses, of the whole sequence otherwise.
+    """
+
+    by: str
+    heads: tuple[Heads, ...]
+    traded: float = 0.0
+    traded_keys: float = 0.0
+    gathered: float = 0.0
+    gathered_at_once: float = 0.0
+    summed: float = 0.0
+    moved: float = 0.0
+
+    def repeats(self, ranks: int) -> float:
+        """How many times the bytes of keys grow where Ulysses has more ranks than kv heads."""
+        return max(1.0, max((ranks / heads.keys for heads in self.heads), default=1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +93,8 @@ class Method:
     keys and values of the layer at work are streamed from the host (`StreamConfig.gpu_memory`).
 
     first: phases of a step whose gradients are None at its start; accumulating: of one that adds to gradients.
-    host_*: bytes of host memory, per_chunk as in `Phase`. work: of a step, by kind of phase.
+    host_*: bytes of host memory, per_chunk as in `Phase`. work: of a step, by kind of phase. split: how ranks share a
+    sequence, if they do; T and C are then those of a rank's shard, but in `work`, which is all ranks', T is the sequence's.
     """
 
     name: str
@@ -66,6 +108,7 @@ class Method:
     host_per_token: float
     work: tuple[Part, ...]
     host_per_chunk: float = 0.0
+    split: Split | None = None
 
     @property
     def counts_chunks(self) -> bool:
@@ -150,29 +193,50 @@ class Setting:
         zero: 0 for DDP or one GPU; ZeRO's stage otherwise. optimizer: bytes a trainable parameter; 12 is Adam with a
             float32 copy of the weights, 0 leaves it out.
         gradient_bytes: of a gradient's element; None: as the parameter.
-        sequence_parallel: ranks that share one sequence.
+        ulysses, context_parallel: ranks that share one sequence; one of them at most is more than 1.
         optimizer_on_host: its state waits in host memory (ZeRO-Offload and the like).
         accumulate: the step adds to gradients that exist; False: it starts from None.
+        room: bytes that a rank gives to gathered keys and their gradients; a plan takes the part of the memory that a
+            step would. One key/value head is gathered in any case.
     """
 
     gpus: int = 1
     zero: int = 0
     optimizer: float = 12.0
     gradient_bytes: int | None = None
-    sequence_parallel: int = 1
+    ulysses: int = 1
+    context_parallel: int = 1
     expert_parallel: int = 1
     optimizer_on_host: bool = False
     accumulate: bool = False
+    room: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("gpus", "sequence_parallel", "expert_parallel"):
+        for field in ("gpus", "ulysses", "context_parallel", "expert_parallel"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be at least 1.")
+        if self.ulysses > 1 and self.context_parallel > 1:
+            raise ConfigError(f"{BOTH} Choose one: ulysses is {self.ulysses}, context_parallel {self.context_parallel}.")
+        if self.gpus % self.ranks:
+            raise ConfigError(
+                f"gpus is {self.gpus}, and {self.ranks} ranks share a sequence; gpus counts all of them and must be a "
+                "multiple of that."
+            )
         if self.zero not in range(4) or self.gpus % self.expert_parallel or self.optimizer < 0:
             raise ConfigError(
                 f"zero={self.zero}, gpus={self.gpus}, expert_parallel={self.expert_parallel}, optimizer={self.optimizer} "
                 "do not go together: zero must be 0 to 3, expert_parallel must divide gpus, and bytes are not negative."
             )
+
+    @property
+    def ranks(self) -> int:
+        """That share one sequence."""
+        return self.ulysses * self.context_parallel
+
+    @property
+    def split(self) -> str:
+        """How they share it; "" if there is one."""
+        return ULYSSES if self.ulysses > 1 else CONTEXT_PARALLEL if self.context_parallel > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,12 +283,13 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     kept = static(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)
     share = kept.gradients / born if born else 0.0
-    tokens = seq_len / setting.sequence_parallel
+    tokens = seq_len / setting.ranks
     chunk = min(chunk_size, tokens) if method.chunked else 0
+    keys = keys_held(method.split, tokens, setting)
     present = kept.gradients if setting.accumulate else 0.0
     parts: dict[str, tuple[float, float]] = {}  # gradients, activations
     for phase in method.accumulating if setting.accumulate else method.first:
-        value = phase.at(tokens, chunk)
+        value = phase.at(tokens, chunk, keys)
         found = (present + share * phase.gradients, value - phase.gradients)
         parts[phase.name] = max(parts.get(phase.name, found), found, key=sum)
     worst = max(parts, key=lambda name: sum(parts[name]))
@@ -238,11 +303,50 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
 
 def work(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> dict[str, Work]:
     """Of a step of `seq_len` positions a row in chunks of `chunk_size`, by kind of phase, over all ranks that share the
-    sequence."""
-    ranks = 1 if setting is None else setting.sequence_parallel
-    chunk = min(chunk_size * ranks, seq_len) if method.chunked else 0
+    sequence; `dispatches` are one rank's."""
+    ranks = 1 if setting is None else setting.ranks
+    whole = chunk_size if method.split is not None else chunk_size * ranks
+    chunk = min(whole, seq_len) if method.chunked else 0
     given = method.work[0].features(seq_len, chunk) if method.work else ()  # all parts have the same blocks
-    return {part.name: part.at(given) for part in method.work}
+    found = {part.name: part.at(given) for part in method.work}
+    if method.split is None:
+        return found
+    return {name: part._replace(dispatches=part.dispatches / ranks) for name, part in found.items()}
+
+
+def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
+    """What bytes of other ranks' keys go by, for a shard of so many tokens: with Ulysses tokens, as often as keys are
+    repeated; under context parallelism tokens of whole sequences times the heads of a group. [Note: bytes of keys]"""
+    if split is None:
+        return 0.0
+    if split.by == ULYSSES:
+        return tokens * split.repeats(setting.ranks)
+    whole, found = tokens * setting.ranks, 0.0
+    for heads in split.heads:
+        found = max(found, min(heads.keys * whole, setting.room / heads.size))
+    return max(whole, found)
+
+
+def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
+    """The methods that this setting's ranks can run; those that are not streamed are taken to share tokens evenly.
+
+    Raises:
+        ConfigError: none was counted with sequences split in this way. UnsupportedModelError: ranks cannot share the heads.
+    """
+    ranks, repeated = setting.ranks, False
+    found = [method for method in profile.methods if (method.split.by if method.split else "") == setting.split]
+    for split in (method.split for method in found):
+        for heads in split.heads if split is not None and split.by == ULYSSES else ():
+            for number in (heads.queries, heads.keys):
+                if number % ranks and (number == heads.queries or ranks % number):
+                    raise heads_error(number, ranks)
+            repeated |= heads.keys < ranks
+    found = [method for method in found if not (repeated and "kv" in method.saves)]  # repeated keys are not worth it
+    if not any(method.chunked for method in found):
+        how = setting.split or "whole sequences on each rank"
+        why = f" ({'; '.join(profile.left_out)})" if profile.left_out else ""
+        raise ConfigError(f"No streamed step was counted with {how}{why}. Plan the model anew with this setting.")
+    return tuple(method for method in profile.methods if method in found or not method.chunked)
 
 
 def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> float:
@@ -267,7 +371,9 @@ def from_json(data: Mapping[str, Any]) -> Profile:
     def method(value: Mapping[str, Any]) -> Method:
         phases = {name: tuple(Phase(**phase) for phase in value[name]) for name in (FIRST, ACCUMULATING)}
         parts = tuple(Part(part["name"], tuple(map(tuple, part["laws"])), part["k_block"]) for part in value["work"])
-        return Method(**{**value, "saves": tuple(value["saves"]), **phases, "work": parts})
+        split = value.get("split")
+        split = split and Split(**{**split, "heads": tuple(Heads(*heads) for heads in split["heads"])})
+        return Method(**{**value, "saves": tuple(value["saves"]), **phases, "work": parts, "split": split})
 
     groups = tuple(Group(**group) for group in data["groups"])
     methods = tuple(method(value) for value in data["methods"])

@@ -41,6 +41,7 @@ def headline(profile: Profile, setting: Setting) -> str:
     where = " on the host" if setting.optimizer_on_host else ""
     parts += [f"{setting.optimizer:g} optimizer bytes a parameter{where}"]
     parts += [f"ZeRO-{setting.zero} over {setting.gpus} GPUs"] if setting.zero else []
+    parts += [f"each sequence over {setting.ranks} ranks by {setting.split}"] if setting.split else []
     return "; ".join(parts)
 
 
@@ -55,15 +56,16 @@ def _choice(plan: Plan) -> list[str]:
         lines = [f"{plan.seq_len:,} tokens do not fit." if plan.seq_len else "Not even one token fits."]
     else:
         choice = plan.choice
-        saves = f", saves={choice.saves!r}" if choice.saves else ""
         offload = f", offload={choice.offload!r}" if choice.offload != "none" else ""
         budget = f", gpu_memory={written(choice.gpu_memory)}" if choice.gpu_memory is not None else ""
         peak = choice.peak
         lines = [
-            f"{choice.seq_len:,} tokens: streambp.StreamConfig(chunk_size={choice.chunk_size}{saves}{offload}{budget})",
+            f"{choice.seq_len:,} tokens: streambp.StreamConfig(chunk_size={choice.chunk_size}, saves={choice.saves!r}"
+            f"{offload}{budget})",
             f"  peak {peak.total / GIB:.1f} GiB in {peak.phase}, {peak.host / GIB:.1f} GiB of host memory, "
             f"{choice.flops / 1e15:.1f} PFLOP",
             *_seconds(plan, choice),
+            *_shares(plan, choice),
         ]
         following = [f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)" for one in plan.next_fastest]
         lines += [f"  next in speed: {', '.join(following)}"] if following else []
@@ -78,11 +80,22 @@ def _seconds(plan: Plan, choice: Choice) -> list[str]:
     spent = choice.seconds
     speed = throughput(spent, choice.seq_len, plan.profile.batch_size, plan.setting)
     parts = {"matrix products": spent.products, "attention": spent.attention, "other kernels": spent.elementwise}
-    parts |= {"waiting": spent.waiting} if spent.waiting >= 0.005 * spent.total else {}
+    for name, value in (("waiting", spent.waiting), ("exchanges", spent.exchange)):
+        parts |= {name: value} if value >= 0.005 * spent.total else {}
     guess = ", some of its rates guessed" if plan.rates.guess else ""
     return [
         f"  {duration(spent.total)} a step, {speed:,.0f} tokens/s, on {plan.rates.name}{guess}: "
         + ", ".join(f"{name} {duration(value)}" for name, value in parts.items()),
+    ]
+
+
+def _shares(plan: Plan, choice: Choice) -> list[str]:
+    if not plan.setting.split:
+        return []
+    return [
+        f"  each of the {plan.setting.ranks} ranks: {choice.seq_len // plan.setting.ranks:,} of the tokens in chunks of "
+        f"chunk_size, the peak, and {choice.link / GIB:.1f} GiB to the others in a step; "
+        f"{duration(choice.seconds.exchange)} of exchanges are not hidden (rates of links guessed)"
     ]
 
 

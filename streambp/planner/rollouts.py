@@ -94,9 +94,9 @@ def both_ways(
     Raises:
         ConfigError: the profile is of several rows, or sequences are split over ranks, where rows are computed.
     """
-    if profile.batch_size != 1 or setting.sequence_parallel != 1:
+    if profile.batch_size != 1 or setting.ranks != 1:
         raise ConfigError(
-            f"batch_size is {profile.batch_size} and sequence_parallel {setting.sequence_parallel}; a group of rows is "
+            f"batch_size is {profile.batch_size}, and {setting.ranks} ranks share a sequence; a group of rows is "
             "planned from one row on one rank. Leave both at 1."
         )
     rows, shared = (_way(profile, rollouts, shared, memory, setting, rates) for shared in (False, True))

@@ -1,10 +1,11 @@
 """Seconds of a step, from its work and a device's rates.
 
-    seconds = products + attention forward + attention backward + bytes moved + what copies and the host add
+    seconds = products + attention forward + attention backward + bytes moved + what copies, the host and exchanges add
 
 Four rates, fitted on measured steps. Nothing overlaps but copies and the host, which are waited for where they take longer
-than the kernels. Forward and backward alone: no optimizer, no communication between GPUs, and not the first step, which
-pins host memory (about 0.5 s a GiB) and compiles kernels.
+than the kernels. Forward and backward alone: no optimizer, no communication of parameters and gradients between GPUs, and
+not the first step, which pins host memory (about 0.5 s a GiB) and compiles kernels. Exchanges of ranks that share a
+sequence are in `planner/exchanges.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from streambp.planner.devices import Rates
+from streambp.planner.exchanges import exchange_seconds
 from streambp.planner.profile import Method, Profile, Setting, peak, work
 from streambp.planner.work import Work
 
@@ -21,7 +23,8 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Of a step on one rank: total = products + attention + elementwise + waiting; phases: the total by kind of phase."""
+    """Of a step on one rank: total = products + attention + elementwise + waiting + exchange; phases: the total by kind of
+    phase, without exchange."""
 
     total: float
     products: float
@@ -29,16 +32,19 @@ class Seconds:
     elementwise: float
     waiting: float
     phases: Mapping[str, float]
+    exchange: float = 0.0
 
 
 def seconds(method: Method, seq_len: int, chunk_size: int, rates: Rates, setting: Setting | None = None) -> Seconds:
     """Of a step of `seq_len` positions a row in chunks of `chunk_size`.
 
     Args:
-        setting: `sequence_parallel` ranks share the work evenly; None: one rank.
+        setting: its ranks share the work evenly; None: one rank.
     """
-    ranks = 1 if setting is None else setting.sequence_parallel
-    return seconds_of(work(method, seq_len, chunk_size, setting), rates, ranks)
+    ranks = 1 if setting is None else setting.ranks
+    found = seconds_of(work(method, seq_len, chunk_size, setting), rates, ranks)
+    exchange = exchange_seconds(method, seq_len, setting, rates, found.attention)
+    return dataclasses.replace(found, total=found.total + exchange, exchange=exchange)
 
 
 def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Seconds:
@@ -69,7 +75,7 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
 
 def throughput(found: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
     """Tokens a second over all ranks."""
-    return seq_len * batch_size * (setting.gpus / setting.sequence_parallel) / found.total
+    return seq_len * batch_size * (setting.gpus / setting.ranks) / found.total
 
 
 def worth(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,8 @@ class Span:
     host: int
     gradients: int
     work: Work
+    most: Mapping[float, float] = dataclasses.field(default_factory=dict)  # as in `splits.SplitCount`, as are links
+    links: tuple[float, ...] = ()
 
 
 class Count(Protocol):
@@ -73,19 +75,21 @@ class Phases:
         self._current: tuple[str, int | None] | None = None
         self._start = 0
         self._work = Work()
+        self._links: tuple[float, ...] = ()
         self.backward = False
 
     def enter(self, name: str | None, layer: int | None = None) -> None:
         """None ends the step."""
         count = self._count
-        work = getattr(count, "work", Work())
+        work, links = getattr(count, "work", Work()), tuple(getattr(count, "links", ()))
         if self._current is not None:
             gradients = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
             done = work.plus(self._work, -1)
             span = Span(*self._current, self._start, count.peak, count.live, self._host(), gradients, done)
-            self.spans.append(span)
+            linked = tuple(now - before for now, before in zip(links, self._links, strict=True))
+            self.spans.append(dataclasses.replace(span, most=getattr(count, "most", {}), links=linked))
         self._current = None if name is None else (name, layer)
-        self._start, self._work = count.live, work
+        self._start, self._work, self._links = count.live, work, links
         count.reset_peak()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from streambp.admission.stacks import find_stacks, kind_of, states_argument
 from streambp.attention.kernels import K_BLOCK, MATH
@@ -18,19 +18,26 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
-from streambp.offload.engines import BACK, OUT, Engine, SynchronousEngine
-from streambp.offload.manager import OffloadManager
-from streambp.offload.stores import MicroBatch
-from streambp.offload.transfers import Entry, Holding
 from streambp.planner.compose import Counted, Point, Totals, fit, growth, later, solve, unroll
-from streambp.planner.count import Shapes, StepCount, one_kernel
+from streambp.planner.count import Shapes, StepCount
+from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
 from streambp.planner.laws import Part, fit_part
 from streambp.planner.mixers import assumed
-from streambp.planner.profile import Group, Method, Node, Profile
+from streambp.planner.profile import (
+    CONTEXT_PARALLEL,
+    ULYSSES,
+    Group,
+    Heads,
+    Method,
+    Node,
+    Profile,
+)
 from streambp.planner.skeleton import Reduced, Skeleton, reduce_layers
+from streambp.planner.splits import SplitCount, fewest_ranks, lines_of_keys, split_of, split_over
 from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
 from streambp.planner.tree import module_tree
+from streambp.planner.work import Work
 
 CHUNKS = (4096, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
 TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their tiles are small, and there are many
@@ -38,12 +45,14 @@ TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their t
 
 @dataclasses.dataclass(frozen=True)
 class SurveyRecipe:
-    """A way to run a step. config: streambp's; None: unpatched, with checkpointing and a fused head or without."""
+    """A way to run a step. config: streambp's; None: unpatched, with checkpointing and a fused head or without. split: how
+    ranks share a sequence, if they do."""
 
     name: str
     config: StreamConfig | None = None
     checkpointing: bool = False
     fused_head: bool = False
+    split: str = ""
 
     @property
     def share(self) -> int:
@@ -53,7 +62,7 @@ class SurveyRecipe:
         return 15 if self.config.gpu_memory is None else 30
 
 
-def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> SurveyRecipe:
+def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = "") -> SurveyRecipe:
     """A streamed recipe; its name says how.
 
     Raises:
@@ -61,9 +70,11 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none") -> SurveyRecipe
     """
     if any(LAST in name for name in saves):
         raise ConfigError(f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what follows out.")
-    parts = [f"saves {'+'.join(saves)}"] if saves else []
+    parts = [split.removeprefix("DeepSpeed ")] if split else []
+    parts += [f"saves {'+'.join(saves)}"] if saves else []
     parts += ["offload"] if offload != "none" else []
-    return SurveyRecipe(f"streambp {', '.join(parts)}".strip(), StreamConfig(saves=saves, offload=offload))  # type: ignore[arg-type]
+    config = StreamConfig(saves=saves, offload=offload)  # type: ignore[arg-type]
+    return SurveyRecipe(f"streambp {', '.join(parts)}".strip(), config, split=split)
 
 
 PLAIN = SurveyRecipe("plain")
@@ -72,54 +83,14 @@ CHECKPOINTING_HEAD = SurveyRecipe("checkpointing, fused head", checkpointing=Tru
 LEAST = 1  # a gpu_memory that leaves nothing of a prefix on the device but the tiles at work
 STREAMED = (
     *(streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv"))),
-    SurveyRecipe("streambp offload, keys on the host", StreamConfig(offload="cpu", gpu_memory=LEAST)),
+    SurveyRecipe("streambp offload, keys on the host", StreamConfig(saves=(), offload="cpu", gpu_memory=LEAST)),
 )
 
 
-class UncountedHost(SynchronousEngine):
-    """Copies at once, like a CPU's; host memory stays out of the count of the device's."""
-
-    def __init__(self, device: torch.device, skeleton: Skeleton | None = None) -> None:
-        super().__init__(device)
-        self._skeleton = skeleton
-
-    def host_buffer(self, size: int) -> Tensor:
-        """Allocated while the modes that count are off."""
-        with _disable_current_modes(), self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext():
-            return torch.empty(size, dtype=torch.uint8)
-
-    def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Counted as bytes of the link."""
-        size = target.nbytes
-        with one_kernel(0, out=size if queue == OUT else 0, back=size if queue == BACK else 0):
-            super().copy(queue, target, source)
-
-
-class CountingManager(OffloadManager):
-    """Counts the host's bytes of a step: what waits for backward, and at most of one layer's keys and values."""
-
-    def __init__(self, layers: int = 0, gpu_memory: int | None = None, engine: UncountedHost | None = None) -> None:
-        super().__init__(None, "raise", layers, gpu_memory, engine=engine)
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._waiting = self._prefix = 0
-
-    def on_host(self) -> int:
-        """Bytes of host memory that the step has needed so far."""
-        return self._waiting + self._prefix
-
-    def place(
-        self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
-    ) -> Entry | None:
-        """`OffloadManager.place`, counted: saved tensors add up, of prefixes the largest counts."""
-        entry = super().place(holding, engine, tensor, optional, foreign)
-        if isinstance(holding, MicroBatch):
-            self._waiting += tensor.nbytes
-        else:
-            self._prefix = max(self._prefix, holding.stack.used)
-        return entry
+SPLIT = {
+    by: tuple(streamed(saves, offload, by) for offload in ("none", "cpu") for saves in all_saves)
+    for by, all_saves in ((ULYSSES, ((), ("attn_out",), ("attn_out", "kv"))), (CONTEXT_PARALLEL, ((), ("attn_out",))))
+}
 
 
 def survey(
@@ -148,15 +119,21 @@ def survey(
     unsharded = _gathered_at_once(skeleton)
     reduced = reduce_layers(skeleton.model)
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
-    methods, left_out = [], []
+    methods, left_out, refused = [], [], set[str]()
     shares = [recipe.share for recipe in recipes]
     for number, recipe in enumerate(recipes):
+        if recipe.split in refused:
+            continue
         if said is not None:
             said(recipe.name, sum(shares[:number]) / sum(shares))
         try:
             methods.append(_method(counter, recipe, at, accumulating, timed))
         except Exception as error:  # whatever a model's own forward raises on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            if recipe.split and any(other.config and not other.split for other in recipes):
+                left_out.append(f"{recipe.split} ({reason})")
+                refused.add(recipe.split)
+                continue
             if isinstance(error, StreamBPError):
                 raise
             if recipe.config is not None:
@@ -167,7 +144,9 @@ def survey(
             left_out.append(f"{recipe.name} ({reason})")
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
     name = type(skeleton.causal_lm).__name__
-    modules = module_tree(skeleton, reduced, batch_size) if tree and not left_out else Node("", name, 1, 0, 0.0)
+    modules = (
+        module_tree(skeleton, reduced, batch_size) if tree and len(refused) == len(left_out) else Node("", name, 1, 0, 0.0)
+    )
     shape = (name, dtype, len(reduced.kinds), batch_size)
     mixers = assumed(skeleton.model, skeleton.mixers)
     return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out), mixers)
@@ -205,7 +184,8 @@ class Counter:
     def __post_init__(self) -> None:
         self.shapes = Shapes(self.skeleton.mode)
         self._fused: bool | None = None
-        self._apart: dict[tuple[tuple[str, ...], Point], Totals] = {}
+        self._apart: dict[tuple[str, tuple[str, ...], Point], Totals] = {}
+        self._heads: dict[str, list[Heads]] = {}
         self.growth: list[Counted] = []  # of streamed steps that add to gradients
 
     @property
@@ -235,13 +215,32 @@ class Counter:
         """Points that tell the work's laws apart: two chunks of `size`, and three of twice that. Counted once for all
         methods that save the same, whose work differs in copies to the host alone."""
         assert recipe.config is not None
-        saves = recipe.config.named_saves
-        points = (2 * size, size), (6 * size, 2 * size)
+        saves, split = recipe.config.named_saves, recipe.split
+        points = (2 * size, size), ((8 if split else 6) * size, 2 * size)
         for point in points:
-            if (saves, point) not in self._apart:
+            if (split, saves, point) not in self._apart:
                 (spans,) = self.count(recipe, point, accumulate=False)
-                self._apart[saves, point] = unroll(spans, self.reduced)[1]
-        return {point: self._apart[saves, point] for point in points}
+                self._apart[split, saves, point] = unroll(spans, self.reduced)[1]
+        return {point: self._apart[split, saves, point] for point in points}
+
+    def heads(self, recipe: SurveyRecipe) -> list[Heads]:
+        """Of all layers that attend.
+
+        Raises:
+            StreamBPError: the model cannot be split over ranks, for the reason that a step gives.
+        """
+        if recipe.split not in self._heads:
+            seen: set[Heads] = set()
+            shared = split_over(recipe.split, 1, self.batch_size, 16, seen)
+            with shared, self._prepared(recipe, 8), self.skeleton.running(), StepCount(None):
+                ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
+                self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
+            self._heads[recipe.split] = sorted(seen)
+        return self._heads[recipe.split]
+
+    def ranks(self, recipe: SurveyRecipe) -> int:
+        """On how many a split is counted."""
+        return fewest_ranks(self.heads(recipe)) if recipe.split == ULYSSES else 2
 
     def count(self, recipe: SurveyRecipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
         """The spans of a first step and, if asked for, of a second that adds to its gradients."""
@@ -257,11 +256,15 @@ class Counter:
             return result
 
         model.zero_grad(set_to_none=True)
-        with self._prepared(recipe, point[1]) as manager, skeleton.running(), launched_kernels():
+        shared: Any = contextlib.nullcontext()
+        kind: type[StepCount] = StepCount
+        if recipe.split:
+            shared, kind = split_over(recipe.split, self.ranks(recipe), self.batch_size, point[0]), SplitCount
+        with shared, self._prepared(recipe, point[1]) as manager, skeleton.running(), launched_kernels():
             steps = []
             for _ in range(1 + accumulate):
                 manager.begin()
-                steps.append(run_step(model, layers, loss, StepCount(self.kernels, self.shapes), manager.on_host))
+                steps.append(run_step(model, layers, loss, kind(self.kernels, self.shapes), manager.on_host))
         return steps
 
     @contextlib.contextmanager
@@ -300,7 +303,11 @@ def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulati
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
+    ranks = counter.ranks(recipe) if recipe.split else 1  # or raise
     points = _points(at, chunked, fused, counter.carries_states, tiles)
+    if recipe.split:  # a shard is two parts of whole chunks
+        large = 4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
+        points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
     first: list[list[Counted]] = []
     again: list[list[Counted]] = []
     totals: list[Totals] = []
@@ -314,10 +321,16 @@ def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulati
             more = more or growth(phases, unroll(steps[1], counter.reduced)[0])
             again.append(later(phases, more))
     counter.growth = more if chunked else counter.growth
+    split = None
+    if recipe.config is not None and recipe.split:
+        heads, saves = counter.heads(recipe), recipe.config.named_saves
+        split = split_of(recipe.split, heads, totals[0].links, ranks, points[0][0], saves)
+        first, again = (lines_of_keys(phases, split, [t for t, _ in points], ranks) for phases in (first, again))
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
     host = solve(points, [total.host for total in totals])
     apart = counter.apart(recipe, points[0][1]) if chunked and timed and not tiles else {}
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
+    counted, apart = (_over(ranks, found) for found in (dict(zip(points, totals, strict=True)), apart))
     config = recipe.config or StreamConfig()
     return Method(
         recipe.name,
@@ -329,9 +342,20 @@ def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulati
         tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1]),
         host[0],
         host[1],
-        tuple(_part(name, dict(zip(points, totals, strict=True)), apart, k_block) for name in totals[0].work),
+        tuple(_part(name, counted, apart, k_block) for name in totals[0].work),
         host[3],
+        split,
     )
+
+
+def _over(ranks: int, found: dict[Point, Totals]) -> dict[Point, Totals]:
+    """The work of all ranks that share a sequence, by the sequence's length."""
+    return {
+        (ranks * tokens, chunk): dataclasses.replace(
+            total, work={name: Work().plus(work, ranks) for name, work in total.work.items()}
+        )
+        for (tokens, chunk), total in found.items()
+    }
 
 
 def _part(name: str, counted: dict[Point, Totals], apart: dict[Point, Totals], k_block: int) -> Part:

@@ -32,7 +32,7 @@ def room_for_keys(device: torch.device) -> int:
     return int(memory_limit(device) - torch.cuda.memory_allocated(device)) // SHARE
 
 
-def _collective(names: tuple[str, ...]) -> Callable[..., Any]:
+def collective(names: tuple[str, ...]) -> Callable[..., Any]:
     """torch.distributed's function by the first of these names that this version has."""
     function: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
     return function
@@ -135,9 +135,16 @@ class GatheredShards(Shards):
         while sums:
             sent = self.by_rank(sums.pop(0))
             mine = torch.empty_like(sent[0])
-            _collective(REDUCE_SCATTER)(mine.view(-1), sent.view(-1), group=self.group)
+            collective(REDUCE_SCATTER)(mine.view(-1), sent.view(-1), group=self.group)
             found.append(mine.to(dtype).transpose(1, 2))
         return found
+
+
+def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
+    """What a head of k [B, H_kv, T / P, D] and v [B, H_kv, T / P, D_v] takes, gathered over `whole` tokens: at work and
+    on its way, and their gradients, of which one is sent."""
+    item, wide = k.element_size(), torch.promote_types(k.dtype, torch.float32).itemsize
+    return k.shape[0] * whole * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
 
 
 class GatheredKeys:
@@ -150,10 +157,7 @@ class GatheredKeys:
     def __init__(self, shards: GatheredShards, k: Tensor, v: Tensor, heads: int) -> None:
         self.shards, self.own = shards, (k, v)
         self.readers = heads // k.shape[1]
-        item, wide = k.element_size(), torch.promote_types(k.dtype, torch.float32).itemsize
-        # Those at work and those that come; their gradients, of which one is sent.
-        head = k.shape[0] * shards.whole_length * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
-        self.size = max(1, min(k.shape[1], shards.room // head))
+        self.size = max(1, min(k.shape[1], shards.room // bytes_of_a_head(k, v, shards.whole_length)))
         self.held: KeyGroup | None = None
         self.coming = self._start(0)
 
@@ -180,7 +184,7 @@ class GatheredKeys:
         for part in self.own:
             mine = part[:, first : first + self.size].transpose(1, 2).contiguous()
             everyones = mine.new_empty((self.shards.size, *mine.shape))
-            work = _collective(GATHER)(everyones.view(-1), mine.view(-1), group=self.shards.group, async_op=True)
+            work = collective(GATHER)(everyones.view(-1), mine.view(-1), group=self.shards.group, async_op=True)
             found.append((work, everyones, mine))
         return found
 

@@ -45,7 +45,7 @@ from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Passes, outputs_of, run_forward
-from streambp.layer.other_leaves import refuse_other_leaves
+from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole
 from streambp.layer.products import left_out, summed
 from streambp.layer.recompute import RandomState
@@ -260,7 +260,7 @@ def _saved_keys(call: ShardedCall) -> Keys:
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
     """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
     linears, unread = call.site.linears, call.unread.to_differentiate_after.difference(call.kept.products_after)
-    with summed(linears, work.sums), left_out(linears, unread, work.sums):
+    with summed(linears, work.sums, unread):
         for chunk in call.plan.backward():
             hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
@@ -334,7 +334,7 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended:
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
     """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
     linears, unread = call.site.linears, call.unread.to_differentiate_before.difference(call.kept.products_before)
-    with summed(linears, work.sums), left_out(linears, unread, work.sums):
+    with summed(linears, work.sums, unread):
         for chunk in call.plan.backward():
             hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)

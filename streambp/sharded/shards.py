@@ -98,10 +98,7 @@ class Shards:
         if heads < self.size and self.size % heads == 0:
             x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
         if heads % self.size:
-            raise UnsupportedModelError(
-                f"{heads} attention heads cannot be split over {self.size} ranks. Choose an sp_size that divides the "
-                "number of heads, and divides or is a multiple of the number of key and value heads."
-            )
+            raise heads_error(heads, self.size)
         mine = self._exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))  # [P, B, H / P, T / P, D]
         return mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
 
@@ -158,6 +155,14 @@ class Shards:
         return received
 
 
+def heads_error(heads: int, ranks: int) -> UnsupportedModelError:
+    """That Ulysses cannot give each rank as many heads."""
+    return UnsupportedModelError(
+        f"{heads} attention heads cannot be split over {ranks} ranks. Choose an sp_size that divides the number of heads, "
+        "and divides or is a multiple of the number of key and value heads."
+    )
+
+
 def gather_shards(
     kind: Callable[..., Shards],
     group: Any,
@@ -198,13 +203,21 @@ def gather_shards(
 
 def _agree(group: Any, mine: Tensor) -> list[list[int]]:
     """What every rank hands in, all but the last number the same."""
-    everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
+    try:
+        everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
+    except RuntimeError as error:
+        raise StreamBPError(
+            "The ranks of the group that shares sequences did not all begin this forward: one of them has ended, or does "
+            "not split its batch. If no other rank shows an error of its own, enter context_parallel on every rank of its "
+            "mesh (DeepSpeed Ulysses: have the model in training mode on all ranks, or on none)."
+        ) from error
     for rank, other in enumerate(everyones):
         if other[:-1] != everyones[0][:-1]:
             raise StreamBPError(
-                f"Rank 0 of the group that shares sequences holds [rows, tokens, kind of mask, settings] = "
+                f"Rank 0 of the group that shares sequences holds [rows, tokens, position_ids and mask, settings] = "
                 f"{everyones[0][:-1]}, rank {rank} {other[:-1]}. Shards must have the same shape (the number of ranks must "
-                "divide the number of tokens), and StreamConfig must be the same on all ranks; only chunk_size may differ."
+                "divide the number of tokens) and position_ids; an attention_mask is for all ranks or for none; and "
+                "StreamConfig must be the same on all ranks; only chunk_size may differ."
             )
     return everyones
 

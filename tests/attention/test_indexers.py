@@ -165,7 +165,7 @@ def test_picks_are_kept_until_their_chunk_is_differentiated(monkeypatch):
     kept = []
     real = Kept.keep
     monkeypatch.setattr(Kept, "keep", lambda self, chunk, *given: (real(self, chunk, *given), kept.append(self))[0])
-    ours = patched(build(), chunk_size=CHUNK)
+    ours = patched(build(), chunk_size=CHUNK, saves=())
     loss = ours(**make_batch("plain"), use_cache=False).loss
     stores = {id(one): one.store for one in kept}.values()
     sizes = [store.peek("picks.0", number).shape[-1] for store in stores for number in range(-(-LENGTH // CHUNK))]

@@ -1,6 +1,9 @@
-"""HF Trainer or TRL's SFTTrainer with accelerate's cp_size, on FSDP2; rank 0 saves weights and what was logged.
+"""HF Trainer or TRL's SFTTrainer with accelerate's cp_size, on FSDP2, in float64; rank 0 saves weights and what was logged.
 
-python -m tests.distributed.context_trainer RANK PORT FOLDER {trainer,sft} {alone,stock,streamed,resumed,...} WORLD_SIZE
+python -m tests.distributed.context_trainer RANK PORT FOLDER {trainer,sft} {alone,stock,streamed,...} WORLD_SIZE
+
+"streamed from stock" goes on, streamed, from the checkpoint of "stock". "stock ddp" and so on: HF Trainer under DDP or
+FSDP2, whole sequences; "mutant ddp" streams wrongly. Several, with commas between them, share a start.
 
 accelerate takes FSDP2 only where it finds an accelerator, so it is told that it has found one; torch's ring, which
 unpatched models train under, has no handler for a CPU's kernel (`ring_on_cpu.py`). Nothing else stands in.
@@ -11,12 +14,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 LENGTH, STEPS, SAVED_AT, CHUNKS = 24, 3, 2, (5, 7, 3, 12)
+FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+WHOLE = ("ddp", "fsdp2")  # engines that split no sequence
+
+
+class InFloat64:
+    """torch for TRL's own loss, which sums in float32 whatever it is given."""
+
+    def __getattr__(self, name):
+        return getattr(torch, "float64" if name == "float32" else name)
 
 
 def rows(count, seed):
@@ -39,23 +51,25 @@ def made(objective, what, folder, world_size):
     from tests.families import build
     from tests.integrations.test_trl import tokenizer
 
-    streams, replicas = what in ("streamed", "resumed", "streamed twice"), 2 if what.endswith("twice") else 1
+    run, _, saved = what.partition(" from ")
+    how, _, engine = run.partition(" ")
+    streams, replicas = how in ("streamed", "mutant"), 2 if engine == "twice" else 1
     settings = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-2,
         "optim": "sgd", "optim_args": "momentum=0.9",  # Adam would make the rounding of small gradients large
         "lr_scheduler_type": "constant", "report_to": [], "disable_tqdm": True,
         "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "eval_strategy": "steps", "eval_steps": SAVED_AT,
-        "logging_steps": 1, "save_strategy": "steps" if replicas == 1 and objective == "trainer" else "no",
+        "logging_steps": 1, "save_strategy": "no" if saved or replicas == 2 else "steps",
         "save_steps": SAVED_AT, "bf16": False,
     }  # fmt: skip
-    if what == "alone":
-        settings["use_cpu"] = True
+    if what == "alone" or engine == "ddp":
+        settings |= {"use_cpu": True, "ddp_backend": "gloo"}
     else:
-        wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
-        split = ParallelismConfig(cp_size=world_size // replicas, dp_shard_size=replicas)
-        settings |= {"fsdp": "full_shard", "fsdp_config": wrapped, "parallelism_config": split}
-    output = str(Path(folder) / f"{objective}-{'streamed' if what == 'resumed' else what}")
-    model, size = build("qwen3"), CHUNKS[int(os.environ["RANK"])]
+        settings |= {"fsdp": "full_shard", "fsdp_config": FSDP2}
+    if engine not in WHOLE and what != "alone":
+        settings["parallelism_config"] = ParallelismConfig(cp_size=world_size // replicas, dp_shard_size=replicas)
+    output = f"{folder}/{objective} {what}"
+    model, size = build("qwen3", torch.float64, seed=1 if saved else 0), CHUNKS[int(os.environ["RANK"])]
     if objective == "trainer":
         if streams:
             streambp.patch(model, streambp.StreamConfig(chunk_size=size, saves=("attn_out",)))
@@ -75,32 +89,68 @@ def made(objective, what, folder, world_size):
     )
 
 
-def main():
-    rank, port, folder, objective, what, world_size = sys.argv[1:]
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": port, "ACCELERATE_TORCH_DEVICE": "cpu"}
+def let_accelerate_shard():
+    """accelerate takes FSDP2 only where it finds an accelerator, so it is told that it has found one."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+
+
+def mutate(monkeypatch):
+    """Streamed layers take gradients for a thousandth more than they are."""
+    from streambp.layer.function import StreamedLayer
+
+    real = StreamedLayer.backward
+    scaled = lambda ctx, *grads: real(ctx, *(None if grad is None else 1.001 * grad for grad in grads))  # noqa: E731
+    monkeypatch.setattr(StreamedLayer, "backward", staticmethod(scaled))
+
+
+def train(folder, objective, what, world_size):
+    """Trains, and saves what rank 0 found."""
+    from accelerate.state import AcceleratorState
+
+    from streambp import describe
     from tests.distributed import ring_on_cpu
     from tests.distributed.watch import engines_seen
+    from tests.oracle import lift_float32_casts
 
-    if what != "alone":
-        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
-    trainer = made(objective, what, folder, int(world_size))
-    ring = ring_on_cpu.enabled() if what.startswith("stock") else contextlib.nullcontext()
-    with ring, engines_seen() as engines:
-        checkpoint = f"{trainer.args.output_dir}/checkpoint-{SAVED_AT}"
-        trainer.train(resume_from_checkpoint=checkpoint if what == "resumed" else None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with contextlib.ExitStack() as stack:
+        monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
+        if what.startswith("mutant"):
+            mutate(monkeypatch)
+        lift_float32_casts(monkeypatch)
+        monkeypatch.setattr("trl.kernels.chunked_logprob.torch", InFloat64())
+        if what.startswith("stock") and not what.endswith(WHOLE):
+            stack.enter_context(ring_on_cpu.enabled())
+        trainer = made(objective, what, folder, world_size)
+        engines = stack.enter_context(engines_seen())
+        _, resumes, saved = what.partition(" from ")
+        checkpoint = f"{folder}/{objective} {saved}/checkpoint-{SAVED_AT}"
+        trainer.train(resume_from_checkpoint=checkpoint if resumes else None)
     weights = {}
     for name, parameter in trainer.model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         weights[name] = whole.detach().double().clone()
-    if rank == "0":
+    if os.environ["RANK"] == "0":
         logged = [{key: value for key, value in entry.items() if "runtime" not in key and "per_second" not in key}
                   for entry in trainer.state.log_history]  # fmt: skip
         found = {"weights": weights, "logged": logged, "engines": sorted(engines)}
+        if not what.startswith(("alone", "stock")):
+            found["paths"] = sorted({layer.path for layer in describe(trainer.model).layers})
         torch.save(found, f"{folder}/{objective}-{what}.pt")
+
+
+def main():
+    rank, port, folder, objective, whats, world_size = sys.argv[1:]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": port}
+    if not whats.endswith(("alone", "ddp")):
+        let_accelerate_shard()
+    for what in whats.split(","):
+        train(folder, objective, what, int(world_size))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

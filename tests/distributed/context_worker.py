@@ -1,6 +1,6 @@
 """One rank of several over which torch's context parallelism splits sequences.
 
-python -m tests.distributed.context_worker RANK PORT '{"gradients": [{"mode": "packed"}], "training": [{}]}' WORLD_SIZE
+python -m tests.distributed.context_worker RANK PORT '{"gradients": [{"mode": "packed"}], "training": [{}], ...}' WORLD_SIZE
 
 Every case is computed by the unpatched model in a single process, on whole sequences, and by streamed layers under torch's
 own context manager, whose chunks differ between ranks.
@@ -13,13 +13,13 @@ import itertools
 import json
 import os
 import sys
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.functional import pad
 
 import streambp
@@ -28,8 +28,8 @@ from streambp.errors import StreamBPError
 from streambp.known_names import GATHER, REDUCE_SCATTER
 from streambp.sharded import gathered, layer
 from tests.distributed import context_mutants, ring_on_cpu
-from tests.distributed.split_worker import gradients_of, lifted, model_for, whole_batch
-from tests.oracle import worst_error
+from tests.distributed.split_worker import float64_gradients, gradients_of, lifted, model_for, whole_batch
+from tests.oracle import relative_l2, worst_error
 
 CHUNKS = (5, 7, 3, 12)  # of each rank
 OTHER_CHUNKS = (12, 1, 2, 3)
@@ -55,6 +55,7 @@ def split(mesh, batch, case):
 
     before = _cp_options.enable_load_balance
     _cp_options.enable_load_balance = case.get("order", "head-tail") == "head-tail"
+    set_rotate_method(case.get("rotate", "allgather"))
     outside = case.get("outside", ())
     buffers = [tensor for name, tensor in batch.items() if name not in outside]
     try:
@@ -103,7 +104,7 @@ def everyones(mine):
 
 
 def config_of(case, rank):
-    chunks = OTHER_CHUNKS if case.get("chunks") == "others" else CHUNKS
+    chunks = OTHER_CHUNKS if case.get("chunks") == "others" else case.get("chunks", CHUNKS)
     return streambp.StreamConfig(chunk_size=chunks[rank], **case.get("config", {}))
 
 
@@ -115,7 +116,9 @@ def gradients(case, rank, mesh):
     if rank == 0:
         expected_loss, expected, _ = gradients_of(model_for(case), whole_batch(case), items, reduce=False)
     if case.get("stock"):
-        result["unpatched"] = ring_error(case, batch, items, mesh, expected)
+        with ring_on_cpu.rotations() as rotated:
+            result["unpatched"] = ring_error(case, batch, items, mesh, expected)
+        result["rotated"] = sorted(rotated)
         batch, _ = as_trainer_gives(case)
     model = streambp.patch(model_for(case), config_of(case, rank))
     with pytest.MonkeyPatch.context() as patch:
@@ -148,17 +151,47 @@ def ring_error(case, batch, items, mesh, expected):
     return worst_error(found, expected) if expected is not None else None
 
 
+def precision(case, rank, mesh):
+    """Errors of the whole gradient against float64: of streamed layers, and of torch's unpatched ring."""
+    result, truth = {"case": case}, float64_gradients(case)
+    for name in ("stock", "ours"):
+        model, (batch, items) = model_for(case), as_trainer_gives(case)
+        model = ring_on_cpu.causal(model) if name == "stock" else streambp.patch(model, config_of(case, rank))
+        with ring_on_cpu.enabled(widens=True), split(mesh, batch, case):
+            result[name] = relative_l2(gradients_of(model, batch, items, reduce=True)[1], truth)
+    return result
+
+
+ON_ONE_RANK = {
+    "moved": lambda batch: batch["position_ids"].add_(1),
+    "missing": lambda batch: batch.pop("position_ids"),
+    "masked": lambda batch: batch.update(attention_mask=torch.ones_like(batch["input_ids"])),
+    "a row less": lambda batch: batch.update({name: tensor[:1] for name, tensor in batch.items()}),
+}
+
+
 def refused(case, rank, mesh):
-    """The message on each rank, and how long the slowest one took."""
+    """The message on each rank."""
     batch, items = as_trainer_gives(case)
     model = streambp.patch(model_for(case), config_of({**case, "config": case.get("configs", [{}] * 9)[rank]}, rank))
-    began, message = time.monotonic(), None
+    message, mesh = None, init_device_mesh("cpu", case["mesh"]) if "mesh" in case else mesh
     try:
         with split(mesh, batch, case):
+            if rank == 1 and "on rank 1" in case:
+                ON_ONE_RANK[case["on rank 1"]](batch)
             gradients_of(model, batch, items, reduce=False)
-    except StreamBPError as error:
+    except (StreamBPError, ValueError) as error:
         message = f"{type(error).__name__}: {error}"
-    return {"case": case, "messages": everyones(message), "seconds": time.monotonic() - began}
+    return {"case": case, "messages": everyones(message)}
+
+
+def entered(case, rank, mesh):
+    """Only rank 0 splits its batch; the other trains on its whole batch, and ends."""
+    batch, items = as_trainer_gives(case)
+    model = streambp.patch(model_for(case), config_of(case, rank))
+    with split(mesh, batch, case) if rank == 0 else contextlib.nullcontext():
+        gradients_of(model, batch, items, reduce=False)
+    sys.exit()
 
 
 def training(case, rank, mesh):
@@ -182,7 +215,10 @@ def training(case, rank, mesh):
     return {"case": case, "error": worst_error(*found)}
 
 
-RUNS = {"gradients": lifted(gradients), "refused": lifted(refused), "training": training}
+RUNS = {
+    "gradients": lifted(gradients), "precision": precision, "training": training, "refused": lifted(refused),
+    "entered": lifted(entered),
+}  # fmt: skip
 
 
 def main():

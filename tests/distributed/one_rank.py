@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from streambp.distributed.ulysses import Ulysses
-from streambp.model import split
+from streambp.model import causal_lm, split, wrappers
 
 
 def give_back(received, sent, group=None):
@@ -15,6 +15,8 @@ def give_back(received, sent, group=None):
 
 def split_over_one_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(split, "find_ulysses", lambda implementation: Ulysses(group=None, disable_in_eval=False))
+    for module in (causal_lm, wrappers):
+        patch.setattr(module, "is_initialized", lambda: True)
     patch.setattr(dist, "all_to_all_single", give_back)
     patch.setattr(dist, "all_gather", lambda parts, tensor, group=None: parts[0].copy_(tensor))
     patch.setattr(dist, "get_world_size", lambda group=None: 1)

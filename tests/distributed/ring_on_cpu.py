@@ -36,17 +36,34 @@ def handler(op_call, args, kwargs):
 
 
 @contextlib.contextmanager
-def enabled():
-    """Within, `context_parallel` works on a CPU, in the dtype of its tensors."""
+def enabled(widens=False):
+    """Within, `context_parallel` works on a CPU; widens: it adds up in float32, its default, else in its tensors' dtype."""
     before, convert = dict(ring.custom_ops), ring._cp_options.convert_to_f32
     ring.custom_ops.update({FORWARD: handler, BACKWARD: handler})
-    ring._cp_options.convert_to_f32 = False
+    ring._cp_options.convert_to_f32 = widens
     try:
         yield
     finally:
         ring.custom_ops.clear()
         ring.custom_ops.update(before)
         ring._cp_options.convert_to_f32 = convert
+
+
+@contextlib.contextmanager
+def rotations():
+    """A set that fills with how the ring within passes K and V on, by the names of `set_rotate_method`."""
+    found, real = set(), ring._create_rotater
+
+    def create(group, dim, method=None):
+        if method is None:  # gradients of K and V have their own
+            found.add(ring._cp_options.rotate_method.name.replace("_", "").lower())
+        return real(group, dim, method)
+
+    ring._create_rotater = create
+    try:
+        yield found
+    finally:
+        ring._create_rotater = real
 
 
 def causal(model):

@@ -250,9 +250,9 @@ def lifted(function):
 
 @lifted
 def float64_gradients(case):
-    """Of the model that has the same weights in bfloat16."""
+    """Of the model that has the same weights in bfloat16, or in the case's dtype."""
     batch = whole_batch(case)
-    model = model_for({**case, "dtype": "bfloat16"}).double()
+    model = model_for({"dtype": "bfloat16", **case}).double()
     return gradients_of(model, batch, (batch["labels"][:, 1:] != -100).sum(), reduce=False)[1]
 
 

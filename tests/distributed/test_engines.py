@@ -65,7 +65,7 @@ BETWEEN = [{"resume": "patched"}, {"resume": "from unpatched", "eval": True}]
 PARTS = [{"frozen": True, "tied": True}, {"lora": True}]
 ALONE = {
     "ddp": [
-        *BETWEEN, *PARTS, {"lora": True, "options": {"find_unused_parameters": True}},
+        *BETWEEN, *PARTS, {"lora": True, "options": {"find_unused_parameters": True}}, {"stream": STREAM},
         {"logits": True, "options": {"find_unused_parameters": True}, "eval": True},
     ],
     "fsdp": [

@@ -116,3 +116,13 @@ def test_a_hole_between_two_shards_is_refused(monkeypatch):
 def test_ranks_that_would_exchange_differently_raise_on_all_of_them(rank, monkeypatch):
     with pytest.raises(StreamBPError, match="only chunk_size may differ"):
         gather(monkeypatch, rank, {"position_ids": torch.arange(8)[None]}, agreed=(0, 1))
+
+
+def test_a_rank_that_does_not_split_its_batch_leaves_the_others_waiting(monkeypatch):
+    def all_gather(parts, tensor, group=None):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    with pytest.raises(StreamBPError, match="did not all begin this forward"):
+        gather_shards(Shards, None, torch.zeros(2, 4), torch.arange(4)[None], None)

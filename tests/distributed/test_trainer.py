@@ -1,4 +1,4 @@
-"""HF Trainer and accelerate on two ranks with a DeepSpeed config whose "streambp" section says how to stream.
+"""HF Trainer on two ranks under DDP and FSDP2; it and accelerate with a DeepSpeed config that says how to stream.
 
 covers: distributed/engines.py, integrations/deepspeed.py
 """
@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+from tests.distributed.ranks import launch
 from tests.distributed.worker import distance
 from tests.families import LENGTH, build
 
@@ -61,3 +62,29 @@ def test_a_config_with_a_section_trains_as_one_without(loop, stage, tmp_path):
     print(f"{loop}, stage {stage}: weights moved by {moved:.1e}, apart {distance(weights['ours'], weights['stock']):.1e}")
     assert distance(weights["ours"], weights["stock"]) <= 1e-6
     assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_under_torchs_engines(engine, tmp_path):
+    """Accumulation, clipping, evaluation, and training that goes on from a checkpoint; in float64."""
+    names = [f"{how} {engine}" for how in ("stock", "streamed", "mutant")]
+    names.insert(2, f"streamed {engine} from streamed {engine}")
+    outputs, codes = launch(
+        "tests.distributed.context_trainer", str(tmp_path), "trainer", ",".join(names), "2", seconds=400
+    )
+    assert codes == [0, 0], [output[-4000:] for output in outputs]
+    stock, streamed, resumed, mutant = (torch.load(tmp_path / f"trainer-{name}.pt") for name in names)
+    assert all(run["engines"] == [engine] for run in (stock, streamed, resumed))
+    assert streamed["paths"] == resumed["paths"] == ["streams"]
+    before = {name: p.detach() for name, p in build("qwen3", torch.float64).named_parameters()}
+    moved, lost, *apart = (
+        distance(a["weights"], b) for a, b in
+        ((stock, before), (mutant, stock["weights"]), (streamed, stock["weights"]), (resumed, streamed["weights"]))
+    )  # fmt: skip
+    print(f"{engine}: weights moved by {moved:.1e}, apart {apart[0]:.1e}, resumed {apart[1]:.1e}, a mutant {lost:.1e}")
+    assert moved > 1e-3
+    assert lost > 1e-9
+    assert max(apart) <= 1e-12
+    for mine, theirs in zip(streamed["logged"], stock["logged"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)

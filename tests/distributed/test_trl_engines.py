@@ -1,38 +1,59 @@
-"""Our trainers beside TRL's on two ranks, under DDP and DeepSpeed: losses of every step, and how far the weights moved.
+"""Our trainers beside TRL's on two ranks, under each engine: losses of every step, and how far the weights moved.
 
 covers: distributed/engines.py, integrations/trl/trainer.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import streambp
 from tests.families import build
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
+from accelerate.utils import ParallelismConfig
+
+from streambp.integrations.trl import (
+    StreamDPOConfig,
+    StreamDPOTrainer,
+    StreamGRPOConfig,
+    StreamGRPOTrainer,
+    StreamPPOConfig,
+    StreamPPOTrainer,
+    StreamSFTTrainer,
+)
+from streambp.integrations.trl.trainer import StreamedTrainer
+from tests.integrations import test_trl
+
 BAR = 1e-4  # float32; of the distance that the weights moved
 
 
-def run(trainer, objective, engine, folder):
-    if engine != "ddp":
+def run(trainers, objectives, engine, folder):
+    """What the trainers found, by objective: one start of two ranks for all of them."""
+    if engine in ("zero2", "zero3", "ulysses"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     folder.mkdir(exist_ok=True)
     build("qwen3").save_pretrained(folder / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["-m", "tests.distributed.trl_worker", trainer, objective, engine, str(folder)]
+    arguments = ["-m", "tests.distributed.trl_worker", ",".join(trainers), ",".join(objectives), engine, str(folder)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=180
+        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=600
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    found = torch.load(folder / f"{trainer}.pt")
-    assert found["engines"] == [engine.replace("zero", "zero-")]
+    found = {name: [torch.load(folder / f"{name}-{which}.pt") for which in trainers] for name in objectives}
+    names = {"zero2": "zero-2", "zero3": "zero-3", "ulysses": "zero-3"}
+    for which in (one for runs in found.values() for one in runs):
+        assert which["engines"] == [names.get(engine, engine)]
+        assert which.get("paths") in (None, ["streams"])
     return found
 
 
@@ -55,10 +76,48 @@ def compare(expected, found):
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("objective", ["SFT", "DPO", "GRPO"])
 def test_as_trls_own(objective, engine, tmp_path):
-    compare(*(run(trainer, objective, engine, tmp_path) for trainer in ("theirs", "ours")))
+    compare(*(run([trainer], [objective], engine, tmp_path)[objective][0] for trainer in ("theirs", "ours")))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_under_fsdp2(tmp_path):
+    found = run(["theirs", "ours"], ["SFT", "DPO", "GRPO"], "fsdp2", tmp_path)
+    for theirs, ours in found.values():
+        compare(theirs, ours)
+    ((mutant,),) = run(["mutant"], ["SFT"], "fsdp2", tmp_path).values()
+    with pytest.raises(AssertionError):
+        compare(found["SFT"][0], mutant)
+
+
+@pytest.mark.full
+def test_sft_under_ulysses(tmp_path):
+    """accelerate's sp_size=2 on ZeRO-3. Rows are padded on the right, where unpatched Ulysses loses nothing by its mask."""
+    theirs, ours = (run([trainer], ["SFT"], "ulysses", tmp_path)["SFT"][0] for trainer in ("theirs", "ours"))
+    compare(theirs, ours)
+    assert "split over 2 ranks" in ours["described"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
 def test_ppo_as_under_ddp(engine, tmp_path):
-    compare(*(run("ours", "PPO", which, tmp_path / which) for which in ("ddp", engine)))
+    compare(*(run(["ours"], ["PPO"], which, tmp_path / which)["PPO"][0] for which in ("ddp", engine)))
+
+
+@pytest.mark.parametrize("split", [{"cp_size": 2}, {"sp_size": 2, "sp_backend": "deepspeed"}], ids=str)
+def test_objectives_that_cannot_split_sequences_say_so(split, tmp_path, monkeypatch):
+    """By the config; by TRL itself; and by what accelerate was told elsewhere, which configs do not see."""
+    parallelism = ParallelismConfig(**split)
+    shown = f"{next(iter(split))}=2, which splits each sequence"
+    config = StreamDPOConfig(str(tmp_path), parallelism_config=parallelism, bf16=False)
+    with pytest.raises(streambp.StreamBPError, match=shown):
+        StreamDPOTrainer(model=build("qwen3"), args=config, train_dataset=test_trl.pairs())
+    for kind in (StreamGRPOConfig, StreamPPOConfig):
+        with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
+            kind(str(tmp_path), parallelism_config=parallelism, bf16=False)
+    monkeypatch.setattr(StreamedTrainer, "accelerator", SimpleNamespace(parallelism_config=parallelism), raising=False)
+    for trainer in (StreamDPOTrainer, StreamGRPOTrainer, StreamPPOTrainer, StreamSFTTrainer):
+        monkeypatch.setattr(trainer.__mro__[2], "__init__", lambda self, *args, **kwargs: None)
+        with (
+            contextlib.nullcontext() if trainer is StreamSFTTrainer else pytest.raises(streambp.StreamBPError, match=shown)
+        ):
+            StreamedTrainer.__init__(trainer.__new__(trainer))

@@ -1,19 +1,25 @@
-"""One rank of a run of trainers, TRL's or ours: `python -m tests.distributed.trl_worker TRAINER OBJECTIVE ENGINE FOLDER`.
+"""One rank of a run of trainers, TRL's or ours: `python -m tests.distributed.trl_worker TRAINERS OBJECTIVES ENGINE FOLDER`.
 
-Rank 0 saves the losses and the weights, before and after, to FOLDER/TRAINER.pt.
+Names are separated by commas. Rank 0 saves the losses and the weights, before and after, to FOLDER/OBJECTIVE-TRAINER.pt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import trl
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 
+import streambp
 from streambp.integrations import trl as streamed
+from tests.distributed.context_trainer import FSDP2, let_accelerate_shard, mutate
 from tests.distributed.watch import engines_seen
 from tests.families import build
 from tests.integrations import test_trl
@@ -33,31 +39,63 @@ SETTINGS = {
 }
 
 
-def main(trainer, objective, engine, folder):
-    stage = int(engine.removeprefix("zero")) if engine.startswith("zero") else 0
-    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "ddp_backend": "gloo", **SETTINGS[objective]}
-    if stage:
-        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-        settings["deepspeed"] = {**ZERO, "zero_optimization": zero}
-    where = streamed if trainer == "ours" else trl
-    prefix = "Stream" if trainer == "ours" else ""
-    if trainer == "ours":
+def engine_settings(engine):
+    if engine == "fsdp2":
+        return {"use_cpu": False, "fsdp": "full_shard", "fsdp_config": FSDP2}
+    if engine == "ddp":
+        return {"ddp_backend": "gloo"}
+    stage = 3 if engine == "ulysses" else int(engine.removeprefix("zero"))
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    settings = {"ddp_backend": "gloo", "deepspeed": {**ZERO, "zero_optimization": zero}}
+    if engine == "ulysses":
+        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
+        settings["pad_to_multiple_of"] = 32
+        settings["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+    return settings
+
+
+def weights_of(made, engine):
+    if engine in ("zero3", "ulysses"):
+        return made.accelerator.get_state_dict(made.model_wrapped)
+    named = made.model.named_parameters()
+    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in named}
+
+
+def train(trainer, objective, engine, folder):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, **engine_settings(engine), **SETTINGS[objective]}
+    where, prefix = (trl, "") if trainer == "theirs" else (streamed, "Stream")
+    if trainer != "theirs":
         settings["stream_chunk_size"] = "5"
     extra = {"reward_funcs": test_trl.reward} if objective in ("GRPO", "PPO") else {}
     before = {name: p.detach().clone() for name, p in build("qwen3").named_parameters()}
     model = str(Path(folder) / "model")  # the reference is loaded from where the policy came from
     settings["model_init_kwargs"] = {"dtype": "float32"}
-    with engines_seen() as engines:
+    with contextlib.ExitStack() as stack:
+        if trainer == "mutant":
+            mutate(stack.enter_context(pytest.MonkeyPatch.context()))
+        engines = stack.enter_context(engines_seen())
         log, _, made = test_trl.train(
             getattr(where, f"{prefix}{objective}Trainer"), getattr(where, f"{prefix}{objective}Config"),
             DATA[objective](), Path(folder) / trainer, model=model, trainer=extra, **settings,
         )  # fmt: skip
-    after = made.accelerator.get_state_dict(made.model_wrapped) if stage == 3 else made.model.state_dict()
+    after = weights_of(made, engine)
     if dist.get_rank() == 0:
         weights = {name.removeprefix("module."): value.float() for name, value in after.items() if name in before}
         found = {"log": [entry["loss"] for entry in log], "before": before, "after": weights, "engines": sorted(engines)}
-        torch.save(found, f"{folder}/{trainer}.pt")
+        if trainer != "theirs":
+            described = streambp.describe(made.model)
+            found |= {"paths": sorted({layer.path for layer in described.layers}), "described": str(described)}
+        torch.save(found, f"{folder}/{objective}-{trainer}.pt")
     dist.barrier()
+
+
+def main(trainers, objectives, engine, folder):
+    if engine == "fsdp2":
+        let_accelerate_shard()
+    for objective in objectives.split(","):
+        for trainer in trainers.split(","):
+            train(trainer, objective, engine, folder)
     dist.destroy_process_group()
     # At exit threads of gloo or DeepSpeed abort one process in some dozens ("terminate called without an active exception"
     # with TRL's own trainers, too); what is compared has been written.

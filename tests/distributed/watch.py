@@ -17,6 +17,8 @@ from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from streambp.known_names import FSDP_GROUPS, FSDP_PARAMETERS
+
 SEEN = "TRAINED UNDER"
 
 
@@ -26,13 +28,21 @@ def tell(engines):
     sys.stdout.flush()
 
 
+def _shards(module):
+    """The parameters of FSDP2's units in a module, each once: several modules may be one unit."""
+    states = {id(unit): unit for m in module.modules() if isinstance(m, FSDPModule) for unit in [m._get_fsdp_state()]}
+    groups = [getattr(s, FSDP_GROUPS[0], None) or [getattr(s, FSDP_GROUPS[1], None)] for s in states.values()]
+    return [p.sharded_param for found in groups for group in found for p in getattr(group, FSDP_PARAMETERS, ())]
+
+
 def engine_of(module):
     """What a module is, if it is an engine over several ranks: "ddp", "fsdp2" or "zero-STAGE"; else None."""
     if isinstance(module, DistributedDataParallel):
         return "ddp" if dist.get_world_size(module.process_group) > 1 else None
     if isinstance(module, FSDPModule):
-        sharded = all(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in module.parameters())
-        return "fsdp2" if sharded else None
+        shards = _shards(module)  # a forward without a backward leaves the outermost unit's parameters gathered
+        sharded = all(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in shards)
+        return "fsdp2" if sharded and len(shards) == len(list(module.parameters())) else None
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None or not isinstance(module, deepspeed.DeepSpeedEngine):
         return None

@@ -1,6 +1,6 @@
 """Every rule of lazy logits has a mutant, and every mutant turns a named test red.
 
-covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/hooks.py, lazy/loss_rules.py,
+covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/standin.py, lazy/loss_rules.py,
   lazy/row_rules.py, lazy/seen.py, lazy/tensor.py, model/causal_lm.py
 """
 
@@ -16,7 +16,6 @@ from streambp.lazy import backward as sweep
 from streambp.lazy import dispatch as lazy
 from streambp.lazy import expression as rows
 from streambp.lazy import head as hub
-from streambp.lazy import hooks as late_hooks
 from streambp.lazy import loss_rules, row_rules, seen, standin
 from streambp.lazy import tensor as lazy_rows
 from streambp.model import causal_lm
@@ -158,7 +157,7 @@ MUTANTS = {
     "writes by a Function unseen": (
         lazy_rows.LazyRows, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
     ),
-    "hooks that see nothing": (late_hooks, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
+    "hooks that see nothing": (standin, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
     "what was made of logits forgotten": (standin, "note_use", lambda *_: None, lost(like_torch.asked_for)),
     "hooks that a Function passes by": (lazy_rows, "TENSOR_HOOKS", (), lost(like_torch.hooked_before_a_function)),
     "a mask as it is later": (rows.Beside, "check", lambda self: None, is_refused(test_lazy.changed_mask)),

@@ -249,6 +249,12 @@ def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
 @pytest.mark.parametrize(("room", "of_shard", "of_whole"), [(1, 46, 2.6), (2**50, 51, 16)])
 def test_bytes_where_keys_are_gathered(room, of_shard, of_whole, ranks, monkeypatch):
     """KB a token of the shard, and a token of the whole sequence: one kv head at a time, and all eight at once."""
+    found = bytes_where_gathered(ranks, room, monkeypatch)
+    print(f"{ranks} ranks, room {room}, KB per token of the shard: {found}")
+    assert max(found.values()) <= of_shard + ranks * of_whole
+
+
+def bytes_where_gathered(ranks, room, monkeypatch):
     arrived = types.SimpleNamespace(wait=lambda: None)
     for names in (GATHER, REDUCE_SCATTER):
         for name in names:
@@ -257,9 +263,7 @@ def test_bytes_where_keys_are_gathered(room, of_shard, of_whole, ranks, monkeypa
     def gathered(ranks, length):
         return GatheredShards(None, ranks, length, Spans.causal(1, ranks * length), room=room)
 
-    found = bytes_of_a_token(ranks, gathered)
-    print(f"{ranks} ranks, room {room}, KB per token of the shard: {found}")
-    assert max(found.values()) <= of_shard + ranks * of_whole
+    return bytes_of_a_token(ranks, gathered)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class Casts(TorchDispatchMode):
 
 def test_autocast_casts_a_weight_once_for_all_chunks():
     """As autocast's own cache does, which a Linear that adds up its gradient goes past. A refill casts k and v, too."""
-    model = streambp.patch(build("qwen3", num_hidden_layers=1), streambp.StreamConfig(chunk_size=5))
+    model = streambp.patch(build("qwen3", num_hidden_layers=1), streambp.StreamConfig(chunk_size=5, saves=()))
     mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
     with torch.autocast("cpu", torch.bfloat16):
         model(**make_batch("plain"), use_cache=False).loss.backward()  # traces are over

@@ -120,7 +120,7 @@ class Injected(SynchronousEngine):
 
 
 def auto(engine, model=None, offload="auto", **settings):
-    model = model_with(settings.pop("saves", ()), model, offload=offload, **settings)
+    model = model_with(settings.pop("saves", "auto"), model, offload=offload, **settings)
     manager_of(model)._given_engine = engine
     return model
 
@@ -173,11 +173,12 @@ def test_layers_stay_on_what_the_device_had_free():
 
 
 @pytest.mark.full
-def test_named_saves_are_kept_to():
-    model = auto(Injected(), saves=("kv",), offload="auto")
+@pytest.mark.parametrize("saves", [("kv",), ()])
+def test_given_saves_are_kept_to(saves):
+    model = auto(Injected(), saves=saves, offload="auto")
     for _ in range(2):
-        assert_same(step(model), step(model_with(("kv",))))
-    assert streambp.describe(model).saves == ("kv",)
+        assert_same(step(model), step(model_with(saves)))
+    assert streambp.describe(model).saves == saves
 
 
 @pytest.mark.full

@@ -86,7 +86,7 @@ def test_inputs_that_stay_must_not_change():
 @pytest.mark.parametrize("chunk_size", [LENGTH, LENGTH - 1])
 def test_inputs_on_the_host_may_change(chunk_size):
     """Also where a chunk is the caller's whole tensor, and where its source still waits on the device."""
-    settings = streambp.StreamConfig(chunk_size=chunk_size, offload="cpu")
+    settings = streambp.StreamConfig(chunk_size=chunk_size, saves=(), offload="cpu")
     model = streambp.patch(build("qwen3", num_hidden_layers=3), settings)
     expected = step(model)
     model.zero_grad()

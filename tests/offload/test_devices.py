@@ -93,7 +93,7 @@ def test_auto_keeps_to_the_fullest_device(two_devices, monkeypatch):
         """Two devices with these (allocated, peak, limit)."""
         found = [Injected(memory=DeviceMemory(*memory)) for memory in memories]
         found[0].beside = lambda device: found[1]
-        model = model_with((), offload="auto")
+        model = model_with("auto", offload="auto")
         manager_of(model)._given_engine = found[0]
         assert_same(step(model), step(model_with()))
         assert manager_of(model).prefix_memory == min((m[2] - m[0]) // 2 for m in memories)

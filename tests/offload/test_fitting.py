@@ -9,7 +9,9 @@ import collections
 import contextlib
 import copy
 import gc
+import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +20,12 @@ import streambp
 from streambp.attention.prefix import Stage
 from streambp.errors import DeviceMemoryError
 from streambp.layer.call import LayerCall
+from streambp.layer.cost import Cost, Product
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept
 from streambp.layer.store import InMemory
+from streambp.offload import fitting
+from streambp.offload.arena import host_limit
 from streambp.offload.fitting import FittingSaves, LayerCost
 from streambp.planner import auto
 from streambp.planner.profile import Method, Phase
@@ -67,7 +72,7 @@ def chooser_of(model):
 
 def plain(model=None, **settings):
     model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
-    return streambp.patch(model, streambp.StreamConfig(chunk_size=5, **settings))
+    return streambp.patch(model, streambp.StreamConfig(chunk_size=5, **{"saves": (), **settings}))
 
 
 def seeded(model, seed=3, **batch):
@@ -155,6 +160,45 @@ def test_other_layers(patched, family):
     with kept_by_layer() as kept:
         assert_same(seeded(model), expected)
     assert 0 < sum(size for _, size in kept.values()) <= 2e4
+
+
+def spared(candidates):
+    return sum(candidate.bytes * candidate.worth for candidate in candidates)
+
+
+def chosen_of_three(length, share):
+    """What three layers of an 8B model's shape save with a share of the room for everything, and all they could."""
+    shapes = {"q_proj": (4096, 4096), "gate_proj": (12288, 4096)}
+    products = {name: Product(length * o * 2, 2.0 * length * o * i) for name, (o, i) in shapes.items()}
+    cost = Cost(length * 8192, length * 8320, length * 4096, 4.0 * 4096 * length / 2 * length, products)
+    one = LayerCost(torch.device("cpu"), cost, 0.0, length, length, 1)
+    chooser = FittingSaves(3, lambda device: None, LAW, dict.fromkeys(range(3), one))
+    chooser._device = one.device
+    all_there_is = [candidate for index in range(3) for candidate in one.candidates(index, length, length)]
+    room = share * sum(candidate.bytes for candidate in all_there_is)
+    chooser._fill(room, range(3), length, length, False)
+    return [candidate for chosen in chooser._plan.values() for candidate in chosen], all_there_is, room
+
+
+@pytest.mark.parametrize("length", [4096, 65536])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
+def test_no_other_choice_spares_much_more(length, share):
+    """Of all that fit the best is better by less than one tensor is worth."""
+    chosen, all_there_is, room = chosen_of_three(length, share)
+    affordable = [
+        some
+        for count in range(len(all_there_is) + 1)
+        for some in itertools.combinations(all_there_is, count)
+        if sum(candidate.bytes for candidate in some) <= room
+    ]
+    assert sum(candidate.bytes for candidate in chosen) <= room
+    assert spared(chosen) > max(map(spared, affordable)) - max(spared([candidate]) for candidate in all_there_is)
+
+
+def test_another_order_is_seen(monkeypatch):
+    monkeypatch.setattr(fitting, "sorted", lambda found, **_: reversed(list(found)), raising=False)
+    with pytest.raises(AssertionError):
+        test_no_other_choice_spares_much_more(65536, 0.3)
 
 
 def test_last_layers_come_first(patched):
@@ -283,6 +327,44 @@ def test_micro_batches_in_any_order(patched):
         second.backward()
         losses.append((second.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
     assert_same(losses[1], losses[0])
+
+
+def test_what_other_processes_take_of_a_machine(monkeypatch):
+    """Of its free memory a step takes a half at most, and what is free is looked up again within a step."""
+    machine = [2 * PLENTY]
+    monkeypatch.setattr(auto, "host_limit", lambda wanted: machine[0])
+    monkeypatch.setattr(auto, "FRESH", -1.0)
+    expected = seeded(plain())
+    model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
+    chooser = chooser_of(streambp.patch(model, streambp.StreamConfig(chunk_size=5)))
+    for _ in range(2):
+        assert_same(seeded(model), expected)
+    needed = chooser.need(2 * LENGTH, 10)
+    assert chooser.latest.room == PLENTY - needed
+    assert sum(chooser.latest.layers.values()) > 3
+    with after_the_first_layer(lambda: machine.__setitem__(0, 0.0)):
+        assert_same(seeded(model), expected)
+    assert chooser.latest.let_go
+    machine[0] = 2 * needed + 4e4
+    assert_same(seeded(model), expected)
+    assert 0 < sum(chooser.latest.bytes.values()) <= 2e4
+
+
+def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
+    monkeypatch.setattr(auto, "host_limit", lambda wanted: host_limit(None, Path("missing"), Path("missing")))
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
+    for _ in range(2):
+        step(model)
+    assert chooser_of(model).latest is None
+
+
+def test_free_memory_is_not_looked_up_for_each_chunk(monkeypatch):
+    looked = []
+    monkeypatch.setattr(auto, "host_limit", lambda wanted: looked.append(wanted) or PLENTY)
+    monkeypatch.setattr(auto, "FRESH", 1e9)
+    free = auto.FreeMemory()
+    assert [free(torch.device("cpu")) for _ in range(50)] == [PLENTY / 2] * 50
+    assert len(looked) == 1
 
 
 def test_describe_tells(patched):

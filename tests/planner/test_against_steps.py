@@ -1,6 +1,6 @@
 """Predicted bytes against tracked storages of real steps on a CPU: activations alone, within one percent.
 
-covers: planner/compose.py, planner/count.py, planner/skeleton.py, planner/step.py, planner/survey.py
+covers: planner/compose.py, planner/count.py, planner/host.py, planner/skeleton.py, planner/step.py, planner/survey.py
 """
 
 from __future__ import annotations

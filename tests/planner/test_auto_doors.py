@@ -1,4 +1,4 @@
-"""`chunk_size="auto"` is one rule through every door: the device's memory decides wherever it is known.
+"""`chunk_size="auto"` and `saves="auto"` are one rule through every door: the device's memory decides wherever it is known.
 
 covers: integrations/deepspeed.py, integrations/trl/head.py, integrations/trl/ppo.py, launch/process.py, planner/auto.py
 """
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import streambp
+from streambp.model.wrappers import LayerForward
+from streambp.offload.fitting import FittingSaves
 from streambp.planner import auto
 from tests.families import build
 
@@ -33,6 +35,7 @@ def counted_once(profiles, monkeypatch):
         return profiles[0]
 
     monkeypatch.setattr(auto, "survey", survey)
+    monkeypatch.setattr(auto, "_costs", lambda *_: {})
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +88,9 @@ def by_launch(monkeypatch):
 
 
 def check(found: nn.Module):
-    assert isinstance(found._streambp.state.chunk_rule, auto.FittingChunk)
+    state = found._streambp.state
+    assert isinstance(state.chunk_rule, auto.FittingChunk)
+    assert all(isinstance(w.site.chooser, FittingSaves) for w in state.wrappers if isinstance(w, LayerForward))
 
 
 def test_patch():

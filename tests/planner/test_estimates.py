@@ -153,7 +153,7 @@ def test_zero_shares_gradients_that_are_born():
 
 def test_sequence_parallelism_divides_the_tokens():
     profile = made_up()
-    found = peak(profile, profile.methods[0], 200, 10, Setting(sequence_parallel=2))
+    found = peak(profile, profile.methods[0], 200, 10, Setting(gpus=2, ulysses=2))
     assert found == peak(profile, profile.methods[0], 100, 10, Setting())
 
 

@@ -25,7 +25,21 @@ from streambp.planner.devices import DEFAULT, DEVICES
 from streambp.planner.laws import Part
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, plan_profile
-from streambp.planner.profile import Group, Method, Node, Phase, Profile, Setting, flops, peak
+from streambp.planner.profile import (
+    CONTEXT_PARALLEL,
+    ULYSSES,
+    Group,
+    Heads,
+    Method,
+    Node,
+    Phase,
+    Profile,
+    Setting,
+    Split,
+    available,
+    flops,
+    peak,
+)  # fmt: skip
 from streambp.planner.seconds import seconds, throughput
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, STREAMED, streamed, survey
@@ -76,7 +90,7 @@ def random_profile(seed, batch_size=1, experts=True, states=False):
     """Lines that no model has: every branch of the arithmetic matters, equal names and equal peaks among them."""
     draw = random.Random(seed)
 
-    def phases(chunked, accumulating):
+    def phases(chunked, accumulating, split):
         names = ["embedding", *(f"forward {i}" for i in (0, 7)), "head", "head", *(f"backward {i}" for i in (7, 0))]
         born = sorted(draw.uniform(0, 16) * GIB for _ in names)
         return tuple(
@@ -87,6 +101,7 @@ def random_profile(seed, batch_size=1, experts=True, states=False):
                 draw.uniform(1e3, 3e5) if chunked else 0.0,
                 0.0 if accumulating else gradients,
                 draw.uniform(0, 5e7) if chunked and states else 0.0,
+                draw.uniform(0, 5e3) if split else 0.0,
             )
             for name, gradients in zip(names, born, strict=True)
         )
@@ -105,14 +120,18 @@ def random_profile(seed, batch_size=1, experts=True, states=False):
         on_host = chunked and config.gpu_memory is not None
         least = 1e10 if on_host and not experts else 3e10  # one of two profiles prefers keys on the host
         work = tuple(random_part(name, least / 3e10) for name in ("embedding", "forward", "head", "backward"))
-        regimes = (phases(chunked, False), phases(chunked, True))
+        regimes = (phases(chunked, False, recipe.split), phases(chunked, True, recipe.split))
         on_host_too = draw.uniform(0, 5e7) if states and offload == "cpu" else 0.0
-        return Method(recipe.name, saves, offload, on_host, chunked, *regimes, *host, work, on_host_too)
+        heads = (Heads(48, 6, draw.randint(1000, 9000)), Heads(24, 12, draw.randint(1000, 9000)))
+        links = [draw.uniform(0, 3e6) for _ in range(6)]
+        split = Split(recipe.split, heads, *links) if recipe.split else None
+        return Method(recipe.name, saves, offload, on_host, chunked, *regimes, *host, work, on_host_too, split)
 
     recipes = [
         CHECKPOINTING,
         *(streamed(saves, to) for to in ("none", "cpu") for saves in ((), ("attn_out",))),
         STREAMED[-1],
+        *(streamed(saves, "cpu", by) for by in (ULYSSES, CONTEXT_PARALLEL) for saves in ((), ("attn_out", "kv"))),
     ]
     groups = [Group("dense", 2_031_739_904, 4_063_479_809, 2_031_739_904, 4_063_479_808)]
     groups += [Group("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)] if experts else []
@@ -145,8 +164,10 @@ SETTINGS = [
     Setting(gpus=8, zero=1),
     Setting(gpus=8, zero=2, gradient_bytes=4),
     Setting(gpus=6, zero=3, optimizer=8.0, accumulate=True),
-    Setting(gpus=16, zero=3, expert_parallel=4, sequence_parallel=2),
-    Setting(gpus=3, zero=2, sequence_parallel=3, optimizer=0.0),
+    Setting(gpus=16, zero=3, expert_parallel=4, ulysses=2),
+    Setting(gpus=3, zero=2, context_parallel=3, optimizer=0.0),
+    Setting(gpus=24, zero=3, ulysses=24),
+    Setting(gpus=80, zero=3, context_parallel=80, optimizer_on_host=True),
     Setting(gpus=16, expert_parallel=8, zero=1, gradient_bytes=4, accumulate=True),
 ]
 MEMORIES = [
@@ -172,8 +193,8 @@ function computed(probe) {
 const results = { peaks: [], plans: [] }, rates = data.devices[0];
 for (const { profile } of data.profiles) {
   for (const setting of probe.settings) {
-    for (const method of profile.methods) {
-      for (const length of probe.lengths) for (const chunk of [1, 2048, 8192]) {
+    for (const method of available(profile, setting)) {
+      for (const length of probe.lengths) for (const chunk of [1, 3000, 8192]) {
         const { parts, ...at } = peak(profile, method, length, chunk, setting);
         const spent = seconds(method, length, chunk, rates, setting);
         const speed = throughput(spent, length, profile.batch_size, setting);
@@ -198,9 +219,9 @@ def expected(profiles, plans):
     results = {"peaks": [], "plans": []}
     for profile in profiles:
         for setting in SETTINGS:
-            for method in profile.methods:
+            for method in available(profile, setting):
                 for length in LENGTHS:
-                    for chunk in (1, 2048, 8192):
+                    for chunk in (1, 3000, 8192):
                         at = peak(profile, method, length, chunk, setting)
                         spent = seconds(method, length, chunk, RATES, setting)
                         speed = throughput(spent, length, profile.batch_size, setting)
@@ -310,6 +331,9 @@ MUTANTS = {
     "nothing left for keys": ("usable(memory) - at.total", "at.total - usable(memory)"),
     "chunks for nothing": (" + phase.per_chunk * chunks", ""),
     "the smallest chunk for the longest": ("counts_chunks(method) ? sizes", "false ? sizes"),
+    "one head at a time": ("return Math.max(whole, found);", "return whole;"),
+    "sums that hide": ("return sums + gathers", "return gathers"),
+    "a node of any size": ("Math.min(ranks, rates.node)", "ranks"),
     "no reserve": ("memory.gpu * (1 - memory.reserve)", "memory.gpu"),
 }  # fmt: skip
 
@@ -365,7 +389,40 @@ def test_the_controls_reach_what_the_page_shows(case, counted, tmp_path):
     assert {lever.change: str(lever.seq_len) for lever in plan.levers} == {
         key.removeprefix("lever "): value for key, value in found.figures.items() if key.startswith("lever ")
     }
-    assert ("StreamConfig(chunk_size=" in found.texts.get("code", "")) == fits
+    code = found.texts.get("code", "")
+    assert ("StreamConfig(chunk_size=" in code) == fits
+    if fits:  # in Python, as a person would paste it
+        told, choice = eval(code.partition("(model, ")[2].removesuffix(")"), {"streambp": streambp}), plan.choice
+        assert (told.chunk_size, told.saves, told.offload) == (choice.chunk_size, choice.saves, choice.offload)
+
+
+@needs_browser
+@pytest.mark.full
+def test_ranks_and_fused_layers_are_controls(tmp_path):
+    """Both splits of a sequence, heads that ranks cannot share, and the switch to layers that are not fused."""
+    profile, unfused = random_profile(1), random_profile(2)
+    memory, file = Memory(400 * GIB), tmp_path / "page.html"
+    text = page(plan_profile(profile, 98_304, memory, Setting()), "name", unfused={"every parameter": unfused})
+    file.write_text(text, "utf-8")
+    for fields, fused in (({"ulysses": 6}, 1), ({"context_parallel": 16}, 0), ({}, 0)):
+        setting = Setting(gpus=48, zero=3, **fields)
+        chosen = {"gpus": 48, "zero": 3, "fused": fused, **fields}
+        found = Elements(browse(file, tmp_path, urllib.parse.urlencode(chosen)))
+        wanted = plan_profile(profile if fused else unfused, 98_304, memory, setting)
+        assert wanted.choice is not None
+        assert float(found.figures["peak"]) == wanted.choice.peak.total
+        assert float(found.figures["seconds"]) == wanted.choice.seconds.total
+        assert float(found.figures.get("link", 0)) == wanted.choice.link
+        assert bool(fields) == ("ranks." in found.texts["verdict-detail"])
+        assert {f"longest {row.method}": str(row.seq_len) for row in wanted.longest} == {
+            key: value for key, value in found.figures.items() if key.startswith("longest ")
+        }
+    for fields, words in (
+        ({"ulysses": 5, "gpus": 5}, "48 attention heads cannot be split over 5 ranks. Choose an sp_size"),
+        ({"ulysses": 2, "gpus": 3}, "a multiple of the 2 ranks"),
+        ({"ulysses": 2, "context_parallel": 2, "gpus": 4}, "one of them at a time"),
+    ):
+        assert words in Elements(browse(file, tmp_path, urllib.parse.urlencode(fields))).texts["problem"]
 
 
 USE = """
@@ -465,7 +522,9 @@ def test_the_page_stands_alone():
 
 def test_the_page_is_valid_and_small():
     """Elements close in order, ids are unique, labels and descriptions name elements that exist, names cannot break out."""
-    profile = dataclasses.replace(random_profile(1), left_out=("plain: no", "and why"))
+    profile = random_profile(1)
+    whole = tuple(method for method in profile.methods if method.split is None)
+    profile = dataclasses.replace(profile, methods=whole, left_out=("plain: no", "and why"))
     text = page(plan_profile(profile, 4096, MEMORIES[0], Setting()), '</script><script>"&')
     assert "/*" not in re.sub(r"(?s)/\*\*? .*?\*/", "", text)  # no place was left unfilled
     stack, ids, references = [], [], []

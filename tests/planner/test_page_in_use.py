@@ -11,7 +11,7 @@ import streambp.planner.page
 from streambp.planner.devices import DEFAULT, DEVICES
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, choose, fits, options, plan_profile
-from streambp.planner.profile import Setting
+from streambp.planner.profile import Setting, available
 from streambp.planner.report import written
 from tests.planner.browser import BROWSER, DRIVER, opened
 from tests.planner.test_page import random_profile
@@ -68,7 +68,7 @@ def written_to(folder, plan):
 
 
 def all_options(plan):
-    return list(options(plan.profile, plan.profile.methods, LENGTH, MEMORY, SETTING, RATES))
+    return list(options(plan.profile, available(plan.profile, SETTING), LENGTH, MEMORY, SETTING, RATES))
 
 
 def check_what_it_shows(shown, plan):

@@ -82,7 +82,7 @@ def test_a_plan_prefers_what_moves_least_and_the_largest_chunk():
     memory = Memory(1000 + 20 * 5000 + 4096, 10**9, reserve=0)
     choice = choose(profile, chunked, 5000, memory, setting)
     assert (choice.method, choice.chunk_size, choice.config) == (
-        "streambp", 4096, streambp.StreamConfig(chunk_size=4096),
+        "streambp", 4096, streambp.StreamConfig(chunk_size=4096, saves=()),
     )  # fmt: skip
     longer = choose(profile, chunked, 12000, memory, setting)
     assert (longer.method, longer.config.offload) == ("streambp offload", "cpu")
@@ -115,6 +115,7 @@ def test_a_plan_of_a_model(monkeypatch):
     assert found.choice.peak.host <= GIB
     assert found.choice.config.chunk_size == found.choice.chunk_size
     table = plan_table(found)
+    assert f"StreamConfig(chunk_size={found.choice.chunk_size}, saves=()" in table  # without it, what fits is saved
     assert str(found.choice.config.offload) in table
     assert "3 x Qwen3DecoderLayer" in table
     assert all(row.method in table and f"{row.seq_len:,}" in table for row in found.longest)
@@ -285,8 +286,8 @@ def test_auto_says_why_it_keeps_the_plain_rule(monkeypatch):
     [
         (streambp.StreamConfig(chunk_size=5), "offload='cpu'"),
         (streambp.StreamConfig(chunk_size=5, saves=("attn_out",)), "saves=('attn_out',)"),
-        (streambp.StreamConfig(chunk_size=5, offload="cpu"), "gpu_memory='1GiB'"),
-        (streambp.StreamConfig(chunk_size=5, offload="cpu", gpu_memory="1GiB"), "ZeRO-3"),
+        (streambp.StreamConfig(chunk_size=5, saves=(), offload="cpu"), "gpu_memory='1GiB'"),
+        (streambp.StreamConfig(chunk_size=5, saves=(), offload="cpu", gpu_memory="1GiB"), "ZeRO-3"),
     ],
 )
 def test_running_out_of_memory_names_the_next_lever(config, lever, where, monkeypatch):

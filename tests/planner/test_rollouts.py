@@ -199,7 +199,7 @@ def test_the_fastest_way_that_fits():
     rows, shared = both_ways(profile(), GROUP, small, Setting(optimizer=0))
     assert shared.fits
     assert not rows.fits
-    for wrong in ({"profile": dataclasses.replace(profile(), batch_size=2)}, {"setting": Setting(sequence_parallel=2)}):
+    for wrong in ({"profile": dataclasses.replace(profile(), batch_size=2)}, {"setting": Setting(gpus=2, ulysses=2)}):
         given = {"profile": profile(), "rollouts": GROUP, "memory": small, "setting": Setting()}
         with pytest.raises(ConfigError, match="one row on one rank"):
             both_ways(**{**given, **wrong})

@@ -113,7 +113,7 @@ def test_the_rates_are_fitted_on_four_of_the_steps(counted):
 def test_a_million_tokens_on_eight_h100_within_fifteen_percent(counted):
     """TRL's documented steps of Qwen3-8B took 364 to 380 s, with communication."""
     profile = counted[True]
-    setting = Setting(gpus=8, sequence_parallel=8)
+    setting = Setting(gpus=8, ulysses=8)
     for name in (CHECKPOINTING_HEAD.name,):
         found = seconds(profile.method(name), 2**20, 2**17, DEVICES["H100"], setting).total
         print(f"{found:.0f} s")
@@ -205,8 +205,8 @@ def test_seconds_by_hand():
     method = dataclasses.replace(made_up().methods[0], work=made_work(3, 0.5))
     found = seconds(method, 100, 10, rates())
     assert (found.products, found.attention, found.total) == (0.3, 5, 5.3)
-    assert seconds(method, 100, 10, rates(), Setting(sequence_parallel=2)).total == 5.3 / 2
-    assert throughput(found, 100, 2, Setting(gpus=4, sequence_parallel=2)) == 400 / 5.3
+    assert seconds(method, 100, 10, rates(), Setting(gpus=2, ulysses=2)).total == 5.3 / 2
+    assert throughput(found, 100, 2, Setting(gpus=4, ulysses=2)) == 400 / 5.3
     part = method.work[0]
     copies = dataclasses.replace(part, laws=(*part.laws[:5], law(tokens=60), law(tokens=70)))
     found = seconds(dataclasses.replace(method, work=(copies,)), 100, 10, rates())

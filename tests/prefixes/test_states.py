@@ -147,7 +147,7 @@ def test_documents_that_a_models_positions_mark():
 def test_states_of_branches_are_kept_once_each(offload, monkeypatch):
     """Four rows go on from the same ones; backward reads them in the order that was announced."""
     put_in, announced, read = [], [], []
-    ours, batch = sharing(build("falcon_h1"), 1000, offload=offload), make_batch("plain")
+    ours, batch = sharing(build("falcon_h1"), 1000, saves=(), offload=offload), make_batch("plain")
     gradients(ours, **batch)
 
     def accesses(self, real=Kept.accesses):

@@ -13,7 +13,7 @@ class StreamArguments:
 
     Args:
         stream_chunk_size: tokens of each row that are recomputed and differentiated at a time, or "auto".
-        stream_saves: what backward keeps instead of recomputing it ("attn_out", "kv", or "auto" alone).
+        stream_saves: what backward keeps instead of recomputing it ("attn_out", "kv"); "auto": what fits; []: nothing.
         stream_offload: "cpu" moves what is kept to host memory; "auto" chooses what to keep as well.
         stream_host_memory: how much of it may be used, such as "96GiB".
         stream_gpu_memory: how much of the device's may be used for what lives longer than a chunk.
@@ -24,7 +24,8 @@ class StreamArguments:
         default="auto", metadata={"help": 'Tokens of each row recomputed and differentiated at a time, or "auto".'}
     )
     stream_saves: list[str] = dataclasses.field(
-        default_factory=list, metadata={"help": 'What backward keeps instead of recomputing it ("attn_out", "kv").'}
+        default_factory=lambda: ["auto"],
+        metadata={"help": 'What backward keeps instead of recomputing it ("attn_out", "kv"); "auto": what fits.'},
     )
     stream_offload: str = dataclasses.field(
         default="none", metadata={"help": '"cpu" moves what backward needs to host memory behind the compute.'}

@@ -20,3 +20,4 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
     """TRL's `SFTTrainer` on streamed models: the same arguments, with `args` a `StreamSFTConfig`."""
 
     trl_module = trl.trainer.sft_trainer
+    splits_sequences = True

@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, ClassVar
 
+from streambp.errors import StreamBPError
 from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
+from streambp.known_names import SPLITS
 from streambp.launch.groups import keep_groups
 from streambp.model.fused_head import FusedHead
 
@@ -17,16 +19,35 @@ class StreamedTrainer:
     Policy and reference stream, and TRL's fused head is computed by ours. A model that was patched before keeps its own
     settings. Where these share prefixes, a prompt's completions stay together. [Note: whole groups]
 
-    trl_module: where the TRL trainer is defined. head_class: what stands in for TRL's head.
+    trl_module: where the TRL trainer is defined. head_class: what stands in for TRL's head. splits_sequences: whether TRL's
+        trainer can train on sequences that are split over ranks.
+
+    Raises:
+        StreamBPError: sequences are to be split over ranks, and TRL's trainer cannot do it.
     """
 
     trl_module: ClassVar[ModuleType]
     head_class: ClassVar[type[FusedHead]] = FusedHead
+    splits_sequences: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = kwargs.get("args")
         if not isinstance(settings, StreamArguments):
             settings = next((value for value in args if isinstance(value, StreamArguments)), StreamArguments())
+        self._refuse_split(getattr(settings, "parallelism_config", None))
         with streamed_heads(self.trl_module, settings.stream_config(), self.head_class):
             super().__init__(*args, **kwargs)
+        self._refuse_split(self.accelerator.parallelism_config)  # type: ignore[attr-defined]  # accelerate launch may ask
         keep_groups(self)
+
+    def _refuse_split(self, parallelism: Any) -> None:
+        """TRL's own trainer would fail in its first step, on a mask of whole rows beside a shard's values."""
+        sizes = {name: getattr(parallelism, name, 1) for name in SPLITS}
+        if not self.splits_sequences and max(sizes.values()) > 1:
+            asked = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+            raise StreamBPError(
+                f"The parallelism_config of {type(self).__name__} has {asked}, which splits each sequence over ranks. "
+                "TRL's trainer builds its loss from completion masks of whole rows, which are not split; only "
+                f"StreamSFTTrainer trains on split sequences. Set {' and '.join(SPLITS)} to 1, and shard parameters over "
+                "the ranks instead (FSDP2 or ZeRO-3)."
+            )

@@ -7,7 +7,8 @@ const times_kept = { of: "", found: new Map() };
 
 function time_at(method, tokens) {
   const { profile, memory, setting, rates } = shown;
-  const of = JSON.stringify([data.profiles.findIndex((one) => one.profile === profile), memory, setting, rates.name]);
+  const all = [...data.profiles.map((one) => one.profile), ...data.unfused];
+  const of = JSON.stringify([all.indexOf(profile), memory, setting, rates.name]);
   if (times_kept.of !== of) [times_kept.of, times_kept.found] = [of, new Map()];
   const key = `${method.name} ${tokens}`;
   if (!times_kept.found.has(key)) times_kept.found.set(key, timed(profile, method, tokens, memory, setting, rates).seconds);

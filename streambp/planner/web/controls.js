@@ -20,6 +20,10 @@ function fill_controls() {
   if (!(start.optimizer in sizes)) sizes[start.optimizer] = `${start.optimizer} B a parameter`;
   fill(form.optimizer, Object.entries(sizes).sort(([a], [b]) => b - a), start.optimizer);
   const chunked = data.profiles[0].profile.methods.filter((method) => method.chunked);
+  for (const field of Object.values(FIELDS)) form[field].defaultValue = start[field];
+  by_id("ranks").hidden = !chunked.some((method) => method.split);
+  form.fused.defaultChecked = true;
+  by_id("fused-field").hidden = !data.unfused.length;
   const choices = (values, words) => [["auto", "best"], ...[...new Set(values)].map((value) => [value, words[value] || value])];
   fill(form.saves, choices(chunked.map((method) => method.saves.join("+")), { "": "nothing" }), "auto");
   fill(form.offload, choices(chunked.map(offloads), { cpu: "to host", "cpu, keys": "also keys" }), "auto");
@@ -56,7 +60,8 @@ function read_hash(hash) {
 }
 
 function write_hash() {
-  const pairs = ["T", "gpu", "host", "gpus", "zero", "training", "optimizer", "on_host", "accumulate", "saves", "offload", "chunk", "device"].map(
+  const names = ["T", "gpu", "host", "gpus", "ulysses", "context_parallel", "zero", "training", "optimizer", "on_host", "fused"];
+  const pairs = [...names, "accumulate", "saves", "offload", "chunk", "device"].map(
     (name) => [name, form[name].type === "checkbox" ? Number(form[name].checked) : form[name].value.replaceAll(",", "")],
   );
   const theme = document.documentElement.dataset.theme;
@@ -72,8 +77,12 @@ function read_controls() {
   const wrong = form.querySelector("input:invalid");
   by_id("problem").textContent = wrong ? `${wrong.labels[0].textContent}: ${wrong.validationMessage}` : "";
   if (!seq_len || wrong) return null;
+  const [ulysses, context_parallel] = [form.ulysses.valueAsNumber, form.context_parallel.valueAsNumber];
+  by_id("problem").textContent = ulysses > 1 && context_parallel > 1 ? "Ulysses or context parallelism: one of them at a time."
+    : gpus % (ulysses * context_parallel) ? `The GPUs must be a multiple of the ${ulysses * context_parallel} ranks of a sequence.` : "";
+  if (by_id("problem").textContent) return null;
   const setting = {
-    ...data.setting, gpus, zero: Number(form.zero.value), optimizer: Number(form.optimizer.value),
+    ...data.setting, gpus, ulysses, context_parallel, zero: Number(form.zero.value), optimizer: Number(form.optimizer.value),
     optimizer_on_host: form.on_host.checked, accumulate: form.accumulate.checked,
   };
   const memory = {
@@ -82,19 +91,21 @@ function read_controls() {
     reserve: data.memory.reserve,
   };
   const rates = data.devices.find((device) => device.name === form.device.value);
-  return { profile: data.profiles[form.training.value].profile, seq_len, setting, memory, rates };
+  const profile = form.fused.checked || !data.unfused.length ? data.profiles[form.training.value].profile : data.unfused[form.training.value];
+  return { profile, seq_len, setting, memory, rates };
 }
 
-/** Everything that the page shows. */
-function evaluate({ profile, seq_len, setting, memory, rates }) {
+/** Everything that the page shows; throws a RangeError if these ranks cannot share sequences. */
+function evaluate({ profile, seq_len, setting: asked, memory, rates }) {
+  const setting = with_room(profile, memory, asked), methods = available(profile, setting);
   const { value: saves } = form.saves, { value: offload } = form.offload;
   const only = form.chunk.value === "auto" ? undefined : Number(form.chunk.value);
-  const allowed = profile.methods.filter((method) => !method.chunked
+  const allowed = methods.filter((method) => !method.chunked
     || ((saves === "auto" || saves === method.saves.join("+")) && (offload === "auto" || offload === offloads(method))));
   if (!allowed.some((method) => method.chunked)) return null;
   const size = chunk_sizes(profile.batch_size).at(-1);
   const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, setting, rates, only);
-  const rows = profile.methods.map((method) => {
+  const rows = methods.map((method) => {
     const offered = allowed.includes(method), within = offered ? only : undefined;
     const time = timed(profile, method, seq_len, memory, setting, rates, within);
     const chosen = plan.choice !== null && plan.choice.method === method.name;
@@ -107,7 +118,7 @@ function evaluate({ profile, seq_len, setting, memory, rates }) {
   });
   const closest = rows.filter((row) => row.offered && row.method.chunked)
     .reduce((one, other) => (other.longest.seq_len - one.longest.seq_len || one.at.total - other.at.total) > 0 ? other : one);
-  const every = options(profile, profile.methods, seq_len, memory, setting, rates);
+  const every = options(profile, methods, seq_len, memory, setting, rates);
   return { profile, seq_len, setting, memory, rates, size, plan, rows, closest, every };
 }
 

@@ -48,8 +48,7 @@ function written(size) {
 
 function config_text({ chunk_size, saves, offload, gpu_memory }) {
   const tuple = `(${saves.map((name) => `"${name}"`).join(", ")}${saves.length === 1 ? "," : ""})`;
-  const parts = [`chunk_size=${chunk_size}`];
-  if (saves.length) parts.push(`saves=${tuple}`);
+  const parts = [`chunk_size=${chunk_size}`, `saves=${tuple}`];
   if (offload !== "none") parts.push(`offload="${offload}"`);
   if (gpu_memory !== null) parts.push(`gpu_memory=${written(gpu_memory)}`);
   return `streambp.patch(model, streambp.StreamConfig(${parts.join(", ")}))`;
@@ -91,6 +90,7 @@ function colour(profile, method) {
 }
 
 function dash(profile, method) {
-  const alike = profile.methods.filter((other) => other.chunked && other.offload === method.offload);
+  const by = ({ split }) => (split ? split.by : "");
+  const alike = profile.methods.filter((other) => other.chunked && other.offload === method.offload && by(other) === by(method));
   return method.chunked ? DASHES[alike.indexOf(method) % DASHES.length] : "none";
 }

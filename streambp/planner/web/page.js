@@ -21,10 +21,16 @@ function update() {
   const slider = by_id("T-slider");
   slider.value = Math.log2(settings.seq_len);
   slider.setAttribute("aria-valuetext", `${whole(settings.seq_len)} tokens`);
-  const found = evaluate(settings);
+  let found = null, why = "These saves were not counted with this offload.";
+  try {
+    found = evaluate(settings);
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    why = error.message;
+  }
   if (found === null) {
     document.body.classList.add("stale");
-    by_id("problem").textContent = "These saves were not counted with this offload.";
+    by_id("problem").textContent = why;
     return;
   }
   shown = found;

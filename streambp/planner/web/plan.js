@@ -18,17 +18,62 @@ function statics(profile, setting) {
     : { weights, gradients, optimizer, host: 0 };
 }
 
+const ULYSSES = "DeepSpeed Ulysses", CONTEXT_PARALLEL = "context parallelism", SHARE = 8;
+const FIELDS = { [ULYSSES]: "ulysses", [CONTEXT_PARALLEL]: "context_parallel" };
+
+const ranks_of = (setting) => setting.ulysses * setting.context_parallel;
+const split_of = (setting) => (setting.ulysses > 1 ? ULYSSES : setting.context_parallel > 1 ? CONTEXT_PARALLEL : "");
+const repeats = (split, ranks) => Math.max(1, ...split.heads.map(([, keys]) => ranks / keys));
+
+function keys_held(split, tokens, setting) {
+  if (!split) return 0;
+  if (split.by === ULYSSES) return tokens * repeats(split, ranks_of(setting));
+  const whole = tokens * ranks_of(setting);
+  let found = 0;
+  for (const [, keys, size] of split.heads) found = Math.max(found, Math.min(keys * whole, setting.room / size));
+  return Math.max(whole, found);
+}
+
+/** The methods that these ranks can run; throws an Error that says why they cannot share sequences so. */
+function available(profile, setting) {
+  const ranks = ranks_of(setting), how = split_of(setting);
+  let found = profile.methods.filter((method) => (method.split ? method.split.by : "") === how), repeated = false;
+  for (const { split } of found) {
+    for (const [queries, keys] of split && how === ULYSSES ? split.heads : []) {
+      for (const number of [queries, keys]) {
+        if (number % ranks && (number === queries || ranks % number)) {
+          throw new RangeError(`${number} attention heads cannot be split over ${ranks} ranks. Choose an sp_size that `
+            + "divides the number of heads, and divides or is a multiple of the number of key and value heads.");
+        }
+      }
+      repeated = repeated || keys < ranks;
+    }
+  }
+  found = found.filter((method) => !(repeated && method.saves.includes("kv")));
+  if (!found.some((method) => method.chunked)) {
+    throw new RangeError(`No streamed step was counted with ${how || "whole sequences on each rank"}.`);
+  }
+  return profile.methods.filter((method) => found.includes(method) || !method.chunked);
+}
+
+function with_room(profile, memory, setting) {
+  const kept = statics(profile, setting);
+  const free = usable(memory) - kept.weights - kept.optimizer - (setting.accumulate ? kept.gradients : 0);
+  return { ...setting, room: Math.max(0, free) / SHARE };
+}
+
 function peak(profile, method, seq_len, chunk_size, setting) {
   const kept = statics(profile, setting);
   const born = profile.groups.reduce((sum, group) => sum + group.trainable_bytes, 0);
   const share = born ? kept.gradients / born : 0;
-  const tokens = seq_len / setting.sequence_parallel;
+  const tokens = seq_len / ranks_of(setting), keys = keys_held(method.split, tokens, setting);
   const chunk = method.chunked ? Math.min(chunk_size, tokens) : 0;
   const chunks = chunk ? Math.ceil(tokens / chunk) : 0;
   const present = setting.accumulate ? kept.gradients : 0;
   const parts = new Map();
   for (const phase of setting.accumulate ? method.accumulating : method.first) {
-    const value = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk + phase.per_chunk * chunks;
+    const own = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk + phase.per_chunk * chunks;
+    const value = own + phase.per_key * keys;
     const gradients = present + share * phase.gradients, activations = value - phase.gradients;
     const known = parts.get(phase.name);
     if (!known || gradients + activations > known.sum) {
@@ -61,10 +106,48 @@ function features(tokens, chunk, k_block) {
 }
 
 function work(method, seq_len, chunk_size, setting) {
-  const chunk = method.chunked ? Math.min(chunk_size * setting.sequence_parallel, seq_len) : 0;
+  const ranks = ranks_of(setting);
+  const chunk = method.chunked ? Math.min(method.split ? chunk_size : chunk_size * ranks, seq_len) : 0;
   const given = method.work.length ? features(seq_len, chunk, method.work[0].k_block) : [];
-  return new Map(method.work.map((part) => [part.name, Object.fromEntries(QUANTITIES.map((name, place) =>
+  const found = new Map(method.work.map((part) => [part.name, Object.fromEntries(QUANTITIES.map((name, place) =>
     [name, Math.max(0, part.laws[place].reduce((sum, coefficient, feature) => sum + coefficient * given[feature], 0))]))]));
+  if (method.split) for (const part of found.values()) part.dispatches /= ranks;
+  return found;
+}
+
+function exchanged(split, seq_len, setting) {
+  const ranks = ranks_of(setting);
+  if (split.by === ULYSSES) {
+    const tokens = seq_len / ranks, times = repeats(split, ranks);
+    return { waited: (split.traded + split.traded_keys * times) * tokens, gathered: 0, groups: 1, moved: split.moved * times * tokens };
+  }
+  let groups = 1;
+  for (const [, keys, size] of split.heads) {
+    const at_once = Math.max(1, Math.min(keys, Math.floor(setting.room / (size * seq_len))));
+    groups = Math.max(groups, Math.ceil(keys / at_once));
+  }
+  const gathered = groups > 1 ? split.gathered : split.gathered_at_once;
+  return { waited: split.summed * seq_len, gathered: gathered * seq_len, groups, moved: split.moved * seq_len };
+}
+
+function link_bytes(method, seq_len, setting) {
+  if (!method.split) return 0;
+  const found = exchanged(method.split, seq_len, setting), ranks = ranks_of(setting);
+  return (found.waited + found.gathered) * (ranks - 1) / ranks;
+}
+
+function exchange_seconds(method, seq_len, setting, rates, attention) {
+  if (!method.split) return 0;
+  const found = exchanged(method.split, seq_len, setting), ranks = ranks_of(setting);
+  const near = Math.min(ranks, rates.node), order = found.moved / rates.bandwidth;
+  if (method.split.by === ULYSSES) {
+    const [inside, outside] = [near - 1, ranks - near].map((part) => found.waited * part / ranks);
+    return Math.max(inside / rates.peers, outside / rates.network) + order;
+  }
+  const rate = ranks <= rates.node ? rates.peers : Math.min(rates.peers, rates.node * rates.network);
+  const [gathers, sums] = [found.gathered, found.waited].map((size) => size * (ranks - 1) / ranks / rate);
+  const others = 1 - 1 / found.groups;
+  return sums + gathers / found.groups + others * Math.max(0, gathers - attention) + order;
 }
 
 function flops(method, seq_len, chunk_size, setting) {
@@ -74,7 +157,7 @@ function flops(method, seq_len, chunk_size, setting) {
 }
 
 function seconds(method, seq_len, chunk_size, rates, setting) {
-  const ranks = setting.sequence_parallel, phases = {};
+  const ranks = ranks_of(setting), phases = {};
   let total = 0, products = 0, attention = 0, elementwise = 0, waiting = 0;
   for (const [name, part] of work(method, seq_len, chunk_size, setting)) {
     const product = part.products / ranks / rates.products;
@@ -87,11 +170,12 @@ function seconds(method, seq_len, chunk_size, rates, setting) {
     waiting += phases[name] - busy;
     total += phases[name];
   }
-  return { total, products, attention, elementwise, waiting, phases };
+  const exchange = exchange_seconds(method, seq_len, setting, rates, attention);
+  return { total: total + exchange, products, attention, elementwise, waiting, phases, exchange };
 }
 
 function throughput(spent, seq_len, batch_size, setting) {
-  return seq_len * batch_size * (setting.gpus / setting.sequence_parallel) / spent.total;
+  return seq_len * batch_size * (setting.gpus / ranks_of(setting)) / spent.total;
 }
 
 function usable(memory) {
@@ -118,18 +202,21 @@ function longest(profile, method, memory, setting, only) {
 }
 
 function longest_with(profile, method, memory, setting, size) {
-  let low = 0, high = data.longest;
+  setting = with_room(profile, memory, setting);
+  const ranks = ranks_of(setting);
+  let low = 0, high = Math.floor(data.longest / ranks);
   while (low < high) {
     const middle = Math.floor((low + high + 1) / 2);
-    if (fits(peak(profile, method, middle, size, setting), memory)) low = middle;
+    if (fits(peak(profile, method, ranks * middle, size, setting), memory)) low = middle;
     else high = middle - 1;
   }
-  const beyond = peak(profile, method, low + 1, size, setting);
-  return { method: method.name, seq_len: low, binds: beyond.total > usable(memory) ? beyond.phase : "host memory" };
+  const beyond = peak(profile, method, ranks * (low + 1), size, setting);
+  return { method: method.name, seq_len: ranks * low, binds: beyond.total > usable(memory) ? beyond.phase : "host memory" };
 }
 
 /** Every method with every chunk size, or with one chunk where it is not cut; `only`: with chunks of that size. */
 function options(profile, methods, seq_len, memory, setting, rates, only) {
+  setting = with_room(profile, memory, setting);
   return methods.flatMap((method) => {
     const sizes = !method.chunked ? [seq_len] : only === undefined ? chunk_sizes(profile.batch_size) : [only];
     return [...new Set(sizes.map((size) => Math.min(size, seq_len)))].map((size) => {
@@ -138,6 +225,7 @@ function options(profile, methods, seq_len, memory, setting, rates, only) {
         method: name, saves, offload, chunk_size: size, seq_len, peak: at,
         flops: flops(method, seq_len, size, setting), seconds: seconds(method, seq_len, size, rates, setting),
         gpu_memory: method.prefix_on_host ? Math.max(1, Math.trunc(usable(memory) - at.total)) : null,
+        link: link_bytes(method, seq_len, setting),
       };
     });
   });
@@ -157,6 +245,7 @@ function choose(profile, methods, seq_len, memory, setting, rates, only) {
 }
 
 function timed(profile, method, seq_len, memory, setting, rates, only) {
+  setting = with_room(profile, memory, setting);
   const choice = choose(profile, [method], seq_len, memory, setting, rates, only);
   const size = choice ? choice.chunk_size : Math.min(only === undefined ? chunk_sizes(profile.batch_size).at(-1) : only, seq_len);
   const spent = choice ? choice.seconds : seconds(method, seq_len, size, rates, setting);
@@ -184,11 +273,19 @@ function levers(profile, now, memory, setting, only) {
   }
   const more = { ...setting, gpus: 2 * setting.gpus, zero: 3 };
   const halved = { ...memory, host: memory.host === null ? null : Math.floor(memory.host / 2) };
+  const how = split_of(setting);
+  if (how) {
+    const wider = { ...setting, gpus: 2 * setting.gpus, [FIELDS[how]]: 2 * ranks_of(setting) };
+    try {
+      available(profile, wider);
+      options.push([`sequences over ${ranks_of(wider)} ranks`, wider, halved]);
+    } catch { /* these ranks cannot share heads */ }
+  }
   options.push([`${more.gpus} GPUs with ZeRO-3`, more, halved]);
   options.push(["GPUs with twice the memory", setting, { ...memory, gpu: 2 * memory.gpu }]);
   return options
     .map(([change, other, budget]) => {
-      const chunked = profile.methods.filter((method) => method.chunked);
+      const chunked = available(profile, other).filter((method) => method.chunked);
       const seq_len = Math.max(...chunked.map((method) => longest(profile, method, budget, other, only).seq_len));
       return { change, seq_len, setting: other, memory: budget };
     })
@@ -196,13 +293,13 @@ function levers(profile, now, memory, setting, only) {
 }
 
 function plan_profile(profile, seq_len, memory, setting, rates, only) {
-  const chunked = profile.methods.filter((method) => method.chunked);
-  const table = profile.methods.map((method) => longest(profile, method, memory, setting, only));
+  const methods = available(profile, setting), chunked = methods.filter((method) => method.chunked);
+  const table = methods.map((method) => longest(profile, method, memory, setting, only));
   const streamed = table.filter((row) => chunked.some((method) => method.name === row.method));
   const best = streamed.reduce((one, other) => (other.seq_len > one.seq_len ? other : one));
   const length = seq_len === "max" ? best.seq_len : seq_len;
   const choice = length ? choose(profile, chunked, length, memory, setting, rates, only) : null;
-  const times = length ? profile.methods.map((method) => timed(profile, method, length, memory, setting, rates, only)) : [];
+  const times = length ? methods.map((method) => timed(profile, method, length, memory, setting, rates, only)) : [];
   return {
     seq_len: length, choice, best, binds: best.binds, longest: table,
     levers: levers(profile, best.seq_len, memory, setting, only),

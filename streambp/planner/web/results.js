@@ -1,7 +1,7 @@
 // Verdict, levers, methods, phases and modules.
 
 const KINDS = ["weights", "optimizer", "gradients", "activations"];
-const PARTS = { products: "Matrix products", attention: "Attention", elementwise: "Other kernels", waiting: "Waiting for copies or the host" };
+const PARTS = { products: "Matrix products", attention: "Attention", elementwise: "Other kernels", waiting: "Waiting for copies or the host", exchange: "Exchanges that are not hidden" };
 let shown = null; // what the page shows now, as `evaluate` found it
 
 function show_head() {
@@ -23,7 +23,7 @@ function show_verdict() {
   card.dataset.fits = choice ? "yes" : "no";
   const short = at.total > limit ? `needs ${memory_text(at.total)} of the GPU` : `needs ${memory_text(at.host)} of host memory`;
   by_id("verdict-detail").textContent = choice
-    ? `with ${choice.method} in chunks of ${whole(choice.chunk_size)} tokens.`
+    ? `with ${choice.method} in chunks of ${whole(choice.chunk_size)} tokens${ranks_of(setting) > 1 ? ` on each of ${ranks_of(setting)} ranks` : ""}.`
     : `${closest.method.name}, which comes closest, ${short}.`;
   const work = choice ? choice.flops : closest.flops;
   const spent = choice ? choice.seconds : closest.spent, speed = throughput(spent, seq_len, profile.batch_size, setting);
@@ -37,6 +37,8 @@ function show_verdict() {
     ["Longest that fits", figure("longest", best.seq_len, whole(best.seq_len)), "tokens"],
     ["A step", figure("seconds", spent.total, time_text(spent.total)), `on ${rates.name}${rates.guess ? ", guessed" : ""}`],
     ["Throughput", figure("tokens_per_second", speed, whole(speed)), "tokens/s"],
+    ...(split_of(setting) ? [["To other ranks", gib("link", link_bytes(choice ? profile.methods.find(({ name }) => name === choice.method)
+      : closest.method, seq_len, setting)), "a step, each GPU"]] : []),
     ["Arithmetic", figure("flops", work, `${work_text(work)} PFLOP`), "a step"],
   ];
   by_id("figures").replaceChildren(...cells.map(([term, value, small]) =>
@@ -94,7 +96,7 @@ function show_levers() {
     plan.levers.length ? `. What would ${plan.best.seq_len ? "allow a longer one" : "help"}:` : ".");
   by_id("levers").replaceChildren(...plan.levers.map((lever) => offer(
     lever.change[0].toUpperCase() + lever.change.slice(1), ["up to ", figure(`lever ${lever.change}`, lever.seq_len, whole(lever.seq_len)), " tokens"], () => {
-      form.gpus.value = lever.setting.gpus;
+      for (const name of ["gpus", "ulysses", "context_parallel"]) form[name].value = lever.setting[name];
       form.zero.value = lever.setting.zero;
       form.on_host.checked = lever.setting.optimizer_on_host;
       form.gpu.value = lever.memory.gpu / GIB;

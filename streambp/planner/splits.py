@@ -1,0 +1,249 @@
+"""Steps of which every rank has a shard of the tokens, counted on one rank: exchanges give tensors without data.
+
+[Note: bytes of keys] The number of ranks P changes what a rank holds of a shard of t tokens in one way: through keys and
+values, and their gradients, of other ranks' tokens. Under context parallelism these are a group of kv heads of T = P t
+tokens; under Ulysses as many as unsplit, or P / H_kv times that with more ranks than kv heads. So a count tells their
+storages from all others, at each of the few amounts of them that are alive the most of the others. Each such pair is a line
+of its phase, `Phase.per_key` bytes for each of `profile.keys_held`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from streambp.attention.kv import KVBuffer
+from streambp.attention.spans import Spans
+from streambp.known_names import GATHER
+from streambp.model import wrappers
+from streambp.planner.compose import Counted
+from streambp.planner.count import Known, StepCount, one_kernel, running_counts
+from streambp.planner.profile import ULYSSES, Heads, Setting, Split, keys_held
+from streambp.planner.work import tensors
+from streambp.sharded import gathered
+from streambp.sharded.gathered import GatheredShards
+from streambp.sharded.shards import Keys, Shards
+
+TRADED, TRADED_KEYS, GATHERED, SUMMED, MOVED = range(5)
+SMALL = 256  # bytes; smaller tensors are indices, not keys
+Result = TypeVar("Result")
+
+
+class SplitCount(StepCount):
+    """A count that tells the bytes of other ranks' keys from all others. [Note: bytes of keys]
+
+    links: bytes of what exchanges gave so far: traded queries and outputs, traded keys, gathered keys, and summed
+    gradients of keys (as sent); and bytes that putting keys in order moves, which are not in `work`.
+    most: for each number of keys' bytes that were alive, the most of the others.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.links = [0.0] * 5
+        self.most: dict[int, int] = {0: 0}
+        self._keys = 0
+        self._sizes: dict[int, int] = {}  # of storages of keys
+        self._marking = 0
+
+    def reset_peak(self) -> None:
+        """Also `most`."""
+        super().reset_peak()
+        self.most = {self._keys: self.live - self._keys}
+
+    def mark(self, value: Any) -> None:
+        """These tensors are keys."""
+        for x in tensors(value):
+            storage = x.untyped_storage()
+            if storage._cdata in self._alive and storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                self._keys += storage.nbytes()
+
+    def unmark(self, value: Any) -> None:
+        """These are not: they belong to this rank's tokens."""
+        for x in tensors(value):
+            self._keys -= self._sizes.pop(x.untyped_storage()._cdata, 0)
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        if self._marking and storage.nbytes() > SMALL:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self._keys += storage.nbytes()
+        super()._track(storage)
+        self._note(self.live)
+
+    def _count(self, known: Known) -> None:
+        if self._marking and not self._kernel_depth:
+            self.links[MOVED] += known.work.moved
+            self.add(known.work._replace(moved=0.0))
+        else:
+            super()._count(known)
+
+    def _gone(self, key: int, _: Any) -> None:
+        self._keys -= self._sizes.pop(key, 0)
+        super()._gone(key, _)
+
+    def _workspace(self, func: Any, args: Any) -> None:
+        before, self.peak = self.peak, self.live
+        super()._workspace(func, args)
+        self._note(self.peak)
+        self.peak = max(before, self.peak)
+
+    def _note(self, live: int) -> None:
+        self.most[self._keys] = max(self.most.get(self._keys, 0), live - self._keys)
+
+
+def _counts() -> list[SplitCount]:
+    return [count for count in running_counts() if isinstance(count, SplitCount)]
+
+
+def _linked(kind: int, size: int) -> None:
+    for count in _counts():
+        count.links[TRADED_KEYS if kind == TRADED and count._marking else kind] += size
+
+
+def _marked(run: Callable[..., Result]) -> Callable[..., Result]:
+    """What it allocates are keys."""
+
+    @functools.wraps(run)
+    def inner(*args: Any, **kwargs: Any) -> Result:
+        counts = _counts()
+        for count in counts:
+            count._marking += 1
+        try:
+            return run(*args, **kwargs)
+        finally:
+            for count in counts:
+                count._marking -= 1
+
+    return inner
+
+
+class _CountedUlysses(Shards):
+    def everyones(self, mine: list[int]) -> list[list[int]]:
+        return [mine] * self.size
+
+    def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
+        return _marked(super().start_keys)(parts, heads)
+
+    def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
+        found = _marked(super().own_gradient)(sums, dtype, heads)
+        for count in _counts():
+            count.unmark(found)
+        return found
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        sent = parts.contiguous()
+        _linked(TRADED, sent.nbytes)
+        with one_kernel(0):
+            return torch.empty_like(sent)
+
+
+class _CountedGathered(GatheredShards):
+    def everyones(self, mine: list[int]) -> list[list[int]]:
+        return [mine] * self.size
+
+    in_order = _marked(GatheredShards.in_order)
+    by_rank = _marked(GatheredShards.by_rank)
+
+
+class _Arrived:
+    def wait(self) -> None:
+        """At once."""
+
+
+def _collective(names: tuple[str, ...]) -> Callable[..., _Arrived]:
+    """Stands for a gather, or for a sum over ranks."""
+
+    def run(received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> _Arrived:
+        gathers = names == GATHER
+        _linked(*((GATHERED, received.nbytes) if gathers else (SUMMED, sent.nbytes)))
+        if gathers:
+            for count in _counts():
+                count.mark(received)
+        return _Arrived()
+
+    return run
+
+
+@contextlib.contextmanager
+def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None) -> Iterator[None]:
+    """Within, streamed models take their batch for the first rank's shard, of `length` tokens a row; keys are gathered one
+    kv head at a time.
+
+    Args:
+        seen: is told the heads of every layer that attends.
+    """
+    kind = _CountedUlysses if by == ULYSSES else _CountedGathered
+    shards = kind(None, ranks, length, Spans.causal(rows, ranks * length), room=1)
+    real = kind.start_keys
+
+    def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
+        if seen is not None:
+            k, v = parts
+            seen.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
+        return real(self, parts, heads)
+
+    replaced = [
+        (wrappers, "shards_of", lambda *_: shards),
+        (gathered, "collective", _collective),
+        (kind, "start_keys", start_keys),
+        (KVBuffer, "of", _marked(KVBuffer.of)),
+        (KVBuffer, "grow_accumulators", _marked(KVBuffer.grow_accumulators)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, stand_in in replaced:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+def fewest_ranks(heads: Sequence[Heads]) -> int:
+    """The smallest number of ranks, beyond one, that can share all heads under Ulysses; 1 if there is none."""
+
+    def fits(ranks: int) -> bool:
+        return all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads)
+
+    return next((ranks for ranks in range(2, 1 + min(h.queries for h in heads)) if fits(ranks)), 1)
+
+
+def split_of(
+    by: str, heads: Sequence[Heads], links: Sequence[float], ranks: int, tokens: int, saves: Sequence[str]
+) -> Split:
+    """From the bytes of a step's exchanges, that were counted on `ranks` with shards of so many tokens."""
+    whole = ranks * tokens
+    repeats = Split(by, tuple(heads)).repeats(ranks)
+    gathers = links[GATHERED] / whole
+    return Split(
+        by, tuple(heads), links[TRADED] / tokens, links[TRADED_KEYS] / tokens / repeats, gathers,
+        gathers if "attn_out" in saves else gathers * 2 / 3, links[SUMMED] / whole,
+        links[MOVED] / (tokens * repeats if by == ULYSSES else whole),
+    )  # fmt: skip
+
+
+def lines_of_keys(
+    phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
+) -> list[list[Counted]]:
+    """The same phases at several points, each as often as there are amounts of keys that make a difference.
+
+    Args:
+        lengths: of the shards at each point.
+    """
+    setting = Setting(gpus=ranks, ulysses=ranks if split.by == ULYSSES else 1)
+    setting = setting if split.by == ULYSSES else dataclasses.replace(setting, context_parallel=ranks)
+    held = [keys_held(split, tokens, setting) for tokens in lengths]
+    found: list[list[Counted]] = [[] for _ in phases]
+    for counted in zip(*phases, strict=True):
+        amounts = [{size / scale: most for size, most in c.most.items()} for c, scale in zip(counted, held, strict=True)]
+        before: list[float] = []
+        for amount in sorted({size for one in amounts for size in one}, reverse=True):
+            values = [max((most for size, most in one.items() if size >= amount), default=0.0) for one in amounts]
+            if not before or any(value > least for value, least in zip(values, before, strict=True)):
+                for rows, one, value in zip(found, counted, values, strict=True):
+                    rows.append(dataclasses.replace(one, peak=value, per_key=amount))
+                before = values
+    return found
