@@ -76,8 +76,15 @@ def settings(ranks):
     yield ranks, {"training": [{"mode": mode, "dtype": "float32"} for mode in MODES]}
 
 
+def product(family, ranks):
+    """Every mode, number of chunks and saves, offloaded or not."""
+    size = {"length": 2 * LENGTH} if ranks == 4 else {}
+    for mode, config, chunks in itertools.product(MODES, SAVES, ({}, {"chunks": "others"})):
+        yield {"family": family, "mode": mode, "config": config, **size, **chunks}
+
+
 def run(runs, ranks):
-    outputs, codes = launch("tests.distributed.context_worker", json.dumps(runs), str(ranks), ranks=ranks, seconds=400)
+    outputs, codes = launch("tests.distributed.context_worker", json.dumps(runs), str(ranks), ranks=ranks, seconds=900)
     results = result_of(outputs, codes)
     assert {what: [row["case"] for row in rows] for what, rows in results.items()} == runs
     return results
@@ -144,6 +151,14 @@ def test_context_parallelism():
 @pytest.mark.parametrize(("ranks", "runs"), [*settings(2), *settings(4)], ids=str)
 def test_every_setting(ranks, runs):
     check(runs, ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_whole_product(family, ranks):
+    """A window, sinks, experts and latent attention among them."""
+    check({"gradients": list(product(family, ranks))}, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
