@@ -10,7 +10,7 @@ are known by where they were written, and asked for once in each forward of a mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from torch import nn
@@ -83,7 +83,15 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
     return _why_foreign(type(module).__name__, names["__name__"], implementation, function, registered, inner, mask)
 
 
-_inside = functools.lru_cache(undecorated)
+def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """`ask` with its answers kept, but for what cannot be looked up (a callable dataclass)."""
+    kept = functools.lru_cache(ask)
+    return functools.wraps(ask)(
+        lambda *args: kept(*args) if all(isinstance(argument, Hashable) for argument in args) else ask(*args)
+    )
+
+
+_inside = _remembered(undecorated)
 
 
 @functools.lru_cache
@@ -92,7 +100,7 @@ def _eager_names(forward: Callable[..., Any]) -> list[str]:
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 
-@functools.lru_cache
+@_remembered
 def _why_foreign(
     kind: str, home: str, implementation: str | None, function: Any, registered: bool, inner: Any, mask: Any
 ) -> str | None:

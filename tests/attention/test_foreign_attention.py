@@ -6,6 +6,7 @@ covers: admission/own_run.py, admission/registry.py
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import types
@@ -55,6 +56,16 @@ def counting(module, *args, **kwargs):
     """The same numbers, and a count of its calls."""
     module.calls = getattr(module, "calls", 0) + 1
     return sdpa_attention_forward(module, *args, **kwargs)
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A function with settings, which has no hash."""
+
+    scaling: float
+
+    def __call__(self, module, *args, **kwargs):
+        return sdpa_attention_forward(module, *args, **{**kwargs, "scaling": self.scaling})
 
 
 def windowed_mask(mask_function=None, **description):
@@ -115,6 +126,7 @@ CASES = {
     "a partial of transformers' own": (
         lambda m: replaced(m, functools.partial(sdpa_attention_forward, scaling=0.1)), "sdpa_attention_forward",
     ),
+    "an object without a hash": (lambda m: registered(m, Scaled(0.1)), r"test_foreign_attention\.Scaled"),
     "another eager function": (
         lambda m: eager_replaced(m, eager),
         r"test_foreign_attention\.eager, where .*modeling_llama\.eager_attention_forward",
