@@ -420,7 +420,7 @@ MUTANTS = {
         planning, "fits", lambda at, memory: at.total <= memory.usable, test_plans.check_longest,
     ),
     "states for nothing": (
-        profile.Phase, "at", lambda self, t, c: self.constant + self.per_token * t + self.per_chunk_token * c,
+        profile.Phase, "at", lambda self, t, c, _: self.constant + self.per_token * t + self.per_chunk_token * c,
         test_estimates.check_peak_by_hand,
     ),
     "a delta rule in smaller blocks": (delta_rules, "BLOCK", 32, test_mixers.check_kept),

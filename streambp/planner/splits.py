@@ -190,6 +190,7 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
         return real(self, parts, heads)
 
     replaced = [
+        (wrappers, "is_initialized", lambda: True),
         (wrappers, "shards_of", lambda *_: shards),
         (gathered, "collective", _collective),
         (kind, "start_keys", start_keys),
