@@ -133,6 +133,7 @@ def laid_out_like_the_query(self, query, key, value, *args, **kwargs):
     return wide[..., :size], *rest
 
 
+@pytest.mark.full
 def test_one_layout_holds_whatever_the_forward_gives(float64_oracle, monkeypatch):
     monkeypatch.setattr(CachedGraphs, "_scaled_dot_product_cudnn_attention", laid_out_like_the_query)
     check_head_sizes("192/128", "plain", (), "kept", monkeypatch)

@@ -179,7 +179,7 @@ def check_sharing(engine, **more):
         assert sum(count for name, count in first.items() if name.startswith("calls")) > 0
 
 
-@pytest.mark.fast("ddp")
+@pytest.mark.full
 @pytest.mark.parametrize("engine", FAST)
 def test_rows_share_prefixes_on_one_rank_alone(engine):
     """Its forward is over a packed row, the other rank's over its rows; both try the model at their first call, and make

@@ -310,6 +310,7 @@ def test_grpo(loss_type, tmp_path, attended_chunks, checkpoint):
     assert any(entry["reward_std"] > 0 for entry in expected[0])
 
 
+@pytest.mark.fast("model")
 @pytest.mark.parametrize("given", ["model", "peft", "base of peft"])
 def test_a_patched_model_keeps_its_settings(given, tmp_path, attended_chunks):
     model = build("qwen3", torch.float64)

@@ -202,6 +202,7 @@ def test_kto_shares_what_is_in_a_batch(tmp_path, computed, checkpoint):  # noqa:
     assert as_counted(computed) > 1.3
 
 
+@pytest.mark.full
 def test_trainers_that_keep_no_groups(tmp_path, cut, checkpoint):  # noqa: F811
     """Sharing is off: TRL's micro-batches. It is on, but the model is TRL's: those too, until `keep_groups`."""
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": 1}

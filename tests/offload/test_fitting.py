@@ -117,6 +117,7 @@ def planned(model):
     return sum(candidate.bytes for chosen in chooser_of(model)._plan.values() for candidate in chosen)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("room", ROOMS)
 def test_it_takes_what_it_planned_and_changes_no_value(patched, room):
     expected = seeded(plain())
@@ -252,6 +253,7 @@ def fails_once(monkeypatch, at, stage=Stage.FORWARD):
     return calls
 
 
+@pytest.mark.fast("4")
 @pytest.mark.parametrize("at", [1, 4, 7, 15])  # of three layers with five chunks each
 def test_a_forward_chunk_that_runs_out_is_computed_again(patched, monkeypatch, at):
     expected = seeded(plain())
@@ -277,6 +279,7 @@ def test_without_saves_it_raises(patched, monkeypatch):
     assert_same(seeded(model), expected)
 
 
+@pytest.mark.fast("2-Stage.REFILL", "2-Stage.RECOMPUTE")
 @pytest.mark.parametrize("stage", [Stage.REFILL, Stage.RECOMPUTE])
 @pytest.mark.parametrize("at", [2, 9])
 def test_a_backward_chunk_that_runs_out_is_computed_again(patched, monkeypatch, stage, at):
@@ -436,6 +439,7 @@ def inputs_let_go(patch):
     patch.setattr(InMemory, "keep_only", lambda self, needed: real(self, lambda name: False))
 
 
+@pytest.mark.fast("other_numbers")
 @pytest.mark.parametrize("mutant", [other_numbers, nothing_let_go, inputs_let_go])
 def test_mutant_turns_a_test_red(patched, monkeypatch, mutant):
     expected = seeded(plain())
@@ -447,6 +451,7 @@ def test_mutant_turns_a_test_red(patched, monkeypatch, mutant):
         assert_same(seeded(model), expected)
 
 
+@pytest.mark.full
 def test_a_choice_that_ignores_the_room_is_seen(patched, monkeypatch):
     real = FittingSaves._fill
     monkeypatch.setattr(FittingSaves, "_fill", lambda self, room, *args: real(self, PLENTY, *args))

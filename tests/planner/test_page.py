@@ -289,6 +289,7 @@ def compare_in_node():
     same(numbers(found.stdout), expected(profiles, plans))
 
 
+@pytest.mark.full
 @needs_node
 def test_every_number_is_pythons_in_node():
     compare_in_node()
