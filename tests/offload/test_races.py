@@ -91,7 +91,7 @@ WAITS = {  # the wait that is left out, and a race that must be found then
 }
 
 
-@pytest.mark.fast("compute before the reload-None", "reload before its offload-None", "source let go before its offload-None")
+@pytest.mark.fast("compute before the reload-None", "reload before its offload-None")
 @pytest.mark.parametrize(("name", "gpu_memory"), sampled(lambda name, gpu_memory: gpu_memory is None, WAITS, [None, 1]))
 def test_a_missing_wait_is_a_race(name, gpu_memory):
     waits, race = WAITS[name]
