@@ -11,8 +11,9 @@ weights differ by 5 % either way). The last columns are the look alone, in milli
 step runs and the rows' step does not, or the other way round: they do not depend on how busy the machine is. Where nothing
 is shared these few, and the look, are all that sharing costs.
 
-The last line is the cost where nothing is shared, step by step: one patched model, whose sharing is switched off and on in
-the order off, on, on, off; printed is the median over these fours of (on + on) / (off + off) and its quartiles.
+The last line is the cost where nothing is shared, measured inside the steps: processor time of a call of the model that
+sharing adds, which is the call's without the rows' own forward, beside the whole step's. Both steps run the same code but
+for that, so where a machine's processor time varies by 5 % from step to step, this tells what the ratio cannot.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import streambp
 from streambp.instance_forward import forwards
 from streambp.model.wrappers import BackboneForward
+from streambp.prefixes.calls import SharedPrefixes
 from streambp.prefixes.tree import find_tree
 
 
@@ -106,24 +108,48 @@ def operators(model: torch.nn.Module, batch: dict[str, torch.Tensor], share: boo
     return counted.counts
 
 
-def fours(model: torch.nn.Module, batch: dict[str, torch.Tensor], many: int) -> list[float]:
-    """Processor time with sharing on, over the time with it off, of `many` fours of steps, sorted."""
+class Added:
+    """Stands for the object that shares prefixes, and takes the time of its calls without the rows' own forward."""
+
+    def __init__(self, prefixes: SharedPrefixes) -> None:
+        self.prefixes = prefixes
+        self.told = prefixes.told
+        self.spent = 0.0
+
+    def call(self, kwargs: Any, over: Any, *rest: Any) -> Any:
+        inside = 0.0
+
+        def timed(*args: Any, **more: Any) -> Any:
+            nonlocal inside
+            start = time.process_time()
+            try:
+                return over(*args, **more)
+            finally:
+                inside += time.process_time() - start
+
+        start = time.process_time()
+        output = self.prefixes.call(kwargs, timed, *rest)
+        self.spent = time.process_time() - start - inside
+        return output
+
+
+def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Seconds of processor time that sharing adds to a step which shares nothing, and the step's: the least of six each."""
     streambp.patch(model, streambp.StreamConfig(share_prefixes=True))
     wrapper = next(found for part in model.modules() for found in forwards(part) if isinstance(found, BackboneForward))
-    prefixes = wrapper.prefixes  # SharedPrefixes
-    spent: list[float] = []
-    for index in range(4 * many + 4):
-        wrapper.prefixes = prefixes if index % 4 in (1, 2) else None
-        spent.append(step(model, batch))
+    step(model, batch)
+    assert wrapper.prefixes is not None
+    counted = Added(wrapper.prefixes)
+    wrapper.prefixes = counted  # type: ignore[assignment]
+    steps = [(step(model, batch), counted.spent) for _ in range(6)]
     streambp.unpatch(model)
-    rounds = [spent[first : first + 4] for first in range(4, len(spent), 4)]  # the first four admit the calls
-    return sorted((one[1] + one[2]) / (one[0] + one[3]) for one in rounds)
+    return min(spent for _, spent in steps), min(whole for whole, _ in steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shape = {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256}
-    for name, default in {**shape, "turns": 6, "fours": 10}.items():
+    for name, default in {**shape, "turns": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     model = build(arguments)
@@ -140,9 +166,9 @@ def main() -> None:
         calls = f"operators {sum(counts[0].values())}, {more} more and {fewer} fewer"
         ratio = arguments.rows * per_row / tokens
         print(f"{what}: {times}, ratio of tokens {ratio:.2f}, look {look(batch):.2f} ms, {calls}", flush=True)
-    ratios = fours(model, batch, arguments.fours)
-    quartiles = ", ".join(f"{ratios[len(ratios) * part // 4]:.3f}" for part in (1, 2, 3))
-    print(f"nothing shared, {len(ratios)} fours, on over off: quartiles {quartiles}", flush=True)
+    more_time, whole = added(model, batch)
+    ratio = 1 + more_time / whole
+    print(f"nothing shared: sharing adds {1000 * more_time:.2f} ms to a step of {whole:.3f} s, ratio {ratio:.4f}")
 
 
 if __name__ == "__main__":
