@@ -1,7 +1,8 @@
 """What one warm, plain training step runs of streambp: `python scripts/step_path.py`.
 
 The step is a forward with labels and a backward of a small Qwen3 (3 layers, 4 chunks, no options), after two steps that
-warm it up. The script prints how many of the package's files and functions the step runs, how many calls it makes, and
+warm it up. `--saves auto` saves what fits, as the default does: here that is all, which is more code than computing it
+again. The script prints how many of the package's files and functions the step runs, how many calls it makes, and
 how many functions run before the first chunk. Counts are the same on every machine; they do not measure time.
 """
 
@@ -37,14 +38,14 @@ class StepPath:
             self.calls.append((frame.f_code.co_filename.removeprefix(self.package), name))
 
 
-def plain_step() -> Any:
-    """A function that makes one step of a small patched model."""
+def plain_step(saves: Any) -> Any:
+    """A function that makes one step of a small model that is patched with these `StreamConfig.saves`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=TOKENS,
     )  # fmt: skip
-    model = streambp.patch(Qwen3ForCausalLM(config), streambp.StreamConfig(chunk_size=TOKENS // CHUNKS))
+    model = streambp.patch(Qwen3ForCausalLM(config), streambp.StreamConfig(chunk_size=TOKENS // CHUNKS, saves=saves))
     tokens = torch.randint(64, (1, TOKENS))
 
     def step() -> None:
@@ -58,8 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="also print each file with its functions and calls")
     parser.add_argument("--before", action="store_true", help="also print the functions before the first chunk, in order")
+    parser.add_argument("--saves", choices=("none", "auto"), default="none")
     args = parser.parse_args()
-    step = plain_step()
+    step = plain_step("auto" if args.saves == "auto" else ())
     step()
     step()
     path = StepPath(Path(streambp.__file__).parent)
