@@ -99,7 +99,7 @@ def check(name, **changes):
     return ours
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample_is_exact(name):
     """Padding on the left and documents in a row: what the other modes ask of a layer is a part of that."""

@@ -495,6 +495,7 @@ def green(check):
     check()
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=needs_sharing_without_cache) if name == OF_SHARED_KEYS else name for name in MUTANTS],

@@ -47,7 +47,7 @@ def cases():
             yield pytest.param(family, mode, chunk_size, saves, marks=marks, id=name)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("family", "mode", "chunk_size", "saves"), cases())
 def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
     expected_loss, expected = reference(family, mode)

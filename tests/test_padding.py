@@ -94,6 +94,7 @@ def cached(name):
     return zoo.build(name, **changes)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("first", "name"),
     [

@@ -144,6 +144,7 @@ def test_measured_choices_with_uneven_chunks():
         assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_prefixes(name, added, attended_chunks):

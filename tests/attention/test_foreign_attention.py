@@ -134,6 +134,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("case", "order"),
     thinned(

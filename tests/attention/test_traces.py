@@ -88,6 +88,7 @@ def test_windows_without_a_kernel_for_them_are_named():
     assert "plain products for the near edges of sliding windows in 1 layer" in found.described.attention
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", thinned(SPARSE, lambda name: name == "GLM 5"))
 def test_keys_that_an_indexer_picks(name):
     found = check(name, "H200", 8192 + 256)

@@ -16,7 +16,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.fast("tests.attention.test_merge", "tests.head.test_triton_fold")
+@pytest.mark.fast("tests.attention.test_merge")
 @needs_triton
 @pytest.mark.parametrize("module", CHECKS)
 def test_in_the_interpreter(module):

@@ -300,6 +300,7 @@ def refused(program):
     return False
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
 def test_what_would_be_lost_without_a_word_is_refused(program):
     assert refused(program)

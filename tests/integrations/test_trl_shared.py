@@ -116,6 +116,7 @@ def as_counted(computed):
     return sum(rows for rows, _, _ in computed) / sum(here for _, _, here in computed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.full)], ids=["full", "peft"])
 def test_dpo_shares_its_prompts(lora, steps, tmp_path, computed, checkpoint):  # noqa: F811

@@ -92,6 +92,7 @@ def error_of_a_float32_layer(split=False, saves=()):
     return relative_l2(found, expected)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("saves", SAVES)
 @pytest.mark.parametrize("split", [False, True])
 def test_a_float32_region_is_differentiated_in_float32(split, saves):
@@ -128,6 +129,7 @@ def errors_with_a_float32_mlp(seed):
     return relative_l2(ours, truth), relative_l2(stock, truth)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("name", "saves"),
     [

@@ -197,6 +197,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_turns_a_test_red(mutant, monkeypatch):
     owner, attribute, wrong, name = MUTANTS[mutant]

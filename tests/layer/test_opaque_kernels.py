@@ -105,6 +105,7 @@ def refusal(family, kernels, saves, split):
     return None
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("family", "kernels", "saves", "offload", "split"), rows())
 def test_gradients_are_exact_or_refused_at_the_first_call(family, kernels, saves, offload, split, float64, monkeypatch):
     stock, batch = model_with(monkeypatch, family, *kernels), make_batch("plain")
@@ -281,6 +282,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_turn_gradients_wrong(name, float64, monkeypatch):
     owner, attribute, mutant, family, kernels, settings = MUTANTS[name]

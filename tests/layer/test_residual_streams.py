@@ -176,7 +176,7 @@ def check_unchanged():
     check(glm5_next(), make_batch("left-padded"), 5)
 
 
-@pytest.mark.fast("keys of the chunks before not counted")
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_turns_a_test_red(mutant, monkeypatch):
     stock, batch = glm5_next(), make_batch("left-padded")

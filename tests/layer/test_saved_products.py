@@ -102,6 +102,7 @@ def kept_after(model, saves):
     return kept
 
 
+@pytest.mark.full
 def test_the_last_layers_alone():
     model = build("qwen3", num_hidden_layers=4)
     saves = ("attn_out@1", "kv", "mlp.gate_proj@3", "mlp.gate_proj@2")

@@ -117,6 +117,7 @@ def check_memory(name):
     assert all(state.untyped_storage().nbytes() == state.nbytes for state in seen)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "name", thinned(KINDS, lambda name: name in ("qwen3_next", "falcon_h1", "zaya", "recurrent_gemma", "xlstm"))
 )

@@ -284,6 +284,7 @@ def test_a_flag_that_no_print_sees():
         loss.backward()
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("change", ["hook removed", "flag flipped", "attribute", "activation", "instance forward"])
 def test_backward_inside_is_exact_and_no_new_trial(change, monkeypatch):
     """In every step hooks are put on and taken off, attributes set and reset."""
@@ -760,6 +761,7 @@ def copies_know_the_original(monkeypatch):
     monkeypatch.setattr(fingerprint.Fingerprint, "__copy__", lambda self: self, raising=False)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [

@@ -174,6 +174,7 @@ def test_a_limit_that_shrinks_between_steps():
         assert not device.failed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [pytest.param(50, marks=pytest.mark.full), 4])
 def test_random_lengths_and_limits_do_not_grow(steps):
     pair, draw = Pair(5).warmed(), random.Random(seed_of(7))
@@ -221,7 +222,7 @@ def nothing_let_go(patch):
     patch.setattr(FittingSaves, "let_go", lambda self, kept=None: False)
 
 
-@pytest.mark.fast("nothing_let_go")
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", [added_again, keys_added_again, nothing_let_go])
 def test_mutant_turns_a_test_red(monkeypatch, mutant):
     mutant(monkeypatch)

@@ -99,6 +99,7 @@ def test_a_missing_wait_is_a_race(name, gpu_memory):
     assert any(race in found for found in races_without(tuple(waits), gpu_memory))
 
 
+@pytest.mark.full
 def test_a_tile_must_not_be_changed_while_it_is_copied_out(monkeypatch):
     def borrow(self, holding, entry):
         tensor = self.fetch(holding, entry)

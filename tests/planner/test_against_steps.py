@@ -120,7 +120,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("views taken for new tensors")
+@pytest.mark.full
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_far_from_what_was_measured(name, monkeypatch):
     owner, attribute, mutant, case = MUTANTS[name]

@@ -116,6 +116,7 @@ def test_another_choice_is_seen(name, tiny, monkeypatch):
         check_choices(tiny, TINY)
 
 
+@pytest.mark.full
 def test_the_next_two_in_speed_are_named(tiny):
     memory, length = Memory(2**30, 2**32, reserve=0.0), 2**14
     plan = plan_profile(tiny, length, memory, TINY.setting)

@@ -157,6 +157,7 @@ def test_sequence_parallelism_divides_the_tokens():
     assert found == peak(profile, profile.methods[0], 100, 10, Setting())
 
 
+@pytest.mark.full
 def test_json_gives_the_same_peaks():
     profile = survey(Skeleton(SMALL, torch.bfloat16, None, 16, "cuda"), [streamed(("attn_out",), "cpu")], at=(512, 256))
     again = from_json(json.loads(json.dumps(to_json(profile))))

@@ -474,6 +474,7 @@ const note = () => steps.push({
 """
 
 
+@pytest.mark.full
 @needs_browser
 def test_controls_work_together(counted, tmp_path):
     """Slider, Longest, a lever's Apply, text with a unit, nonsense, Reset, a choice of offload, and the chart's tooltip."""

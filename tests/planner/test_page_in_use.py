@@ -160,6 +160,7 @@ def check_chosen(shown, dot, plan):
     assert title.startswith(f"{LENGTH:,} tokens fit: ")
 
 
+@pytest.mark.full
 def test_the_keyboard_is_enough(address, plan):
     check_keyboard(address, plan)
 

@@ -96,6 +96,7 @@ def total(spans, names, field="products"):
     return sum(getattr(span.work, field) for span in spans if span.name in names)
 
 
+@pytest.mark.full
 def test_products_of_layers_are_those_of_the_trees_tokens():
     found = {name: total(spans, LAYERS) for name, spans in counted().items()}
     share = GROUP.tokens(True) / GROUP.tokens(False)

@@ -63,6 +63,7 @@ def cases():
                 yield pytest.param(family, mode, size, marks=() if fast else pytest.mark.full)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("family", "mode", "chunk_size"), cases())
 def test_gradients_are_exact(family, mode, chunk_size):
     check(sharing(build(family), chunk_size), family, mode)
