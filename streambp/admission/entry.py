@@ -14,6 +14,7 @@ from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Forks
+from streambp.distributed.context_parallel import replaced_attention
 from streambp.distributed.engines import reduced_after_backward, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.looks import versions_of
@@ -82,6 +83,9 @@ def admit(
     told = rows if carries else None
     forward = type(site.layer).forward
     arguments = Arguments(forward, site.layer, args, kwargs, site.kind.counts_positions, told, look.kind)
+    attends = replaced_attention()
+    if attends is not None:  # the layer was tried with torch's own, which says nothing of another
+        arguments.kind |= {("torch's attention", attends)}
     arguments.forks = forks if carries else ()
     if rows is not None:
         _tell_of_documents(site, rows, arguments)

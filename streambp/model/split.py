@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig
 
+from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import own_implementation
 from streambp.distributed.context_parallel import ContextParallel, find_context_parallel
 from streambp.distributed.ulysses import Ulysses, find_ulysses
@@ -36,6 +38,20 @@ def find_split(config: PreTrainedConfig, training: bool) -> Ulysses | ContextPar
     if context is not None:
         raise UnsupportedModelError(f"{BOTH} Choose one, or run this model unpatched (streambp.unpatch(model)).")
     return ulysses
+
+
+def refuse_lone_layer(layer: nn.Module) -> None:
+    """Of a layer that no backbone's call has told how the batch is split.
+
+    Raises:
+        UnsupportedModelError: sequences are split over ranks now.
+    """
+    if any(find_split(config, layer.training) is not None for config in attention_configs(layer)):
+        raise UnsupportedModelError(
+            f"{type(layer).__name__} was called while sequences are split over ranks, and not from its model's own forward "
+            "with input_ids or inputs_embeds, so that it cannot tell which tokens the other ranks hold. Call the model, or "
+            "run it unpatched (streambp.unpatch(model))."
+        )
 
 
 def shards_of(

@@ -36,7 +36,7 @@ from streambp.layer.arguments import has_cache
 from streambp.layer.site import LayerSite
 from streambp.lazy.deferred import Deferred
 from streambp.model.packing import warn_of_documents
-from streambp.model.split import shards_of
+from streambp.model.split import refuse_lone_layer, shards_of
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import SharedPrefixes
@@ -153,6 +153,8 @@ class LayerForward(InstanceForward):
         if kwargs.get("attention_mask") is None and self._reads_all(args):
             return self.original(*args, **kwargs)
         if self.state.shards is None:
+            if is_initialized():
+                refuse_lone_layer(self.module)
             output = stream_layer(self.site, args, kwargs, self.state.packed_rows, forks=tree.forks if tree else ())
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)

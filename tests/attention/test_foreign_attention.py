@@ -1,6 +1,6 @@
 """Attention that is not transformers' own is refused by name, or by what it computes: streamed layers do not call it.
 
-covers: admission/own_run.py, admission/registry.py
+covers: admission/entry.py, admission/own_run.py, admission/registry.py, distributed/context_parallel.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from transformers.utils.deprecation import deprecate_kwarg
 
 import streambp
-from streambp.admission import own_run, registry
+from streambp.admission import entry, own_run, registry
 from streambp.errors import UnsupportedModelError
 from tests.families import FAMILIES, build, make_batch
 from tests.oracle import gradients, worst_error
@@ -209,6 +209,27 @@ def test_torchs_attention_replaced(monkeypatch):
     model = streambp.patch(build("qwen3", torch.float64), CONFIG)
     with pytest.raises(UnsupportedModelError, match="computes something else unpatched than streamed"):
         model(**make_batch("plain"), use_cache=False)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_torchs_attention_replaced_between_steps(monkeypatch, differs):
+    """A layer that was tried under torch's own is tried again; one that computes the same is streamed."""
+    real = torch.nn.functional.scaled_dot_product_attention
+    softer = lambda q, *args, **kwargs: real(q * (0.5 if differs else 1.0), *args, **kwargs)  # noqa: E731
+    model = streambp.patch(build("qwen3", torch.float64), CONFIG)
+    expected = gradients(model, **make_batch("plain"))[1]
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", softer)
+    if differs:
+        with pytest.raises(UnsupportedModelError, match="computes something else unpatched than streamed"):
+            model(**make_batch("plain"), use_cache=False)
+    else:
+        assert worst_error(gradients(model, **make_batch("plain"))[1], expected) == 0.0
+
+
+def test_mutant_torchs_attention_is_not_asked_for_again(monkeypatch):
+    monkeypatch.setattr(entry, "replaced_attention", lambda: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_torchs_attention_replaced_between_steps(monkeypatch, True)
 
 
 def test_mutant_the_layer_is_compared_with_itself(monkeypatch):

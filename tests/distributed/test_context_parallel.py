@@ -115,6 +115,7 @@ def check(runs, ranks):
             assert row["error"] > 0.1, case
             continue
         assert row["error"] <= GRADIENT_BAR, case
+        assert row["issued alike"], case
         assert f"split over {ranks} ranks (context parallelism)" in row["described"]
         if case.get("family", "qwen3") == "qwen3" and not case.get("frozen"):  # a frozen layer has no backward
             check_collectives(row, ranks)

@@ -1,6 +1,6 @@
 """The exchange of tokens for heads, all ranks simulated in this process; and what is read off the shards' tokens.
 
-covers: attention/spans.py, sharded/shards.py
+covers: attention/spans.py, model/split.py, sharded/shards.py
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 import streambp
 from streambp.attention.spans import Run, Spans
+from streambp.distributed.context_parallel import ContextParallel
 from streambp.errors import StreamBPError, UnsupportedModelError
+from streambp.model import split, wrappers
 from streambp.sharded.shards import Shards, gather_shards
+from tests.families import build
 from tests.seeds import seed_torch
 
 
@@ -126,3 +129,17 @@ def test_a_rank_that_does_not_split_its_batch_leaves_the_others_waiting(monkeypa
     monkeypatch.setattr(dist, "all_gather", all_gather)
     with pytest.raises(StreamBPError, match="did not all begin this forward"):
         gather_shards(Shards, None, torch.zeros(2, 4), torch.arange(4)[None], None)
+
+
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_a_layer_that_no_model_has_told_of_its_shard_is_refused(monkeypatch, after_a_step):
+    """Called by itself it would attend within this rank's tokens, and train another model without a word."""
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
+    hidden_states = torch.randn(1, 11, model.config.hidden_size)  # [B, T, h]
+    positions = model.model.rotary_emb(hidden_states, torch.arange(11)[None])
+    if after_a_step:
+        model(torch.arange(11)[None], use_cache=False)  # an ordinary step before it
+    monkeypatch.setattr(wrappers, "is_initialized", lambda: True)
+    monkeypatch.setattr(split, "find_context_parallel", lambda: ContextParallel(None, True))
+    with pytest.raises(UnsupportedModelError, match="called while sequences are split over ranks"):
+        model.model.layers[0](hidden_states, position_embeddings=positions)
