@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from streambp.attention.carriers import attention_configs
@@ -40,13 +39,14 @@ def find_split(config: PreTrainedConfig, training: bool) -> Ulysses | ContextPar
     return ulysses
 
 
-def refuse_lone_layer(layer: nn.Module) -> None:
+def refuse_lone_layer(site: LayerSite) -> None:
     """Of a layer that no backbone's call has told how the batch is split.
 
     Raises:
         UnsupportedModelError: sequences are split over ranks now.
     """
-    if any(find_split(config, layer.training) is not None for config in attention_configs(layer)):
+    layer = site.layer
+    if any(find_split(config, layer.training) is not None for config in site.of(attention_configs)):
         raise UnsupportedModelError(
             f"{type(layer).__name__} was called while sequences are split over ranks, and not from its model's own forward "
             "with input_ids or inputs_embeds, so that it cannot tell which tokens the other ranks hold. Call the model, or "

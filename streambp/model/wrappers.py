@@ -154,7 +154,7 @@ class LayerForward(InstanceForward):
             return self.original(*args, **kwargs)
         if self.state.shards is None:
             if is_initialized():
-                refuse_lone_layer(self.module)
+                refuse_lone_layer(self.site)
             output = stream_layer(self.site, args, kwargs, self.state.packed_rows, forks=tree.forks if tree else ())
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
