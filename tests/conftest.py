@@ -9,6 +9,7 @@ import torch
 
 from streambp.attention import prefix
 from streambp.config import StreamConfig
+from streambp.model import unpatched
 from tests import seeds, tiers
 from tests.oracle import lift_float32_casts
 
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seeded() -> None:
     """What a test draws without a seed of its own does not depend on the tests before it."""
     seeds.seed_torch()
+
+
+@pytest.fixture(autouse=True)
+def _streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps after the first stream as well, where they would run as unpatched. [Note: micro-batches as unpatched]"""
+    monkeypatch.setattr(unpatched, "SHARE", 0.0)
 
 
 @pytest.fixture

@@ -24,19 +24,21 @@ from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
-from streambp.head.recipe import HeadOutcome, HeadRequest, Recipe
+from streambp.head.recipe import HeadOutcome, HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
 from streambp.model.callers import computes_its_own_loss, warn_of_missing_predictions
+from streambp.model.deferring import DeferredHead, HeadLater
 from streambp.model.padding import warn_of_labels_after_padding
 from streambp.model.split import find_split
-from streambp.model.wrappers import PatchState, wants_cache
+from streambp.model.state import PatchState, wants_cache
 
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
+AS_UNPATCHED = "as unpatched, from logits [B, T, V]: they fit many times over"
 WITH_LOGITS = "builds the logits: the call had a cache"
 
 
@@ -168,7 +170,8 @@ class CausalLMForward(InstanceForward):
             scored = self.score(kwargs, Wanted())
             scored.output["log_probs"] = scored.tokens.log_probs
             return scored.output
-        return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True)
+        output = self._unstreamed(kwargs)
+        return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
     @property
     def foreign(self) -> str | None:
@@ -229,6 +232,20 @@ class CausalLMForward(InstanceForward):
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
         self._note(_how(request.outcome), lazy=None if lazy is None else lazy.outcome)
         return output
+
+    def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
+        """The model's own loss as unpatched; None where the loss is to be computed without logits.
+        [Note: micro-batches as unpatched]"""
+        runs, config = self.state.unpatched, self.module.config
+        named = kwargs.get("return_dict", getattr(config, "return_dict", True))
+        if runs is None or not self._trains or named is False or self._is_lazy(kwargs):
+            return None
+        self._leave_cache(kwargs)
+        output = runs.attempt(lambda: self.original(**kwargs), kwargs, config.get_text_config())  # type: ignore[operator, union-attr]
+        if output is None:
+            return None
+        self._note(AS_UNPATCHED)
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
         """Whether the logits of this call are computed where they are used, as config or caller ask for. Not where
@@ -343,54 +360,3 @@ def _hand_out(output: Any, request: HeadRequest) -> Any:
     if isinstance(output, tuple):
         return tuple(real_or_lazy(part) for part in output)
     return type(output)(**{name: real_or_lazy(value) for name, value in output.items()})
-
-
-class DeferredHead(InstanceForward):
-    """The output projection for one forward; makes its input `Deferred` where the final norm could not."""
-
-    def __init__(self, module: nn.Module, request: HeadRequest) -> None:
-        super().__init__(module)
-        self.request = request
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
-            hidden_states = hidden_states.written
-        if not isinstance(hidden_states, Deferred):
-            hidden_states = Deferred.make(hidden_states, Recipe(self.request))
-        self.request.outcome.projecting = True
-        try:
-            result: Tensor = self.original(hidden_states)
-        finally:
-            self.request.outcome.projecting = False
-        if isinstance(result, Deferred) and result.written is None:
-            result = result.derive(recipe=dataclasses.replace(result.recipe, logits=True))
-        return result
-
-
-class HeadLater(nn.Module):
-    """In the output projection's place for one forward: the projection is called when the loss is computed, not before."""
-
-    def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
-        super().__init__()
-        self._model, self._head = [model], [head]  # in lists, so as not to become submodules
-        self._name = next(name for name, child in model.named_children() if child is head)
-        self.request = request
-
-    def install(self) -> None:
-        """Take the output projection's place in the model."""
-        self._model[0]._modules[self._name] = self
-
-    def remove(self) -> None:
-        """Give the output projection its place back."""
-        self._model[0]._modules[self._name] = self._head[0]
-
-    @property
-    def weight(self) -> Any:
-        """The output projection's own weight [V, h], for models that ask for its dtype or device."""
-        return self._head[0].weight
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., h] -> deferred logits [..., V]; the projection itself is not called."""
-        head = self._head[0]
-        recipe = Recipe(self.request, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
-        return Deferred.make(hidden_states, recipe)
