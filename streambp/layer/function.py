@@ -90,6 +90,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     if call.kept.graph is None:  # one that is kept is made as in backward, which notes nothing
         call.site.attended = call.carried.prefix.used
     if keep:
+        call.site.sdpa = call.carried.prefix.sdpa
         call.kept.store.seal(*call.kept.accesses(), call.carried.prefix.backward_bytes)
     if not keep or "kv" not in call.kept.saves or call.kept.moves_kv:
         call.carried.drop()

@@ -35,6 +35,7 @@ from streambp.model.deferring import DeferredHead, HeadLater
 from streambp.model.padding import warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, wants_cache
+from streambp.model.unpatched import LossOfLabels
 
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
@@ -89,6 +90,7 @@ class HeadUse:
     lazy: of that call, if its logits are computed where they are used, what became of them.
     trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
     warned: that an evaluation has no logits for its metrics.
+    left_out: fields of the last streamed call's output in training that hold no tensor; None: there was none, or a tuple.
     """
 
     last: str | None = None
@@ -96,6 +98,7 @@ class HeadUse:
     trained: int = 0
     unlabelled: int = 0
     warned: bool = False
+    left_out: frozenset[str] | None = None
 
     @property
     def told(self) -> str | None:
@@ -236,16 +239,22 @@ class CausalLMForward(InstanceForward):
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
         """The model's own loss as unpatched; None where the loss is to be computed without logits.
         [Note: micro-batches as unpatched]"""
-        runs, config = self.state.unpatched, self.module.config
-        named = kwargs.get("return_dict", getattr(config, "return_dict", True))
-        if runs is None or not self._trains or named is False or self._is_lazy(kwargs):
+        named = kwargs.get("return_dict")
+        named = getattr(self.module.config, "return_dict", True) if named is None else named
+        if not (self._trains and named) or self.use.left_out is None or self._is_lazy(kwargs):
+            return None
+        if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
             return None
         self._leave_cache(kwargs)
-        output = runs.attempt(lambda: self.original(**kwargs), kwargs, config.get_text_config())  # type: ignore[operator, union-attr]
+        config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
+        output = self.state.as_unpatched(lambda: self.original(**kwargs), kwargs, config)
         if output is None:
             return None
         self._note(AS_UNPATCHED)
-        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+        fields = {name: value for name, value in output.items() if name not in self.use.left_out}
+        if isinstance(fields.get("loss"), Tensor):
+            fields["loss"] = LossOfLabels.apply(fields["loss"], kwargs["labels"], kwargs.get("shift_labels"))
+        return type(output)(**fields)
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
         """Whether the logits of this call are computed where they are used, as config or caller ask for. Not where
@@ -340,6 +349,8 @@ class CausalLMForward(InstanceForward):
         if isinstance(output, tuple):
             return tuple(part for part in map(real, output) if not isinstance(part, Deferred))
         fields = {name: real(value) for name, value in output.items()}
+        if self._trains:
+            self.use.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
         result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
         return result
 

@@ -3,6 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from streambp.device import has_data
+from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, FLASH
+
+
+def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None, cached: bool) -> bool:
+    """Whether streamed layers may take a row for several documents that the unpatched model takes for one.
+
+    Args:
+        kwargs: of a model's call. implementation: of its attention. cached: unpatched it makes a cache, with which
+            transformers does not look at position_ids.
+    """
+    if FLASH in str(implementation):
+        return False
+    if any(kwargs.get(name) is not None for name in (DOCUMENT_ENDS, DOCUMENT_IDS)):
+        return True
+    positions = kwargs.get("position_ids")
+    if not cached or kwargs.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return False
+    return has_data(positions) and bool((positions.diff(dim=-1) != 1).any())  # waits for the device, as transformers does
 
 
 def warn_of_documents(attention: bool, states: bool) -> None:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from streambp.attention.interface import own_implementation
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
 from streambp.model.deferring import DeferredNorm
+from streambp.model.packing import finds_other_documents
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows
 from streambp.sharded.shards import Shards
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -87,6 +91,21 @@ class PatchState:
                 "To compute what this version computes without one, pass use_cache=False (or set config.use_cache = False)."
             )
         self.asked_cache |= wanted
+
+    def as_unpatched(self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig) -> T | None:
+        """What `run`, the unpatched model's forward, returns; None where a micro-batch in training is to be streamed.
+        [Note: micro-batches as unpatched]
+
+        Args:
+            kwargs: of the call. config: of the text model.
+        """
+        if self.unpatched is None:
+            return None
+        if not self.unpatched.within:
+            cached = self.asked_cache and not self.warned_of_documents
+            if finds_other_documents(kwargs, own_implementation(config), cached):
+                return None
+        return self.unpatched.attempt(run, kwargs, config)
 
 
 def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:

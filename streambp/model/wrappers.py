@@ -26,7 +26,7 @@ from streambp.distributed.zero import make_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
 from streambp.instance_forward import InstanceForward, wants_gradients
-from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, REPLICATE
+from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, REPLICATE
 from streambp.layer.arguments import has_cache
 from streambp.layer.site import LayerSite
 from streambp.model.deferring import DeferredNorm
@@ -164,7 +164,7 @@ class BackboneForward(InstanceForward):
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
-            masked = "flash" not in str(self._config._attn_implementation)
+            masked = FLASH not in str(self._config._attn_implementation)
             with routed(self._configs()), self._layers_known():
                 alone = self.prefixes is None and self.state.tree is None
                 output = self.original(**kwargs) if alone else self._over_rows_or_tree(kwargs)
@@ -180,8 +180,7 @@ class BackboneForward(InstanceForward):
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward as unpatched; None where this micro-batch streams. [Note: micro-batches as unpatched]"""
-        runs = self.state.unpatched
-        if runs is None or not (self.module.training and torch.is_grad_enabled()):
+        if not (self.module.training and torch.is_grad_enabled()):
             return None
 
         def run() -> Any:
@@ -191,7 +190,7 @@ class BackboneForward(InstanceForward):
             finally:
                 self.state.bypass = False
 
-        return runs.attempt(run, kwargs, self._config.get_text_config())
+        return self.state.as_unpatched(run, kwargs, self._config.get_text_config())
 
     def _over_rows_or_tree(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward; what rows share is computed once if that is wanted."""

@@ -18,8 +18,8 @@ less is saved:
 What each layer's tensors take, the planner sees on tensors without data, where it can count; a layer's own forward and
 backward correct it. Where it cannot (on a CPU), nothing is saved until each layer has been through both.
 
-A call in one chunk, on a device with room for all of these, keeps its graph and recomputes nothing. [Note: kept graphs] With
-four times the room it is not streamed at all. [Note: micro-batches as unpatched]
+A call in one chunk, on a device with room for all of these, keeps its graph and recomputes nothing. [Note: kept graphs]
+With four times the room it is not streamed at all. [Note: micro-batches as unpatched]
 """
 
 from __future__ import annotations

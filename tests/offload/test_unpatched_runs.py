@@ -1,12 +1,14 @@
 """Micro-batches of one chunk that fit many times over run as the unpatched model. [Note: micro-batches as unpatched]
 
-covers: model/unpatched.py, model/deferring.py, offload/fitting.py
+covers: attention/sdpa.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/fitting.py
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import math
+import warnings
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streambp
 from streambp.layer.recompute import RandomState
-from streambp.model import unpatched
+from streambp.model import state, unpatched
 from streambp.nested import nodes_behind
 from streambp.offload.fitting import AsUnpatched, FittingSaves
 from tests import zoo
@@ -24,6 +26,7 @@ from tests.offload.test_limits import PLENTY, Device
 from tests.seeds import seed_torch
 
 DROPS = {"attention_dropout": 0.3}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +67,7 @@ def test_numbers_are_the_unpatched_models(family, mode):
     model = patched(plain)
     assert_same(seeded_step(model, **make_batch(mode)), seeded_step(plain, **make_batch(mode)))
     assert isinstance(chooser_of(model).latest, AsUnpatched)
-    assert not streams(model(**make_batch(mode)).loss)
+    assert not streams(model(**make_batch(mode), use_cache=False).loss)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma2", "gpt_oss"])
@@ -156,7 +159,7 @@ def test_else_it_streams(reason):
 def test_it_has_to_fit_four_times(share):
     model = patched()
     runs, chooser = model._streambp.state.unpatched, chooser_of(model)
-    kept, need = runs.predicted(2 * LENGTH, torch.device("cpu"), model.config), chooser.need(2 * LENGTH, 2 * LENGTH)
+    kept, need = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config), chooser.need(2 * LENGTH, 2 * LENGTH)
     chooser.free = lambda _: need + share * kept
     assert streams(model(**make_batch("plain")).loss) == (share < 4)
 
@@ -252,12 +255,11 @@ def test_a_device_that_tells_corrects_the_prediction(monkeypatch):
     model = patched()
     runs, device = model._streambp.state.unpatched, Device(limit=2_000_000)
     chooser_of(model).free = lambda _: device.limit - device.live
-    config, cpu = model.config, torch.device("cpu")
-    first = runs.predicted(2 * LENGTH, cpu, config)
+    first = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config)
     with device:
         loss = model(**make_batch("plain"), use_cache=False).loss
     assert isinstance(chooser_of(model).latest, AsUnpatched)
-    assert runs.predicted(2 * LENGTH, cpu, config) >= max(first, device.live)
+    assert runs.predicted(2 * LENGTH, LENGTH, CPU, model.config) >= max(first, device.live)
     loss.backward()
 
 
@@ -304,6 +306,152 @@ def test_hooks_act_as_unpatched():
         assert torch.equal(ours.grad, theirs.grad)
 
 
+def test_a_batch_without_a_label_has_no_loss():
+    """As in a streamed step: NaN would come and go with the memory."""
+    model = patched()
+    batch = make_batch("plain")
+    loss, gradients = step(model, labels=torch.full_like(batch["labels"], -100))
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert loss == 0.0
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_router_losses_are_those_of_a_streamed_step():
+    plain = zoo.build("qwen3_moe", torch.float64)
+    model, streamed = patched(plain, warm=False), patched(plain, saves=(), warm=False)
+    for labelled in (True, True, False):
+        batch = {**make_batch("plain"), "output_router_logits": True}
+        if not labelled:
+            batch["labels"] = torch.full_like(batch["labels"], -100)
+        outputs = [one(**batch) for one in (model, streamed)]
+        assert outputs[0].keys() == outputs[1].keys()
+        for one, output in zip((model, streamed), outputs, strict=True):
+            one.zero_grad(set_to_none=True)
+            output.loss.backward()
+        for ours, theirs in zip(model.parameters(), streamed.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+
+
+def test_documents_are_warned_of_whenever_they_come():
+    plain = build("qwen3")
+    model, batch = patched(plain), make_batch("packed")
+    with pytest.warns(UserWarning, match="several documents"):
+        assert streams(model(**batch).loss)
+    assert not streams(model(**batch).loss)
+    assert not streams(patched(plain)(**batch, use_cache=False).loss)  # it is the same there
+
+
+def test_documents_that_unpatched_attention_does_not_read():
+    model, batch = patched(), make_batch("plain", rows=1)
+    batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
+    assert streams(model(**batch, use_cache=False).loss)
+
+
+def test_fields_do_not_come_and_go():
+    """A head with backward hooks builds its logits and hands them out; lm_head's hooks may come at any time."""
+    model, batch = patched(), make_batch("plain")
+    assert set(model(**batch).keys()) == {"loss"}
+    model.lm_head.register_full_backward_hook(lambda *_: None)
+    assert set(model(**batch).keys()) == {"loss", "logits"}
+
+
+def test_a_reentrant_checkpoint_computes_the_same_twice():
+    model, batch = patched(build("qwen3", **DROPS)), make_batch("plain")
+    hidden = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    losses = []
+
+    def run(x):
+        loss = model(inputs_embeds=x, labels=batch["labels"]).loss
+        losses.append(loss.detach())
+        return loss
+
+    checkpoint(run, hidden, use_reentrant=True).backward()
+    assert len(losses) == 2
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0.0)  # other random numbers make it 1e-4
+
+
+def test_a_saved_loss_says_nothing_of_hooks():
+    model = patched()
+    loss = model(**make_batch("plain")).loss
+    assert not streams(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(loss, io.BytesIO())
+
+
+@pytest.mark.parametrize("family", ["bloom", "xglm", "falcon"])
+def test_layers_that_attend_by_themselves_stream(family):
+    """They build [B, H, T, T], which a short sequence does not show."""
+    assert streams(patched(zoo.build(family, torch.float32))(**make_batch("plain")).loss)
+
+
+@pytest.mark.parametrize("kind", ["latent", "dropout", "window", "padding"])
+def test_the_prediction_grows_with_scores_and_masks(kind):
+    """No fused kernel of a CPU takes values narrower than keys, or drops out."""
+    built = {"latent": lambda: zoo.build("deepseek_v2", torch.float32), "dropout": lambda: build("qwen3", **DROPS)}
+    window = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
+    plain = built.get(kind, lambda: build("qwen3", **(window if kind == "window" else {})))()
+    model = patched(plain, chunk_size=300)
+    device = Device()
+    with device:
+        loss = model(**make_batch("right-padded" if kind == "padding" else "plain", length=300), use_cache=False).loss
+        kept = device.live
+        loss.backward()
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    predicted = chooser_of(model).latest.bytes
+    assert kept <= 1.1 * predicted  # with a mask, keys are repeated for each query head
+    assert device.peak <= 2 * predicted
+
+
+def test_what_sdpa_leaves_out_streams():
+    model = patched(zoo.build("gpt_oss", torch.float32))
+    sites = model._streambp.state.unpatched.sites
+    assert not any(site.sdpa.same for site in sites)  # it has sinks
+    other = patched()
+    other._streambp.state.unpatched.sites[1].sdpa = sites[1].sdpa
+    assert streams(other(**make_batch("plain")).loss)
+
+
+def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
+    plain = build("qwen3", **DROPS)
+    model, reference = patched(plain), patched(plain, saves=())
+    monkeypatch.setattr(unpatched, "TELLING", ("cpu",))
+    chooser, device = chooser_of(model), Device()
+    chooser.free = lambda _: PLENTY - 2000 * device.live
+    model.zero_grad(set_to_none=True)
+    seed_torch(3)
+    with device:
+        loss = model(**make_batch("plain")).loss
+    assert streams(loss)
+    loss.backward()
+    assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), seeded_step(reference))
+    assert model._streambp.state.unpatched.factor > 1
+
+
+def test_what_is_small_does_not_correct_the_prediction(monkeypatch):
+    """An allocator rounds up what a few tokens take."""
+    monkeypatch.setattr(unpatched, "TELLING", ("cpu",))
+    model = patched()
+    chooser, device = chooser_of(model), Device()
+    chooser.free = lambda _: PLENTY - 10 * device.live
+    with device:
+        loss = model(**make_batch("plain")).loss
+    assert not streams(loss)
+    assert model._streambp.state.unpatched.factor == 1.0
+    loss.backward()
+
+
+def test_a_head_that_has_not_streamed_does():
+    model, batch = patched(warm=False), make_batch("plain")
+    labels = batch.pop("labels")
+    model(**batch).logits.sum().backward()
+    assert set(model(**batch, labels=labels).keys()) == {"loss"}
+    assert "blockwise" in streambp.describe(model).head
+    model(**batch, labels=labels)
+    assert "as unpatched" in streambp.describe(model).head
+
+
 MUTANTS = {
     "random numbers": (RandomState, "restore", lambda self: None, test_out_of_memory_in_forward_streams_instead),
     "logits": (unpatched, "LOGITS", 0, test_the_prediction_holds_what_forward_keeps),
@@ -313,7 +461,19 @@ MUTANTS = {
     "backward": (
         unpatched.UnpatchedRuns, "_heed_backward", lambda _: None, test_out_of_memory_in_backward_streams_later_steps,
     ),
+    "labels": (unpatched.LossOfLabels, "apply", lambda loss, *_: loss, test_a_batch_without_a_label_has_no_loss),
+    "scores": (unpatched, "SCORES", 0, lambda: test_the_prediction_grows_with_scores_and_masks("latent")),
+    "mask": (unpatched, "MASK", 0, lambda: test_the_prediction_grows_with_scores_and_masks("window")),
+    "own attention": (unpatched, "_is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
+    "sdpa": (unpatched, "_otherwise", lambda *_: False, test_what_sdpa_leaves_out_streams),
+    "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
+    "noise": (unpatched, "SLACK", 0.0, lambda: _with_a_patch(test_what_is_small_does_not_correct_the_prediction)),
 }  # fmt: skip
+
+
+def _with_a_patch(test):
+    with pytest.MonkeyPatch.context() as patch:
+        test(patch)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
