@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from streambp.device import has_data
-from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, FLASH
+from streambp.known_names import DOCUMENT_ENDS, FLASH
 
 
 def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None, cached: bool) -> bool:
@@ -21,12 +21,14 @@ def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None,
     """
     if FLASH in str(implementation):
         return False
-    if any(kwargs.get(name) is not None for name in (DOCUMENT_ENDS, DOCUMENT_IDS)):
-        return True
-    positions = kwargs.get("position_ids")
-    if not cached or kwargs.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
+    positions, ends = kwargs.get("position_ids"), kwargs.get(DOCUMENT_ENDS)
+    read = kwargs.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2
+    if not (read and has_data(positions)):  # type: ignore[arg-type]
+        return ends is not None
+    if ends is None and not cached:
         return False
-    return has_data(positions) and bool((positions.diff(dim=-1) != 1).any())  # waits for the device, as transformers does
+    starts = int((positions.diff(dim=-1) != 1).sum())  # type: ignore[union-attr]  # waits for the device, as transformers does
+    return (cached and starts > 0) or (ends is not None and starts != len(ends) - 2)
 
 
 def warn_of_documents(attention: bool, states: bool) -> None:

@@ -346,6 +346,8 @@ def test_documents_that_unpatched_attention_does_not_read():
     model, batch = patched(), make_batch("plain", rows=1)
     batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
     assert streams(model(**batch, use_cache=False).loss)
+    positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
+    assert not streams(model(**batch, position_ids=positions, use_cache=False).loss)  # by these it does, as TRL packs
 
 
 def test_fields_do_not_come_and_go():
