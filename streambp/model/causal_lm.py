@@ -247,14 +247,19 @@ class CausalLMForward(InstanceForward):
             return None
         self._leave_cache(kwargs)
         config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
-        output = self.state.as_unpatched(lambda: self.original(**kwargs), kwargs, config)
-        if output is None:
-            return None
-        self._note(AS_UNPATCHED)
-        fields = {name: value for name, value in output.items() if name not in self.use.left_out}
-        if isinstance(fields.get("loss"), Tensor):
-            fields["loss"] = LossOfLabels.apply(fields["loss"], kwargs["labels"], kwargs.get("shift_labels"))
-        return type(output)(**fields)
+        left_out = self.use.left_out
+
+        def run() -> Any:
+            output = self.original(**kwargs)
+            fields = {name: value for name, value in output.items() if name not in left_out}
+            if isinstance(fields.get("loss"), Tensor):
+                fields["loss"] = LossOfLabels.apply(fields["loss"], kwargs["labels"], kwargs.get("shift_labels"))
+            return type(output)(**fields)
+
+        output = self.state.as_unpatched(run, kwargs, config)
+        if output is not None:
+            self._note(AS_UNPATCHED)
+        return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
         """Whether the logits of this call are computed where they are used, as config or caller ask for. Not where

@@ -180,9 +180,13 @@ class LossOfLabels(torch.autograd.Function):
     unpatched one, which is 0 there."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
+    def forward(loss: Tensor, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
         valid = (labels[..., 1:] if shift_labels is None else shift_labels) != IGNORED
         return torch.where(loss.isnan() & ~valid.any().to(loss.device), 0.0, loss)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Nothing is kept. Apart from forward it runs under torch.func's transforms as well."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
