@@ -9,6 +9,7 @@ whatever else changes between forward and backward act as they do unpatched.
 The quarter is there because such a graph cannot be let go of. [Note: saves that fit] Where it is not enough:
 
     forward runs out of memory         the micro-batch is streamed instead, from the same random numbers
+    a layer is in a checkpoint         the same, and so are all that follow
     forward keeps twice the quarter    the same (on devices that tell what they have free)
     backward runs out of memory        the error goes to the caller; from then on only micro-batches of half the tokens
     forward takes more than predicted  the prediction is multiplied by as much (on devices that tell what they have free)
@@ -53,6 +54,10 @@ SCORES, MASK = 16, 4  # bytes of a token and a key: of each head, where scores a
 LOGITS = 16  # bytes: a logit and its gradient, in the model's dtype and in float32, and one more of these
 TELLING = ("cuda",)  # types of devices whose free memory changes with this process alone, and is known at any time
 T = TypeVar("T")
+
+
+class ComputedAgainError(Exception):
+    """Somebody's checkpoint is around a layer of a model that runs as unpatched, and will call the layer by itself."""
 
 
 class UnpatchedRuns:
@@ -101,6 +106,10 @@ class UnpatchedRuns:
             result = run()
         except torch.OutOfMemoryError:
             result = None
+        except ComputedAgainError:
+            random.restore()
+            self.most = 0
+            return None
         finally:
             self.within = False
         # Not above: the error's frames hold tensors.
@@ -111,6 +120,15 @@ class UnpatchedRuns:
         self.chooser.latest = AsUnpatched(tokens, predicted, spare)
         self._watch(result, tokens)
         return result
+
+    def enter_layer(self) -> None:
+        """A layer begins, within.
+
+        Raises:
+            ComputedAgainError: a checkpoint is around it, whose second call in backward would be a streamed one.
+        """
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise ComputedAgainError
 
     def predicted(self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig) -> float | None:
         """Bytes that the graphs of all layers and the logits [B, T, V] take; None where a layer's are not known.

@@ -74,6 +74,8 @@ class LayerForward(InstanceForward):
         if tree is not None:
             tell(tree, self.site, args, kwargs)
         if self.retired or self.state.bypass or has_cache(kwargs):
+            if self.state.unpatched is not None and self.state.unpatched.within:
+                self.state.unpatched.enter_layer()
             return self.original(*args, **kwargs)
         if kwargs.get("attention_mask") is None and self._reads_all(args):
             return self.original(*args, **kwargs)

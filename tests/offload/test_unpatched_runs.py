@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
 
 import streambp
@@ -371,6 +372,20 @@ def test_a_reentrant_checkpoint_computes_the_same_twice():
     checkpoint(run, hidden, use_reentrant=True).backward()
     assert len(losses) == 2
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0.0)  # other random numbers make it 1e-4
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_layers_computes_the_same_twice(reentrant):
+    """Its second call is the layer's alone, which would stream."""
+    model = patched()
+    streamed = copy.deepcopy(model)
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    for one in (model, streamed):
+        if one is streamed:
+            streambp.patch(one, streambp.StreamConfig(chunk_size=LENGTH, saves=()))
+        one.model.layers = torch.nn.ModuleList(CheckpointWrapper(layer, kind) for layer in one.model.layers)
+    assert_same(step(model), step(streamed))
+    assert_same(step(model), step(streamed))
 
 
 def test_a_saved_loss_says_nothing_of_hooks():
