@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -66,15 +67,14 @@ class UnpatchedRuns:
     Args:
         chooser: knows what each layer's graph takes, and what is free. sites: all layers.
 
-    most: tokens over all rows, by what once was too much. factor: by which forward took more than predicted. within: such a
-    forward is running.
+    most: tokens over all rows, by what once was too much. factor: by which forward took more than predicted.
     """
 
     def __init__(self, config: StreamConfig, chooser: FittingSaves, sites: list[LayerSite]) -> None:
         self.config, self.chooser, self.sites = config, chooser, sites
         self.most = math.inf
         self.factor = 1.0
-        self.within = False
+        self._thread: int | None = None  # in which such a forward is running
         self._differentiated = 0  # tokens of the micro-batch whose backward has begun and not ended
 
     def __getstate__(self) -> Any:
@@ -83,6 +83,11 @@ class UnpatchedRuns:
 
     def __setstate__(self, state: Any) -> None:
         UnpatchedRuns.__init__(self, *state)
+
+    @property
+    def within(self) -> bool:
+        """Whether such a forward is running in this thread: another one may evaluate the model meanwhile."""
+        return self._thread == threading.get_ident()
 
     def attempt(self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig) -> T | None:
         """What `run` returns; None if the micro-batch is to be streamed.
@@ -101,7 +106,7 @@ class UnpatchedRuns:
         if predicted is None or spare is None or predicted > SHARE * spare:
             return None
         random, before = RandomState.capture(given.device), self.chooser.free(given.device)
-        self.within = True
+        self._thread = threading.get_ident()
         try:
             result = run()
         except torch.OutOfMemoryError:
@@ -111,7 +116,7 @@ class UnpatchedRuns:
             self.most = 0
             return None
         finally:
-            self.within = False
+            self._thread = None
         # Not above: the error's frames hold tensors.
         if result is None or self._took(predicted, given.device, before) > 2 * SHARE * spare:
             self.most = tokens // 2
@@ -146,13 +151,13 @@ class UnpatchedRuns:
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
         """Whether the micro-batch is one chunk and the unpatched model computes the same, in memory that grows with T."""
+        if torch._C._current_graph_task_id() != -1:  # a reentrant checkpoint around the model, which was streamed before
+            return False
         self._heed_backward()
         batch_size, length = given.shape[:2]
         if not 0 < batch_size * length <= self.most or self.config.share_prefixes:
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return False
-        if torch._C._current_graph_task_id() != -1:  # a reentrant checkpoint around the model, which was streamed before
             return False
         if is_initialized() and find_split(config, True) is not None:
             return False

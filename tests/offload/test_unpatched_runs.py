@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import threading
 import warnings
 
 import pytest
@@ -386,6 +387,31 @@ def test_a_checkpoint_around_the_layers_computes_the_same_twice(reentrant):
         one.model.layers = torch.nn.ModuleList(CheckpointWrapper(layer, kind) for layer in one.model.layers)
     assert_same(step(model), step(streamed))
     assert_same(step(model), step(streamed))
+
+
+def test_another_thread_evaluates_meanwhile():
+    """Its layers find the model's forward at work, without gradients of their own."""
+    plain = build("qwen3")
+    model, hidden, met = patched(plain), [], []
+    ids = make_batch("plain")["input_ids"]
+
+    def evaluate():
+        with torch.no_grad():
+            hidden.append(model(input_ids=ids).logits)  # with a cache: its layers run as unpatched, too
+
+    def meanwhile(*_):
+        met.append(1)
+        if len(met) == 1:
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+
+    handle = model.model.layers[0].register_forward_pre_hook(meanwhile)
+    found = step(model)
+    handle.remove()
+    torch.testing.assert_close(hidden[0], plain(input_ids=ids).logits)
+    for name, gradient in step(plain)[1].items():
+        torch.testing.assert_close(found[1][name], gradient)
 
 
 def test_a_saved_loss_says_nothing_of_hooks():
