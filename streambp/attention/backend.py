@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,10 +24,11 @@ from streambp.attention.kernels import (
 )
 from streambp.attention.kernels_wide import EFFICIENT, PADDED
 from streambp.attention.masks import DenseMask
-from streambp.attention.platform import Platform, platform_of
 from streambp.attention.rules import (
     AttentionShape,
+    Platform,
     flash_has_windows,
+    platform_of,
     prefers_cudnn,
     why_not_cudnn,
     why_not_efficient,
@@ -61,6 +63,7 @@ class BlockPlan:
         kernels: of each block.
         depth: the most blocks that a query is in. complete: every query is in one.
         covers: for each block, whether all of the chunk's queries are in it.
+        by_place: what is read in a block follows from where it is, without a tile or the ends of documents.
         used: what attends which kinds of blocks.
     """
 
@@ -69,6 +72,7 @@ class BlockPlan:
     depth: int
     complete: bool
     covers: tuple[bool, ...]
+    by_place: bool = False
     used: frozenset[Used] = frozenset()
 
 
@@ -127,7 +131,8 @@ class Backend:
         complete = covered == rows * (chunk.stop - chunk.start)
         kernels = tuple([self.kernel(block) for block in blocks])  # a map would end where no kernel takes a block
         used = {Used(kernel.name, block.kind, self.because) for kernel, block in zip(kernels, blocks, strict=True)}
-        return BlockPlan(blocks, kernels, depth, complete, covers, frozenset(used))
+        by_place = not any(block.kind in (Kind.MASK, Kind.VARLEN) for block in blocks)
+        return BlockPlan(blocks, kernels, depth, complete, covers, by_place, frozenset(used))
 
 
 def _limited(tiling: Tiling, use: Use) -> Tiling:
@@ -182,10 +187,17 @@ def choose_backend(
         AttentionChoiceError: the wanted backend cannot do it; "auto" never raises, "math" does everything.
     """
     if wanted == "math":
-        return Backend((MATH,), because="attention='math'")
+        return PLAIN_PRODUCTS
     here = platform_of(q.device) if platform is None else platform
-    call = AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap)
-    if wanted == "auto" and here.device == "cpu" and sink and q.dtype in HALF:
+    return _chosen(wanted, AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap), sink, here)
+
+
+PLAIN_PRODUCTS = Backend((MATH,), because="attention='math'")
+
+
+@functools.lru_cache
+def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Backend:
+    if wanted == "auto" and here.device == "cpu" and sink and call.dtype in HALF:
         return Backend((MATH,), because="attention sinks in half precision on a CPU")
     no_flash, no_cudnn = next(why_not_flash(call, here), None), next(why_not_cudnn(call, here), None)
     if no_flash is None and wanted == "auto" and here.device == "cpu" and call.size != call.value_size:

@@ -27,7 +27,7 @@ from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
 
 WORKING = 4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
-Visit = Iterator[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and V of its rows and keys
+Visit = Iterable[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and V of its rows and keys
 
 
 class Site(Protocol):
@@ -129,10 +129,12 @@ class KVBuffer:
         if self.packed is not None:
             self._unpack()
         if gradients:
-            self.dk, self.dv = self.grow_accumulators()
+            self.grow_accumulators()
+        found = []
         for block in blocks:
             here = block.b0, block.b1, block.k0, block.k1
-            yield block, cut(self.k, *here), cut(self.v, *here)
+            found.append((block, cut(self.k, *here), cut(self.v, *here)))
+        return found
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the buffers."""

@@ -119,11 +119,11 @@ def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out
         lse, part_lse: [b, H, t]; lse is replaced.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
-    safe = merged.masked_fill(merged == -torch.inf, 0.0)  # [Note: empty rows]
+    safe = merged.clamp(min=torch.finfo(merged.dtype).min)  # [Note: empty rows]
     weight = torch.exp(lse - safe).transpose(1, 2)[..., None]  # [b, t, H, 1]
     part_weight = torch.exp(part_lse - safe).transpose(1, 2)[..., None]
     kept = torch.where(weight == 0.0, 0.0, o * weight)  # [b, t, H, D]
-    out.copy_(kept.add_(part_o * part_weight))
+    torch.add(kept, part_o * part_weight, out=out)
     lse.copy_(merged)
 
 

@@ -289,9 +289,10 @@ class ChunkMask(AttentionPoint):
             )
         layout = prefix.layout if picks is None else PickedMask.of(prefix.layout, prefix.length, chunk, picks)
         if self.stage is not Stage.RECOMPUTE:
-            attended = attend_blocks(q, site, layout, chunk, params, sink)
+            plan = backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
+            attended = attend_blocks(q, site, layout, chunk, params, sink, plan=plan)
             self.attended.append(attended)
-            prefix.note(backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD))
+            prefix.note(plan)
             return attended.o
         saved = self.saved[index] if self.saved else None
         out: Tensor = PrefixAttention.apply(q, k, v, sink, site, layout, chunk, params, saved)
