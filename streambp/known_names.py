@@ -143,7 +143,7 @@ USE_COUNT = "_use_count"  # of a tensor: who refers to it. Without it no gradien
 
 # ---- torch: autograd's nodes and distributed training
 
-ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # the name of the node at a leaf
+ACCUMULATE_GRAD = "AccumulateGrad"  # the class of the node at a leaf
 FUNCTION_OF_NODE = "_forward_cls"  # of the node of an autograd.Function
 DDP_SINK = "_DDPSinkBackward"  # DDP's node around outputs: what reduces gradients late waits for it
 FSDP_UNIT = "FSDPModule"  # the base class that `fully_shard` gives a module

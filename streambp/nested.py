@@ -61,11 +61,11 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
     """All nodes of the autograd graph that these tensors, of any shape [...], were computed by, each once."""
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = dict.fromkeys(waiting)
-    while waiting:
-        for before, _ in waiting.pop().next_functions:
-            if before is not None and before not in seen:
-                seen[before] = None
-                waiting.append(before)
-    return list(seen)
+    found = list(dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None))
+    seen = set(found)
+    for node in found:  # which grows
+        for before, _ in node.next_functions:
+            if before not in seen and before is not None:
+                seen.add(before)
+                found.append(before)
+    return found

@@ -70,7 +70,7 @@ def of_torch():
     compiled = (torch.compile(nn.Linear(1, 1)), torch.compile(lambda x: x))
     of_objects = (nn.Module(), weight, node, torch.nn.modules.module, dist, ring, ring._cp_options, *compiled)
     named = (node, fsdp.FSDPModule, fsdp.FullyShardedDataParallel, torch.distributed)
-    names = {leaf.name(), *(value.__name__ for value in named)}
+    names = {type(leaf).__name__, *(value.__name__ for value in named)}
     return names.union(*map(dir, of_objects), *(vars(o) for o in compiled), words("torch"))
 
 

@@ -159,9 +159,12 @@ COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
 )
 
 
+_plain = object.__getattribute__  # a config's own asks more, and is asked in each layer of each pass
+
+
 def own_implementation(config: PreTrainedConfig) -> str | None:
     """The attention implementation that the config names outside of `routed`, from within or without."""
-    name: str | None = vars(config)[IMPLEMENTATION]
+    name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
 
@@ -188,16 +191,17 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     try:
         yield
     finally:
-        HERE.set(here)
+        if entered:
+            HERE.set(here)
         for config, name in entered:
             _leave(config, name)
 
 
 def _enter(config: PreTrainedConfig) -> Routed:
     with LOCK:
-        name: str | None = vars(config)[IMPLEMENTATION]
+        name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
         if not isinstance(name, Routed) or not name.users or name.config != id(config):
-            name = vars(config)[IMPLEMENTATION] = Routed(own_implementation(config), config)
+            name = _plain(config, "__dict__")[IMPLEMENTATION] = Routed(own_implementation(config), config)
         name.users += 1
     return name
 
@@ -205,13 +209,13 @@ def _enter(config: PreTrainedConfig) -> Routed:
 def _leave(config: PreTrainedConfig, name: Routed) -> None:
     with LOCK:
         name.users -= 1
-        if not name.users and vars(config)[IMPLEMENTATION] is name:
-            vars(config)[IMPLEMENTATION] = name.own
+        if not name.users and _plain(config, "__dict__")[IMPLEMENTATION] is name:
+            _plain(config, "__dict__")[IMPLEMENTATION] = name.own
 
 
 def _is_here(config: PreTrainedConfig) -> bool:
     """Whether this thread is within `routed` with it."""
-    return id(vars(config)[IMPLEMENTATION]) in HERE.get()
+    return id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get()
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ class KVBuffer:
         if self.packed is not None:
             self._unpack()
         if gradients:
-            self.grow_accumulators()
+            self.dk, self.dv = self.grow_accumulators()
         found = []
         for block in blocks:
             here = block.b0, block.b1, block.k0, block.k1

@@ -179,7 +179,7 @@ def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) ->
     """A leaf that the graph of these outputs ends at and that is not among those that are differentiated."""
     known = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
-        if node.name() == ACCUMULATE_GRAD and id(node.variable) not in known:
+        if type(node).__name__ == ACCUMULATE_GRAD and id(node.variable) not in known:
             leaf: Tensor = node.variable
             return leaf
     return None

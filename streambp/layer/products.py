@@ -93,7 +93,7 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
 
 def hooked_everywhere() -> bool:
     """Whether torch's global hooks watch every module."""
-    return any(getattr(torch.nn.modules.module, hooks) for hooks in GLOBAL_HOOKS)
+    return any(map(vars(torch.nn.modules.module).__getitem__, GLOBAL_HOOKS))
 
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
@@ -247,8 +247,22 @@ def summed(linears: dict[str, nn.Linear], sums: Sums, unread: Labels) -> context
     for name, module in linears.items():
         add, cast = _adder(module, sums)
         if add is not None or name in unread:
-            forwards[module] = functools.partial(_linear, module, UNREAD if name in unread else None, add, cast)
+            forwards[module] = _adding(module, UNREAD if name in unread else None, add, cast)
     return _replaced(forwards)
+
+
+def _adding(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast) -> Callable[[Tensor], Tensor]:
+    """`_known` of x, for as long as the module keeps its weight."""
+    weight, bias, kind = module.weight, module.bias, module.weight.device.type
+    may_cast = torch.amp.is_autocast_available(kind)
+
+    def forward(x: Tensor) -> Tensor:
+        if may_cast and torch.is_autocast_enabled(kind):
+            return _known(module, value, add, cast, x)
+        out: Tensor = KnownLinear.apply(x, weight, bias, value, add)
+        return out
+
+    return forward
 
 
 def left_out(
