@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -83,7 +84,7 @@ class StreamConfig:
         names = (name.partition(LAST)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
-    @property
+    @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
         """`saves`, or none where they are left to be chosen."""
         return () if self.saves == "auto" else tuple(self.saves)

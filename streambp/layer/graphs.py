@@ -32,6 +32,7 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
 from streambp.layer.call import LayerCall
+from streambp.layer.cost import Watch
 from streambp.layer.outputs import ChunkOutput
 from streambp.nested import nodes_behind
 from streambp.recurrent.states import States
@@ -135,10 +136,9 @@ def computed_with_graph(
 
 
 @contextlib.contextmanager
-def counting(call: LayerCall, known: Iterable[Tensor]) -> Iterator[None]:
+def counting(call: LayerCall, watch: Watch, known: Iterable[Tensor]) -> Iterator[None]:
     """Within, what graphs save is told to the call's watch, in bytes: without tensors [...] that are there anyway."""
-    watch = call.kept.watch
-    if watch is None or call.site.chooser is None:
+    if call.site.chooser is None:
         yield
         return
     there = {x.untyped_storage()._cdata for x in known}
