@@ -440,6 +440,12 @@ MUTANTS = {
     "merged outputs without their weights": (
         merge, "merge_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), of(graph_cache, "plain"),
     ),
+    "outputs of read blocks without their weights": (
+        merge, "merge_read_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), oracle,
+    ),
+    "blocks that may read nothing taken for read": (
+        merge, "merge_in_torch", merge.merge_read_in_torch, test_merge.test_nothing_read_at_all,
+    ),
     "queries' gradient of the last block alone": (
         merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
         of(graph_cache, "plain"),

@@ -64,6 +64,7 @@ class BlockPlan:
         depth: the most blocks that a query is in. complete: every query is in one.
         covers: for each block, whether all of the chunk's queries are in it.
         by_place: what is read in a block follows from where it is, without a tile or the ends of documents.
+        all_read: each query of a block reads some key of it.
         used: what attends which kinds of blocks.
     """
 
@@ -73,6 +74,7 @@ class BlockPlan:
     complete: bool
     covers: tuple[bool, ...]
     by_place: bool = False
+    all_read: bool = False
     used: frozenset[Used] = frozenset()
 
 
@@ -116,9 +118,9 @@ class Backend:
     def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
         """The blocks of `rows` rows of a chunk; made once for all layers that share the layout."""
         key = (self, chunk.start, chunk.stop, use)
-        if key not in layout.derived:
-            layout.derived[key] = self._plan(layout, chunk, rows, use)
-        plan: BlockPlan = layout.derived[key]
+        plan: BlockPlan | None = layout.derived.get(key)
+        if plan is None:
+            plan = layout.derived[key] = self._plan(layout, chunk, rows, use)
         return plan
 
     def _plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
@@ -131,8 +133,9 @@ class Backend:
         complete = covered == rows * (chunk.stop - chunk.start)
         kernels = tuple([self.kernel(block) for block in blocks])  # a map would end where no kernel takes a block
         used = {Used(kernel.name, block.kind, self.because) for kernel, block in zip(kernels, blocks, strict=True)}
-        by_place = not any(block.kind in (Kind.MASK, Kind.VARLEN) for block in blocks)
-        return BlockPlan(blocks, kernels, depth, complete, covers, by_place, frozenset(used))
+        kinds = {block.kind for block in blocks}
+        by_place, all_read = kinds.isdisjoint((Kind.MASK, Kind.VARLEN)), kinds <= {Kind.FULL, Kind.CAUSAL}
+        return BlockPlan(blocks, kernels, depth, complete, covers, by_place, all_read, frozenset(used))
 
 
 def _limited(tiling: Tiling, use: Use) -> Tiling:

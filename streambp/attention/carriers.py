@@ -139,6 +139,8 @@ class ThroughInterface(NoAttention):
         """The point in place of attention's mask."""
         found: dict[str, Any] = {}
         for name, value in named.items():
+            if type(value) in PLAIN:
+                continue
             if isinstance(value, LazyMask):
                 found[name] = point
             elif isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
@@ -153,6 +155,7 @@ class ThroughInterface(NoAttention):
         return found
 
 
+PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})  # arguments that neither are masks of ours nor hold some
 THROUGH_INTERFACE = ThroughInterface()
 
 

@@ -24,6 +24,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, PICKS, SINKS
 
 NAME = "streambp"
+OURS = (AttentionPoint, LazyMask)  # what streamed models have for masks
 UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS})
 
 
@@ -45,7 +46,8 @@ def stream_attention(
     (a `LazyMask`, a 4-D tensor, or None for causal), and the sequence is attended whole, as one chunk.
     Keys from elsewhere than the queries' sequence (cross-attention to an image) are attended as the model's sdpa does it.
     """
-    if not isinstance(attention_mask, AttentionPoint | LazyMask):
+    ours = isinstance(attention_mask, OURS)
+    if not ours:
         own = _met_by_chance(getattr(module, "config", None))
         eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
         function = None if own is None else AttentionInterface().get(own, eager)
@@ -61,7 +63,7 @@ def stream_attention(
     if not kwargs.keys().isdisjoint(UNUSUAL):
         foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
-    elsewhere = not isinstance(attention_mask, AttentionPoint | LazyMask) and (
+    elsewhere = not ours and (
         not is_causal or getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]
     )
     if elsewhere:

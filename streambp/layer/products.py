@@ -280,8 +280,8 @@ class KnownLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor | Unread | None, add: Any
     ) -> Tensor:
         """[..., out]: `value` as a view, NaN for `UNREAD`, the product for None."""
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.add = add
         if value is None:
             return torch.nn.functional.linear(x, weight, bias)

@@ -80,8 +80,8 @@ class RandomState(NamedTuple):
     def capture(cls, device: torch.device) -> RandomState:
         """The states as they are now; `accelerator` is None for the CPU and meta."""
         if device.type in WITHOUT_GENERATORS:
-            return cls(torch.get_rng_state(), device, None)
-        return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
+            return cls(torch.default_generator.get_state(), device, None)
+        return cls(torch.default_generator.get_state(), device, torch.get_device_module(device).get_rng_state(device))
 
     def is_current(self) -> bool:
         """Whether nothing was drawn since."""
@@ -91,7 +91,7 @@ class RandomState(NamedTuple):
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        torch.set_rng_state(self.cpu)
+        torch.default_generator.set_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
 
