@@ -1,4 +1,4 @@
-"""Tensors in nested containers and in graphs, and attributes that several objects lend for a while."""
+"""Tensors in nested containers, and attributes that several objects lend for a while."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -56,16 +56,4 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, kind):
             found.append(leaf)
-    return found
-
-
-def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
-    """All nodes of the autograd graph that these tensors, of any shape [...], were computed by, each once."""
-    found = list(dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None))
-    seen = set(found)
-    for node in found:  # which grows
-        for before, _ in node.next_functions:
-            if before not in seen and before is not None:
-                seen.add(before)
-                found.append(before)
     return found

@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import importlib.metadata
+import os
+import re
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from streambp.accumulate import HALF
 from streambp.attention.kernels import (
@@ -27,8 +32,8 @@ from streambp.attention.masks import DenseMask
 from streambp.attention.rules import (
     AttentionShape,
     Platform,
+    Version,
     flash_has_windows,
-    platform_of,
     prefers_cudnn,
     why_not_cudnn,
     why_not_efficient,
@@ -161,6 +166,46 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
             inside, since = inside + change, position
             depth = max(depth, inside)
     return depth, covered
+
+
+FLASH_4 = "flash-attn-4"  # the package of FlashAttention-4
+
+
+def platform_of(device: torch.device) -> Platform:
+    """The platform of a device in this process, now: switches change at any time."""
+    switches = torch.backends.cuda
+    flash_on = switches.flash_sdp_enabled()
+    version = _numbers(torch.__version__)[:2]
+    if device.type != "cuda":
+        return Platform(device.type, torch=version, flash_on=flash_on)
+    flash = current_flash_attention_impl()
+    return Platform(
+        "cuda",
+        torch.cuda.get_device_capability(device),
+        (torch.backends.cudnn.version() or 0) if torch.backends.cudnn.is_available() else 0,
+        version,
+        torch.version.hip is not None,
+        flash,
+        _flash_4() if flash is not None else (),
+        switches.cudnn_sdp_enabled(),
+        flash_on,
+        switches.mem_efficient_sdp_enabled(),
+        os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1",
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _flash_4() -> Version:
+    try:
+        return _numbers(importlib.metadata.version(FLASH_4))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+@functools.lru_cache
+def _numbers(version: str) -> Version:
+    """(4, 0, 0, 18) of "4.0.0b18", (2, 13, 0) of "2.13.0+cu130"; a pre-release has one number more than its release."""
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 def choose_backend(

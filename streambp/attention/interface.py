@@ -186,7 +186,7 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     here = HERE.get()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
     for config in configs:
-        if not _is_here(config):
+        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in HERE.get():
             name = _enter(config)
             entered.append((config, name))
             HERE.set({**HERE.get(), id(name): name})

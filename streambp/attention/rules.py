@@ -13,19 +13,13 @@ every rule can be tried where there is no device.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.metadata
-import os
-import re
 from collections.abc import Iterator
 
 import torch
-from torch.nn.attention import current_flash_attention_impl
 
 from streambp.accumulate import HALF
 
 Version = tuple[int, ...]
-FLASH_4 = "flash-attn-4"  # the package of FlashAttention-4
 FLASH_LIMIT = 256  # head sizes of FlashAttention, of cuDNN on the devices that have them
 NATIVE = 128  # head sizes that cuDNN takes wherever it runs
 MLA = (192, 128)  # of multi-head latent attention: the pair beyond it that cuDNN takes
@@ -75,43 +69,6 @@ class Platform:
         """Whether FlashAttention-2 has no backward for head sizes 200 to 224, as torch's own attention has it: on compute
         capabilities 8.6, 8.9, 12.0 and 12.1 (`check_requires_grad_and_head_dim_gt192_...`, ATen's sdp_utils.cpp)."""
         return self.capability in ((8, 6), (8, 9)) or self.major >= 12
-
-
-def platform_of(device: torch.device) -> Platform:
-    """The platform of a device in this process, now: switches change at any time."""
-    switches = torch.backends.cuda
-    flash_on = switches.flash_sdp_enabled()
-    version = _numbers(torch.__version__)[:2]
-    if device.type != "cuda":
-        return Platform(device.type, torch=version, flash_on=flash_on)
-    flash = current_flash_attention_impl()
-    return Platform(
-        "cuda",
-        torch.cuda.get_device_capability(device),
-        (torch.backends.cudnn.version() or 0) if torch.backends.cudnn.is_available() else 0,
-        version,
-        torch.version.hip is not None,
-        flash,
-        _flash_4() if flash is not None else (),
-        switches.cudnn_sdp_enabled(),
-        flash_on,
-        switches.mem_efficient_sdp_enabled(),
-        os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1",
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-
-
-def _flash_4() -> Version:
-    try:
-        return _numbers(importlib.metadata.version(FLASH_4))
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-
-
-@functools.lru_cache
-def _numbers(version: str) -> Version:
-    """(4, 0, 0, 18) of "4.0.0b18", (2, 13, 0) of "2.13.0+cu130"; a pre-release has one number more than its release."""
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 @dataclasses.dataclass(frozen=True)

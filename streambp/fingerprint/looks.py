@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
 import torch
@@ -191,7 +192,7 @@ class SeenBefore:
 
     look: Look
     versions: list[int]
-    acted: set[HookKey]
+    acted: AbstractSet[HookKey]
 
 
 class Fingerprint:
@@ -239,7 +240,7 @@ class Fingerprint:
         self.last = None
         return self.look(layer)
 
-    def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: set[HookKey]) -> SeenBefore:
+    def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: AbstractSet[HookKey]) -> SeenBefore:
         """Of a forward that is over; `before` and `versions` are from when it began."""
         look = self.learn(layer, before, versions)
         self.pending += 1

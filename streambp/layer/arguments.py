@@ -106,6 +106,8 @@ class Arguments:
                 self.mappings[name] = value
             if isinstance(value, Tensor):
                 value = self.named[name] = self._detach(name, value)
+            elif type(value) is tuple and set(map(type, value)) == {Tensor}:  # cosines and sines
+                value = self.named[name] = tuple(map(functools.partial(self._detach, name), value))
             elif isinstance(value, tuple | list | Mapping):
                 value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
             if value is not None:
@@ -202,7 +204,7 @@ class Arguments:
             for name, value in self.named.items():
                 if isinstance(value, Tensor):
                     named[name] = self._part(chunk, leaves, name, value)
-                elif type(value) is tuple and set(map(type, value)) == {Tensor}:  # cosines and sines
+                elif type(value) is tuple and set(map(type, value)) == {Tensor}:
                     named[name] = tuple(map(functools.partial(self._part, chunk, leaves, name), value))
                 elif isinstance(value, tuple):
                     if _is_constant(value):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ from streambp.layer.shadows import GradientSum, Parameters, slots_of
 from streambp.layer.side_effects import KEEPS
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.states import States, leaves_of
+
+NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(frozenset())  # of hooks has acted
 
 
 @dataclasses.dataclass
@@ -158,7 +161,8 @@ class StreamedLayer(torch.autograd.Function):
         call.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
         versions = versions_of(call.look)
         try:
-            with _watching(call) as acted:
+            hooks = call.look.hooks
+            with watching(hooks) if hooks.places else NOBODY as acted:
                 outputs = passes.forward(call, True)
         except torch.OutOfMemoryError as error:
             raise explained(error, call.site, call.plan) from error
@@ -194,7 +198,8 @@ class StreamedLayer(torch.autograd.Function):
                 sums.stand_for(shadows)
                 ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
             call.carried.prefix.drop_buffers()
-            call.carried.drop_states()
+            if call.site.kind.states.carries:
+                call.carried.drop_states()
             values = parameters.current()
             found = call.attempt(lambda _: sums.result(values))
         except torch.OutOfMemoryError as error:
@@ -202,11 +207,6 @@ class StreamedLayer(torch.autograd.Function):
         pairs = zip(found, values, strict=True)
         gradients = [zeros_for_engines(parameter) if gradient is None else gradient for gradient, parameter in pairs]
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
-
-
-def _watching(call: LayerCall) -> contextlib.AbstractContextManager[set[HookKey]]:
-    hooks = call.look.hooks
-    return watching(hooks) if hooks.places else contextlib.nullcontext(set())
 
 
 def _gradient_buffer(call: LayerCall) -> Tensor:
@@ -244,7 +244,8 @@ def _recomputing(call: LayerCall) -> Iterator[None]:
     """Within, the layer is recomputed. Raise if a hook inside changes what it is given now or did so in forward alone."""
     assert call.seen is not None
     site = call.site
-    with _watching(call) as acted:
+    hooks = call.look.hooks
+    with watching(hooks) if hooks.places else NOBODY as acted:
         yield
     for key in sorted(acted ^ call.seen.acted):
         now, then = ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")

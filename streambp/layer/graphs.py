@@ -34,7 +34,6 @@ from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
 from streambp.layer.call import LayerCall
 from streambp.layer.cost import Watch
 from streambp.layer.outputs import ChunkOutput
-from streambp.nested import nodes_behind
 from streambp.recurrent.states import States
 
 
@@ -173,6 +172,18 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
             "parameter of the layer, or set requires_grad to False, or run the model unpatched "
             "(streambp.unpatch(model)) with gradient checkpointing."
         )
+
+
+def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
+    """All nodes of the autograd graph that these tensors, of any shape [...], were computed by, each once."""
+    found = list(dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None))
+    seen = set(found)
+    for node in found:  # which grows
+        for before, _ in node.next_functions:
+            if before not in seen and before is not None:
+                seen.add(before)
+                found.append(before)
+    return found
 
 
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:

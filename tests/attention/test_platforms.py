@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from streambp.attention import backend as backends
 from streambp.attention import rules
-from streambp.attention.backend import choose_backend
-from streambp.attention.rules import platform_of
+from streambp.attention.backend import choose_backend, platform_of
 from streambp.errors import AttentionChoiceError
 from tests.attention.platforms import (
     A100,
@@ -173,8 +172,8 @@ def test_the_platform_is_asked_when_a_call_begins(monkeypatch):
     with sdpa_kernel(SDPBackend.MATH):
         off = platform_of(device)
     assert (off.cudnn_on, off.flash_on, off.efficient_on) == (False, False, False)
-    monkeypatch.setattr(rules, "current_flash_attention_impl", lambda: "FA4")
-    monkeypatch.setattr(rules.importlib.metadata, "version", lambda name: "4.0.0b18")
+    monkeypatch.setattr(backends, "current_flash_attention_impl", lambda: "FA4")
+    monkeypatch.setattr(backends.importlib.metadata, "version", lambda name: "4.0.0b18")
     found = platform_of(device)
     assert (found.flash, found.flash_4) == ("FA4", rules.LAST_FLASH_4)
     assert platform_of(torch.device("cpu")).capability is None
