@@ -283,6 +283,8 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
     dictionary with attention's: attention's is the one that our mask function made.
     """
     for value in named.values():
+        if type(value) in PLAIN:
+            continue
         for mask in value.values() if isinstance(value, Mapping) else (value,):
             if isinstance(mask, LazyMask):
                 return mask

@@ -102,13 +102,14 @@ class Arguments:
         self.seen: Seen = []
         kinds: list[tuple[str, Any]] = []
         for name, value in self.named.items():
-            if isinstance(value, Mapping):
-                self.mappings[name] = value
             if isinstance(value, Tensor):
                 value = self.named[name] = self._detach(name, value)
             elif type(value) is tuple and set(map(type, value)) == {Tensor}:  # cosines and sines
                 value = self.named[name] = tuple(map(functools.partial(self._detach, name), value))
-            elif isinstance(value, tuple | list | Mapping):
+            elif isinstance(value, tuple | list):
+                value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
+            elif value is not None and isinstance(value, Mapping):
+                self.mappings[name] = value
                 value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
             if value is not None:
                 kinds.append((name, self._kind(value)))
