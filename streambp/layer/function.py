@@ -97,12 +97,12 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         site.attended = carried.prefix.used
     if keep:
         kept.seal(carried.prefix.backward_bytes)
-    if carries and (not keep or "kv" not in kept.saves or kept.moves_kv):
-        carried.drop_states()
-    if not keep or "kv" not in kept.saves or kept.moves_kv:
-        carried.prefix.drop_buffers()
-    else:
+    if keep and "kv" in kept.saves and not kept.moves_kv:
         carried.prefix.pack()
+    else:
+        carried.prefix.drop_buffers()
+        if carries:
+            carried.drop_states()
     return outputs_of(call, whole)
 
 
