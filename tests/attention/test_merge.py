@@ -48,7 +48,7 @@ def compare(device="cpu"):
             found, found_lse = o if out_dtype == dtype else torch.full_like(expected, torch.nan), lse.clone()
             triton_merge.merge_in_triton(o, found_lse, part, part_lse, found)
             rtol = 2e-6 if out_dtype == torch.float32 else 2 * torch.finfo(out_dtype).eps
-            # torch's weights are exp(an lse - the sum's): an lse's last place is a relative error of o, 4e-6 at an lse of 100.
+            # torch's weights are exp(an lse - the sum's): its last place is a relative error of o, 4e-6 at 100.
             places = expected_lse.nan_to_num(neginf=0.0).abs() * torch.finfo(torch.float32).eps
             apart, allowed = (found - expected).abs(), 2e-6 + (rtol + places.mT.unsqueeze(-1)) * expected.abs()
             assert (apart <= allowed).all(), f"{shape}, {dtype}, {out_dtype}: {(apart - allowed).max():.1e} too far off"
