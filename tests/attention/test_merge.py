@@ -60,6 +60,7 @@ def test_on_a_gpu():
     compare("cuda")
 
 
+@pytest.mark.fast("bf16-bf16-80", "bf16-fp32-90", "fp32-bf16-80")
 @needs_triton
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")])
