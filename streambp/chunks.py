@@ -85,9 +85,10 @@ class ChunkPlan:
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self.chunks)
 
-    def backward(self) -> Iterator[Chunk]:
+    @functools.cached_property
+    def backward(self) -> tuple[Chunk, ...]:
         """Last to first: the only order in which a chunk's dK and dV are complete. [Note: prefix accumulation order]"""
-        return reversed(self.chunks)
+        return self.chunks[::-1]
 
     @functools.cached_property
     def before(self) -> tuple[int | None, ...]:
@@ -160,6 +161,7 @@ def in_one_pass(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
+@functools.lru_cache  # its chunks are then made once for all layers and calls
 def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"]) -> ChunkPlan:
     """Cut `length` positions of `batch_size` rows. The rule behind "auto" is `AUTO_RULE`."""
     if chunk_size == "auto":
@@ -168,7 +170,4 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
         size = length if size >= length else in_one_pass(size)
     else:
         size = chunk_size
-    return _plan(length, max(1, min(size, length)))
-
-
-_plan = functools.lru_cache(ChunkPlan)  # whose chunks are then made once for all layers and calls
+    return ChunkPlan(length, max(1, min(size, length)))

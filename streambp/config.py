@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -31,8 +32,9 @@ class StreamConfig:
             with its logsumexp, 2 * h bytes a token and layer in bf16), "kv" (the keys and values) and globs of the names
             of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept where backward reads
             them. "attn_out@12": the last 12 layers alone, whose backward comes first; the others have none of it. "auto":
-            as much as fits into the device's free memory, by layer, decided anew in each forward; with offloading, as much
-            as the link to the host can carry behind the compute.
+            as much as fits into the device's free memory, by layer, decided anew in each forward; a micro-batch of one
+            chunk that fits four times over runs as unpatched. With offloading, as much as the link to the host can carry
+            behind the compute.
         attention: the kernels that attend one block. "auto" takes the fastest that fits; "flash" is FlashAttention on
             CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
@@ -83,7 +85,7 @@ class StreamConfig:
         names = (name.partition(LAST)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
-    @property
+    @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
         """`saves`, or none where they are left to be chosen."""
         return () if self.saves == "auto" else tuple(self.saves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import traceback
 
@@ -58,8 +59,11 @@ def raised_among_kernels(error: BaseException) -> bool:
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """What autocast casts to on this kind of device; None where it is off."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    on = knows_autocast(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
+
+
+knows_autocast = functools.lru_cache(torch.amp.is_autocast_available)  # asked for each attention of each chunk
 
 
 def has_data(x: Tensor) -> bool:

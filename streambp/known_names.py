@@ -56,6 +56,8 @@ DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for Fla
 
 ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"  # read by the forward of an attention that goes through the interface
 EAGER = "eager"  # the implementation that is no entry of the table
+SDPA = "sdpa"  # the one that is torch's own
+FLASH = "flash"  # is in the names of those that read cu_seq_lens_q, and position_ids whether there is a cache or not
 EAGER_FORWARD = "eager_attention_forward"  # the function of a modeling file that stands for it
 IMPLEMENTATION = "_attn_implementation_internal"  # of a config; past `__getattribute__`, which costs more than all else
 EXPERTS_IMPLEMENTATION = "_experts_implementation_internal"  # of a config: how experts are multiplied
@@ -143,7 +145,7 @@ USE_COUNT = "_use_count"  # of a tensor: who refers to it. Without it no gradien
 
 # ---- torch: autograd's nodes and distributed training
 
-ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # the name of the node at a leaf
+ACCUMULATE_GRAD = "AccumulateGrad"  # the class of the node at a leaf
 FUNCTION_OF_NODE = "_forward_cls"  # of the node of an autograd.Function
 DDP_SINK = "_DDPSinkBackward"  # DDP's node around outputs: what reduces gradients late waits for it
 FSDP_UNIT = "FSDPModule"  # the base class that `fully_shard` gives a module

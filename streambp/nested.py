@@ -1,4 +1,4 @@
-"""Tensors in nested containers and in graphs, and attributes that several objects lend for a while."""
+"""Tensors in nested containers, and attributes that several objects lend for a while."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -57,15 +57,3 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
         if isinstance(leaf, kind):
             found.append(leaf)
     return found
-
-
-def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
-    """All nodes of the autograd graph that these tensors, of any shape [...], were computed by, each once."""
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = dict.fromkeys(waiting)
-    while waiting:
-        for before, _ in waiting.pop().next_functions:
-            if before is not None and before not in seen:
-                seen[before] = None
-                waiting.append(before)
-    return list(seen)

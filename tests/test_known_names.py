@@ -70,7 +70,7 @@ def of_torch():
     compiled = (torch.compile(nn.Linear(1, 1)), torch.compile(lambda x: x))
     of_objects = (nn.Module(), weight, node, torch.nn.modules.module, dist, ring, ring._cp_options, *compiled)
     named = (node, fsdp.FSDPModule, fsdp.FullyShardedDataParallel, torch.distributed)
-    names = {leaf.name(), *(value.__name__ for value in named)}
+    names = {type(leaf).__name__, *(value.__name__ for value in named)}
     return names.union(*map(dir, of_objects), *(vars(o) for o in compiled), words("torch"))
 
 
@@ -94,8 +94,8 @@ CHECKED = {
     ("transformers", modules): "MASKING DEPRECATION",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
-        ATTENTION_TABLE EAGER EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION SOFTMAX FLASH_FORWARD HUB_KERNEL
-        MASK_MAKERS FOREIGN_ARGUMENTS PICKS SINKS UPDATE INDEX_UPDATE INDEXER_CALLS INDEX_HEADS INDEX_TOPK
+        ATTENTION_TABLE EAGER SDPA FLASH EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION SOFTMAX FLASH_FORWARD
+        HUB_KERNEL MASK_MAKERS FOREIGN_ARGUMENTS PICKS SINKS UPDATE INDEX_UPDATE INDEXER_CALLS INDEX_HEADS INDEX_TOPK
         QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN
         CONV_UPDATE RECURRENT_UPDATE STATE_PROTOCOL
         SHARES_LAYERS SHARED_LAYERS FINAL_NORMS READ_ALWAYS CHECKPOINTING PREDICTION NEW_KERNEL DELTA_RULE STATE_SCAN

@@ -2,10 +2,10 @@
 
 covers: admission/trials.py, attention/attend.py, attention/kernels.py, attention/kv.py, attention/masks.py,
   attention/merge.py, attention/own.py, attention/prefix.py, attention/spans.py, chunks.py, head/blocks.py,
-  head/log_probs.py, head/one_pass.py, head/recipe.py, layer/arguments.py, layer/call.py, layer/function.py,
-  layer/gradients.py, layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py, lazy/standin.py,
-  losses/masked.py, model/causal_lm.py, offload/arena.py, offload/stores.py, planner/auto.py, planner/delta_rules.py,
-  planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
+  head/log_probs.py, head/one_pass.py, head/recipe.py, layer/arguments.py, layer/call.py, layer/data_flow.py,
+  layer/function.py, layer/gradients.py, layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py,
+  lazy/standin.py, losses/masked.py, model/causal_lm.py, offload/arena.py, offload/stores.py, planner/auto.py,
+  planner/delta_rules.py, planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ def leave_out_everything(halves):
 
 
 MUTANTS = {
-    "drop the last chunk": (ChunkPlan, "backward", lambda self: (self[i] for i in reversed(range(len(self) - 1))), oracle),
-    "differentiate first to last": (ChunkPlan, "backward", lambda self: iter(self), oracle),
+    "drop the last chunk": (ChunkPlan, "backward", property(lambda self: self.chunks[-2::-1]), oracle),
+    "differentiate first to last": (ChunkPlan, "backward", property(lambda self: self.chunks), oracle),
     "skip a parameter accumulation": (shadows.GradientSum, "add", skips_second(shadows.GradientSum.add), oracle),
     "drop dK and dV of earlier chunks": (prefix.KVBuffer, "grow_accumulators", only_this_chunk, oracle),
     "a cache that returns no gradient for earlier chunks": (
@@ -439,6 +439,12 @@ MUTANTS = {
     ),
     "merged outputs without their weights": (
         merge, "merge_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), of(graph_cache, "plain"),
+    ),
+    "outputs of read blocks without their weights": (
+        merge, "merge_read_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), oracle,
+    ),
+    "blocks that may read nothing taken for read": (
+        merge, "merge_in_torch", merge.merge_read_in_torch, test_merge.test_nothing_read_at_all,
     ),
     "queries' gradient of the last block alone": (
         merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),

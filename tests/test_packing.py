@@ -1,6 +1,6 @@
 """position_ids that do not grow by one: documents in streamed calls, where a plain unpatched call attends across.
 
-covers: model/packing.py, model/wrappers.py
+covers: model/packing.py, model/state.py, model/wrappers.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 import streambp
 from streambp.errors import ConfigError
-from streambp.model import wrappers
+from streambp.model import state
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
@@ -110,6 +110,6 @@ def test_documents_are_named():
 
 def test_a_model_that_never_asked_for_a_cache_would_be_silent(monkeypatch):
     """The mutant: what the call asked for is forgotten."""
-    monkeypatch.setattr(wrappers, "wants_cache", lambda config, kwargs: False)
+    monkeypatch.setattr(state, "wants_cache", lambda config, kwargs: False)
     _, ours = model_and_ours()
     assert step(ours, **batch_with("skip"))[0] == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from streambp.admission.checkpointed import run_whole
@@ -83,7 +85,7 @@ def admit(
     told = rows if carries else None
     forward = type(site.layer).forward
     arguments = Arguments(forward, site.layer, args, kwargs, site.kind.counts_positions, told, look.kind)
-    attends = replaced_attention()
+    attends = None if isinstance(F.scaled_dot_product_attention, BuiltinFunctionType) else replaced_attention()
     if attends is not None:  # the layer was tried with torch's own, which says nothing of another
         arguments.kind |= {("torch's attention", attends)}
     arguments.forks = forks if carries else ()
@@ -104,8 +106,10 @@ def admit(
     kind = arguments.kind
     if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):
         return call
-    with explained(call):
+    try:
         failed, verdict = look_for_writes(call), can_stream(call)
+    except torch.OutOfMemoryError as error:
+        raise explained(error, site, call.plan) from error
     if not verdict.streams:
         if arguments.tells:  # its kernels do something else than they are told
             site.kernels_told = False

@@ -42,11 +42,11 @@ from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.fingerprint.looks import generator_states, generators_kept
 from streambp.layer.call import LayerCall
-from streambp.layer.graphs import Origin, is_kept
+from streambp.layer.graphs import Origin, is_kept, nodes_behind
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import KEEPS, buffers_of, copies, in_place_of_buffers, written_since
-from streambp.nested import nodes_behind, rebuilt
+from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
 

@@ -10,7 +10,7 @@ are known by where they were written, and asked for once in each forward of a mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -86,9 +86,15 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
 def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
     """`ask` with its answers kept, but for what cannot be looked up (a callable dataclass)."""
     kept = functools.lru_cache(ask)
-    return functools.wraps(ask)(
-        lambda *args: kept(*args) if all(isinstance(argument, Hashable) for argument in args) else ask(*args)
-    )
+
+    @functools.wraps(ask)
+    def answer(*args: Any) -> Any:
+        try:
+            return kept(*args)
+        except TypeError:  # it cannot be looked up
+            return ask(*args)
+
+    return answer
 
 
 _inside = _remembered(undecorated)

@@ -35,29 +35,23 @@ from streambp.chunks import Chunk
 from streambp.device import has_data
 from streambp.fingerprint.looks import generators_kept
 from streambp.known_names import TOKEN_DIMS
-from streambp.layer.call import LayerCall
-from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out, trace_unread
+from streambp.layer.call import TRIED, LayerCall
+from streambp.layer.data_flow import trace_unread
+from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
 from streambp.layer.site import Overwritten
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one
-from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
-
-TRIED = (2, 3)  # tokens of a trial. [Note: narrow queries]
+from streambp.recurrent.states import States, leaves_of
 
 
 def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
-    """Which Linear products this layer's refill and recomputation can leave out; found out once for each situation."""
-    pieces = tuple(chunk.stop for chunk in _pieces(call, TRIED[-1]))
-    autocast = tuple(enabled for _, enabled, _ in call.autocast.states)
-    key = (call.arguments.kind, tuple(linears), needs_input, autocast, pieces)
-    unread = call.site.unread
-    if key not in unread:
-        traced = linears or call.site.kind.states.carries
-        with call.autocast.restored():  # [Note: autocast in backward]
-            unread[key] = _find_unread(call, linears, needs_input) if traced else UnreadProducts()
-    return unread[key]
+    """Which Linear products this layer's refill and recomputation can leave out."""
+    if not linears and not call.site.kind.states.carries:
+        return UnreadProducts()
+    with call.autocast.restored():  # [Note: autocast in backward]
+        return _find_unread(call, linears, needs_input)
 
 
 def look_for_writes(call: LayerCall) -> Exception | None:
@@ -70,7 +64,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     key = (call.arguments.kind, call.autocast)
     if key in site.looked_at or not has_data(x) or x.shape[-2] == 1:
         return None
-    chunks = _pieces(call, TOKENS)
+    chunks = call.first_chunks(TOKENS)
     failed: Exception | None = None
     for turned in (True, False):  # a layer may count its keys by their positions, and find none at the highest
         kept, restored = generators_kept(call.look.body.generators), Restored(call.layer)
@@ -184,17 +178,6 @@ def _agree(call: LayerCall, found: Tensor | None, expected: Tensor | None) -> bo
     wide = torch.promote_types(dtype, torch.float32)
     tolerance = max(torch.finfo(dtype).eps, 64 * torch.finfo(wide).eps)
     return bool((found - expected).to(wide).norm() <= tolerance * expected.to(wide).norm())  # a half's norm may overflow
-
-
-def _pieces(call: LayerCall, tokens: int) -> tuple[Chunk, ...]:
-    """A chunk of so many tokens, if there are as many; for a layer with states a second one behind it, if there is one."""
-    length, plan = call.arguments.length, call.plan
-    if not call.site.kind.states.carries or len(plan) == 1:
-        return (Chunk(0, 0, min(tokens, length)),)
-    first = min(tokens, plan[0].stop)
-    stop = min(2 * first, length)
-    pieces = (Chunk(0, 0, first), Chunk(1, first, stop))
-    return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
 
 
 class _Watched(ChunkMask):
@@ -322,7 +305,7 @@ def _keys_and_values(prefix: Prefix) -> list[Tensor]:
 
 def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
     like = call.kept.store.peek("x", 0)
-    pieces = [_pieces(call, tokens) for tokens in TRIED]
+    pieces = [call.first_chunks(tokens) for tokens in TRIED]
     known = has_data(like)
     with few_tokens(call, like, pieces[-1][-1].stop, call.site.turns) as x:
         random = RandomState.capture(call.device)

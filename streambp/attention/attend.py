@@ -8,8 +8,9 @@ complete and can be handed to autograd as the gradient of this chunk's K and V.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from typing import Any
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,7 @@ from streambp.device import autocast_dtype
 Layout = Spans | DenseMask
 
 
-@dataclasses.dataclass(frozen=True)
-class Params:
+class Params(NamedTuple):
     """How one attention call attends to a chunk.
 
     scale: factor of q @ k^T, before softcap * tanh(scores / softcap); softcap None: no tanh.
@@ -40,11 +40,14 @@ class Params:
     dropout: float
     seed: int
 
-    def task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
-        """What the kernel of block `number` needs beside q, k and v, on `device`.
+    def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
+        """What the kernels of the plan's blocks need beside q, k and v, on `device`; a tile when its turn comes."""
+        if plan.by_place and self.dropout == 0.0:
+            return list(map(functools.partial(Task, scale=self.scale, softcap=self.softcap), plan.blocks))
+        return (self._task(number, block, layout, device) for number, block in enumerate(plan.blocks))
 
-        A MASK block needs its tile [B or 1, H or 1, q, k]; a VARLEN block cu_q and cu_k, [documents + 1] each in int32.
-        """
+    def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
+        """A MASK block needs its tile [B or 1, H or 1, q, k]; a VARLEN block cu_q and cu_k, [documents + 1] in int32."""
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
@@ -65,20 +68,23 @@ def attend_blocks(
     params: Params,
     sink: Tensor | None = None,
     keep_wide: bool = False,
+    plan: BlockPlan | None = None,
 ) -> Attended:
     """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2).
 
     Args:
+        plan: the blocks, if they are known.
         keep_wide: keep o as it is before rounding where backward can use it. [Note: rounded outputs]
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
-    plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
-    keep_wide = keep_wide and all(kernel is MATH for kernel in plan.kernels)
+    if plan is None:
+        plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
+    keep_wide = keep_wide and set(plan.kernels) == {MATH}
     size = site.value_size
     merged, padded = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None), size != site.width
     whole = cut(q, 0, q.shape[0], 0, q.shape[1])
-    for number, (block, k, v) in enumerate(site.visit(plan.blocks)):
-        task = params.task(number, block, layout, q.device)
+    visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
+    for number, ((block, k, v), task) in enumerate(visits):
         covers, queries = plan.covers[number], (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
         o, lse = plan.kernels[number].forward(whole if covers else cut(q, *queries), k, v, task)
         merged.add(number, narrowed(o, size) if padded else o, lse)
@@ -167,17 +173,20 @@ class PrefixAttention(torch.autograd.Function):
         plan: BlockPlan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD)
         summed = SummedQueries(q, plan, chunk)
         size, width = site.value_size, site.width
-        do_wide, o_wide = widened(do, width), widened(o, width)  # [B, C, H, width]. [Note: padded values]
+        do_wide, o_wide = do, o  # [B, C, H, width]. [Note: padded values]
+        if size != width:
+            do_wide, o_wide = widened(do, width), widened(o, width)
         whole = 0, q.shape[0], 0, q.shape[1]
         do_whole, q_whole, o_whole = cut(do_wide, *whole), cut(q, *whole), cut(o_wide, *whole)
-        for number, (block, k, v) in enumerate(site.visit(plan.blocks, gradients=True)):
-            task = params.task(number, block, layout, q.device)
+        as_forward = _in_autocast(q.device.type, ctx.autocast)  # scores computed again must fit to the forward's lse
+        visits = zip(site.visit(plan.blocks, gradients=True), params.tasks(plan, layout, q.device), strict=True)
+        for number, ((block, k, v), task) in enumerate(visits):
             queries = b0, b1, t0, t1 = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
             do_here, q_here, o_here, lse_here = do_whole, q_whole, o_whole, lse
             if not plan.covers[number]:
                 do_here, q_here, o_here = cut(do_wide, *queries), cut(q, *queries), cut(o_wide, *queries)
                 lse_here = lse[b0:b1, :, t0:t1]
-            with _in_autocast(q.device.type, ctx.autocast):  # scores computed again must fit to the forward's lse
+            with as_forward:
                 dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
             summed.add(number, dq)
             site.add(block, dk, dv if size == width else narrowed(dv, size))

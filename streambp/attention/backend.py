@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import importlib.metadata
+import os
+import re
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from streambp.accumulate import HALF
 from streambp.attention.kernels import (
@@ -23,9 +29,10 @@ from streambp.attention.kernels import (
 )
 from streambp.attention.kernels_wide import EFFICIENT, PADDED
 from streambp.attention.masks import DenseMask
-from streambp.attention.platform import Platform, platform_of
 from streambp.attention.rules import (
     AttentionShape,
+    Platform,
+    Version,
     flash_has_windows,
     prefers_cudnn,
     why_not_cudnn,
@@ -61,6 +68,8 @@ class BlockPlan:
         kernels: of each block.
         depth: the most blocks that a query is in. complete: every query is in one.
         covers: for each block, whether all of the chunk's queries are in it.
+        by_place: what is read in a block follows from where it is, without a tile or the ends of documents.
+        all_read: each query of a block reads some key of it.
         used: what attends which kinds of blocks.
     """
 
@@ -69,6 +78,8 @@ class BlockPlan:
     depth: int
     complete: bool
     covers: tuple[bool, ...]
+    by_place: bool = False
+    all_read: bool = False
     used: frozenset[Used] = frozenset()
 
 
@@ -112,9 +123,9 @@ class Backend:
     def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
         """The blocks of `rows` rows of a chunk; made once for all layers that share the layout."""
         key = (self, chunk.start, chunk.stop, use)
-        if key not in layout.derived:
-            layout.derived[key] = self._plan(layout, chunk, rows, use)
-        plan: BlockPlan = layout.derived[key]
+        plan: BlockPlan | None = layout.derived.get(key)
+        if plan is None:
+            plan = layout.derived[key] = self._plan(layout, chunk, rows, use)
         return plan
 
     def _plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
@@ -127,7 +138,9 @@ class Backend:
         complete = covered == rows * (chunk.stop - chunk.start)
         kernels = tuple([self.kernel(block) for block in blocks])  # a map would end where no kernel takes a block
         used = {Used(kernel.name, block.kind, self.because) for kernel, block in zip(kernels, blocks, strict=True)}
-        return BlockPlan(blocks, kernels, depth, complete, covers, frozenset(used))
+        kinds = {block.kind for block in blocks}
+        by_place, all_read = kinds.isdisjoint((Kind.MASK, Kind.VARLEN)), kinds <= {Kind.FULL, Kind.CAUSAL}
+        return BlockPlan(blocks, kernels, depth, complete, covers, by_place, all_read, frozenset(used))
 
 
 def _limited(tiling: Tiling, use: Use) -> Tiling:
@@ -153,6 +166,46 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
             inside, since = inside + change, position
             depth = max(depth, inside)
     return depth, covered
+
+
+FLASH_4 = "flash-attn-4"  # the package of FlashAttention-4
+
+
+def platform_of(device: torch.device) -> Platform:
+    """The platform of a device in this process, now: switches change at any time."""
+    switches = torch.backends.cuda
+    flash_on = switches.flash_sdp_enabled()
+    version = _numbers(torch.__version__)[:2]
+    if device.type != "cuda":
+        return Platform(device.type, torch=version, flash_on=flash_on)
+    flash = current_flash_attention_impl()
+    return Platform(
+        "cuda",
+        torch.cuda.get_device_capability(device),
+        (torch.backends.cudnn.version() or 0) if torch.backends.cudnn.is_available() else 0,
+        version,
+        torch.version.hip is not None,
+        flash,
+        _flash_4() if flash is not None else (),
+        switches.cudnn_sdp_enabled(),
+        flash_on,
+        switches.mem_efficient_sdp_enabled(),
+        os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1",
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _flash_4() -> Version:
+    try:
+        return _numbers(importlib.metadata.version(FLASH_4))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+@functools.lru_cache
+def _numbers(version: str) -> Version:
+    """(4, 0, 0, 18) of "4.0.0b18", (2, 13, 0) of "2.13.0+cu130"; a pre-release has one number more than its release."""
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 def choose_backend(
@@ -182,10 +235,17 @@ def choose_backend(
         AttentionChoiceError: the wanted backend cannot do it; "auto" never raises, "math" does everything.
     """
     if wanted == "math":
-        return Backend((MATH,), because="attention='math'")
+        return PLAIN_PRODUCTS
     here = platform_of(q.device) if platform is None else platform
-    call = AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap)
-    if wanted == "auto" and here.device == "cpu" and sink and q.dtype in HALF:
+    return _chosen(wanted, AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap), sink, here)
+
+
+PLAIN_PRODUCTS = Backend((MATH,), because="attention='math'")
+
+
+@functools.lru_cache
+def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Backend:
+    if wanted == "auto" and here.device == "cpu" and sink and call.dtype in HALF:
         return Backend((MATH,), because="attention sinks in half precision on a CPU")
     no_flash, no_cudnn = next(why_not_flash(call, here), None), next(why_not_cudnn(call, here), None)
     if no_flash is None and wanted == "auto" and here.device == "cpu" and call.size != call.value_size:

@@ -139,6 +139,8 @@ class ThroughInterface(NoAttention):
         """The point in place of attention's mask."""
         found: dict[str, Any] = {}
         for name, value in named.items():
+            if type(value) in PLAIN:
+                continue
             if isinstance(value, LazyMask):
                 found[name] = point
             elif isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
@@ -153,6 +155,7 @@ class ThroughInterface(NoAttention):
         return found
 
 
+PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})  # arguments that neither are masks of ours nor hold some
 THROUGH_INTERFACE = ThroughInterface()
 
 
@@ -280,6 +283,8 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
     dictionary with attention's: attention's is the one that our mask function made.
     """
     for value in named.values():
+        if type(value) in PLAIN:
+            continue
         for mask in value.values() if isinstance(value, Mapping) else (value,):
             if isinstance(mask, LazyMask):
                 return mask

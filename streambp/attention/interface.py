@@ -24,6 +24,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, PICKS, SINKS
 
 NAME = "streambp"
+OURS = (AttentionPoint, LazyMask)  # what streamed models have for masks
 UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS})
 
 
@@ -45,7 +46,8 @@ def stream_attention(
     (a `LazyMask`, a 4-D tensor, or None for causal), and the sequence is attended whole, as one chunk.
     Keys from elsewhere than the queries' sequence (cross-attention to an image) are attended as the model's sdpa does it.
     """
-    if not isinstance(attention_mask, AttentionPoint | LazyMask):
+    ours = isinstance(attention_mask, OURS)
+    if not ours:
         own = _met_by_chance(getattr(module, "config", None))
         eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
         function = None if own is None else AttentionInterface().get(own, eager)
@@ -61,7 +63,7 @@ def stream_attention(
     if not kwargs.keys().isdisjoint(UNUSUAL):
         foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
-    elsewhere = not isinstance(attention_mask, AttentionPoint | LazyMask) and (
+    elsewhere = not ours and (
         not is_causal or getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]
     )
     if elsewhere:
@@ -159,9 +161,12 @@ COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
 )
 
 
+_plain = object.__getattribute__  # a config's own asks more, and is asked in each layer of each pass
+
+
 def own_implementation(config: PreTrainedConfig) -> str | None:
     """The attention implementation that the config names outside of `routed`, from within or without."""
-    name: str | None = vars(config)[IMPLEMENTATION]
+    name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
 
@@ -181,23 +186,24 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     here = HERE.get()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
     for config in configs:
-        if not _is_here(config):
+        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in HERE.get():
             name = _enter(config)
             entered.append((config, name))
             HERE.set({**HERE.get(), id(name): name})
     try:
         yield
     finally:
-        HERE.set(here)
+        if entered:
+            HERE.set(here)
         for config, name in entered:
             _leave(config, name)
 
 
 def _enter(config: PreTrainedConfig) -> Routed:
     with LOCK:
-        name: str | None = vars(config)[IMPLEMENTATION]
+        name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
         if not isinstance(name, Routed) or not name.users or name.config != id(config):
-            name = vars(config)[IMPLEMENTATION] = Routed(own_implementation(config), config)
+            name = _plain(config, "__dict__")[IMPLEMENTATION] = Routed(own_implementation(config), config)
         name.users += 1
     return name
 
@@ -205,13 +211,13 @@ def _enter(config: PreTrainedConfig) -> Routed:
 def _leave(config: PreTrainedConfig, name: Routed) -> None:
     with LOCK:
         name.users -= 1
-        if not name.users and vars(config)[IMPLEMENTATION] is name:
-            vars(config)[IMPLEMENTATION] = name.own
+        if not name.users and _plain(config, "__dict__")[IMPLEMENTATION] is name:
+            _plain(config, "__dict__")[IMPLEMENTATION] = name.own
 
 
 def _is_here(config: PreTrainedConfig) -> bool:
     """Whether this thread is within `routed` with it."""
-    return id(vars(config)[IMPLEMENTATION]) in HERE.get()
+    return id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get()
 
 
 @contextlib.contextmanager

@@ -21,9 +21,8 @@ there: what lies in memory may be NaN.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -37,8 +36,7 @@ K_BLOCK = 16384
 CUDNN_FEW = 256  # under it cuDNN does not fill a device; under 64 it refuses blocks, or gets them wrong
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What a kernel needs to know beside the tensors."""
 
     block: Block
@@ -84,10 +82,9 @@ class Kernel(Protocol):
 def cut(x: Tensor, b0: int, b1: int, t0: int, t1: int) -> Tensor:
     """Rows [b0, b1) and tokens [t0, t1) of a contiguous x [B, T, H, D], as a view [b, H, t, D]. [Note: one layout]"""
     _, length, heads, size = x.shape
-    token = heads * size
-    row = token * (length if b1 - b0 > 1 else t1 - t0)
+    token, rows, tokens = heads * size, b1 - b0, t1 - t0
     start = x.storage_offset() + (b0 * length + t0) * token
-    return x.as_strided((b1 - b0, heads, t1 - t0, size), (row, size, token, 1), start)
+    return x.as_strided((rows, heads, tokens, size), (token * (length if rows > 1 else tokens), size, token, 1), start)
 
 
 def widened(x: Tensor, width: int) -> Tensor:

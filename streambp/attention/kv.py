@@ -27,7 +27,7 @@ from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
 
 WORKING = 4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
-Visit = Iterator[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and V of its rows and keys
+Visit = Iterable[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and V of its rows and keys
 
 
 class Site(Protocol):
@@ -120,9 +120,10 @@ class KVBuffer:
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
-        here = slice(chunk.start, chunk.stop)
-        self.k[:, here].copy_(k.transpose(1, 2))
-        (self.v[:, here] if self.columns is None else self.part(chunk)[1]).copy_(v.transpose(1, 2))
+        start, length = chunk.start, chunk.stop - chunk.start
+        self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
+        own = self.v.narrow(1, start, length) if self.columns is None else self.part(chunk)[1]
+        own.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """The blocks with views of the buffers."""
@@ -130,9 +131,11 @@ class KVBuffer:
             self._unpack()
         if gradients:
             self.dk, self.dv = self.grow_accumulators()
+        found = []
         for block in blocks:
             here = block.b0, block.b1, block.k0, block.k1
-            yield block, cut(self.k, *here), cut(self.v, *here)
+            found.append((block, cut(self.k, *here), cut(self.v, *here)))
+        return found
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the buffers."""
@@ -160,7 +163,8 @@ class KVBuffer:
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Views [B, H_kv, C, D] of the accumulators, which stay."""
         dk, dv = self.grow_accumulators()
-        return dk[:, chunk.start : chunk.stop].transpose(1, 2), dv[:, chunk.start : chunk.stop].transpose(1, 2)
+        here = 1, chunk.start, chunk.stop - chunk.start
+        return dk.narrow(*here).transpose(1, 2), dv.narrow(*here).transpose(1, 2)
 
 
 class TileStore(Protocol):

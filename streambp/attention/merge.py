@@ -76,7 +76,7 @@ class MergedOutput:
         assert self._lse is not None
         if plan.covers[number]:
             out = self._o if self._o.dtype == dtype else self._o.new_empty(self._shape, dtype=dtype)
-            merge(self._o, self._lse, o.transpose(1, 2), lse, out)
+            merge(self._o, self._lse, o.transpose(1, 2), lse, out, plan.all_read)
             self._o = out
             return
         self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
@@ -99,12 +99,16 @@ class MergedOutput:
         return make(self._shape, dtype=dtype), self._like.new_full((batch, heads, length), -torch.inf, dtype=self._wide)
 
 
-def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False) -> None:
     """Of o and part_o [b, t, H, D], each the softmax over some keys, that over all of them, into out, which may be o.
 
     Args:
         lse, part_lse: [b, H, t] in float32 or float64; lse is replaced. Where it is -inf, o is not read. [Note: empty rows]
+        all_read: every query reads a key of both parts.
     """
+    if o.is_cpu and all_read:
+        merge_read_in_torch(o, lse, part_o, part_lse, out)
+        return
     if not o.is_cpu and fits_triton(o, part_o, out):
         merge_in_triton(o, lse, part_o, part_lse, out)
         return
@@ -119,11 +123,20 @@ def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out
         lse, part_lse: [b, H, t]; lse is replaced.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
-    safe = merged.masked_fill(merged == -torch.inf, 0.0)  # [Note: empty rows]
-    weight = torch.exp(lse - safe).transpose(1, 2)[..., None]  # [b, t, H, 1]
-    part_weight = torch.exp(part_lse - safe).transpose(1, 2)[..., None]
-    kept = torch.where(weight == 0.0, 0.0, o * weight)  # [b, t, H, D]
-    out.copy_(kept.add_(part_o * part_weight))
+    safe = merged.clamp(min=torch.finfo(merged.dtype).min)  # [Note: empty rows]
+    weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
+    part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+    kept = (o * weight).masked_fill_(weight == 0.0, 0.0)  # [b, t, H, D]
+    torch.add(kept, part_o * part_weight, out=out)
+    lse.copy_(merged)
+
+
+def merge_read_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
+    """`merge_in_torch`, with the same bits in half the time, where no logsumexp is -inf."""
+    merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
+    weight = (lse - merged).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
+    part_weight = (part_lse - merged).exp_().transpose(1, 2).unsqueeze(-1)
+    torch.add(o * weight, part_o * part_weight, out=out)
     lse.copy_(merged)
 
 

@@ -23,6 +23,7 @@ from streambp.attention.kv import KVBuffer, KVTiles, PrefixMemory, Site, TileSto
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
 from streambp.attention.picked import PickedMask
+from streambp.attention.sdpa import AsSdpa, as_sdpa
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import StreamBPError
@@ -82,6 +83,7 @@ class Prefix:
         self.heads_first = False  # the layer attends by itself, and may take what it reads for a cache's [B, H_kv, e, D]
         self.backends: dict[int, Backend] = {}  # of each attention call, chosen at its first chunk
         self.used: frozenset[Used] = frozenset()  # the kernels that attended in forward
+        self.sdpa = AsSdpa()  # of all attention calls
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
         self.index_keys: dict[int, Tensor] = {}  # [B, T, D] of each indexer, in forward. [Note: indexers]
@@ -277,6 +279,7 @@ class ChunkMask(AttentionPoint):
         if backend is None:  # backward attends as forward did, whatever is switched on or off between them
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
+            prefix.sdpa |= as_sdpa(q, k, v, dropout, softcap is None and sink is None)
         seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
         params = Params(backend, scale, softcap, dropout, seed)
         site = self._site(index, k, v)
@@ -289,9 +292,10 @@ class ChunkMask(AttentionPoint):
             )
         layout = prefix.layout if picks is None else PickedMask.of(prefix.layout, prefix.length, chunk, picks)
         if self.stage is not Stage.RECOMPUTE:
-            attended = attend_blocks(q, site, layout, chunk, params, sink)
+            plan = backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
+            attended = attend_blocks(q, site, layout, chunk, params, sink, plan=plan)
             self.attended.append(attended)
-            prefix.note(backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD))
+            prefix.note(plan)
             return attended.o
         saved = self.saved[index] if self.saved else None
         out: Tensor = PrefixAttention.apply(q, k, v, sink, site, layout, chunk, params, saved)

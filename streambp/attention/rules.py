@@ -4,7 +4,10 @@ torch's operators are called directly, so the checks of `scaled_dot_product_atte
 their place. Tensors without data (meta, fake) pass through every operator with every head size; nothing but these rules
 keeps a trace from calling what a device refuses.
 
-Each rule yields the reasons why a kernel cannot attend, the first of which an `AttentionChoiceError` tells.
+Each rule yields the reasons why a kernel cannot attend, the first of which an `AttentionChoiceError` tells. It looks at the
+call's shapes and at the `Platform`: the device, the versions, torch's switches. `choose_backend` asks `platform_of` once
+for each attention call of a layer call. Tests and traces hand in a `Platform` of their own ("an H200 with torch 2.13"), so
+every rule can be tried where there is no device.
 """
 
 from __future__ import annotations
@@ -15,13 +18,57 @@ from collections.abc import Iterator
 import torch
 
 from streambp.accumulate import HALF
-from streambp.attention.platform import Platform
 
+Version = tuple[int, ...]
 FLASH_LIMIT = 256  # head sizes of FlashAttention, of cuDNN on the devices that have them
 NATIVE = 128  # head sizes that cuDNN takes wherever it runs
 MLA = (192, 128)  # of multi-head latent attention: the pair beyond it that cuDNN takes
 WIDE = (256, 256)
 LAST_FLASH_4 = (4, 0, 0, 18)  # whose functions return what torch 2.11 to 2.13 unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """A device and the software on it, as far as kernels of attention depend on them.
+
+    Args:
+        device: its type: "cuda" (ROCm's devices, too), "cpu", "meta" (which stands for a CUDA device that nothing is known
+            of), or another.
+        capability: CUDA's compute capability, (9, 0) for an H200; None: it is no CUDA device, or unknown.
+        cudnn: version of cuDNN's runtime as torch gives it, 92000 for 9.20.0; 0: there is none.
+        torch: major and minor version.
+        hip: torch was built for ROCm.
+        flash: the implementation that a user has put behind torch's FlashAttention operators with
+            `torch.nn.attention.activate_flash_attention_impl`, "FA3" or "FA4"; None: torch's own, FlashAttention-2.
+        flash_4: release and beta number of the package of FlashAttention-4, (4, 0, 0, 18) for 4.0.0b18; () without it.
+        cudnn_on, flash_on, efficient_on: what `torch.backends.cuda.enable_..._sdp` and `sdpa_kernel` leave on.
+        cudnn_last: TORCH_CUDNN_SDPA_DEPRIORITIZED is 1.
+        deterministic: `torch.use_deterministic_algorithms(True)`, without warn_only.
+    """
+
+    device: str
+    capability: tuple[int, int] | None = None
+    cudnn: int = 0
+    torch: Version = (2, 13)
+    hip: bool = False
+    flash: str | None = None
+    flash_4: Version = ()
+    cudnn_on: bool = True
+    flash_on: bool = True
+    efficient_on: bool = True
+    cudnn_last: bool = False
+    deterministic: bool = False
+
+    @property
+    def major(self) -> int:
+        """Of the compute capability; 0 if it is unknown."""
+        return 0 if self.capability is None else self.capability[0]
+
+    @property
+    def no_flash_backward_at_200(self) -> bool:
+        """Whether FlashAttention-2 has no backward for head sizes 200 to 224, as torch's own attention has it: on compute
+        capabilities 8.6, 8.9, 12.0 and 12.1 (`check_requires_grad_and_head_dim_gt192_...`, ATen's sdp_utils.cpp)."""
+        return self.capability in ((8, 6), (8, 9)) or self.major >= 12
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Hashable
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -34,13 +33,11 @@ class ContextParallel:
 
 
 def replaced_attention() -> Any:
-    """What stands in for torch's `scaled_dot_product_attention` now, to compare with another time's; None if nothing does.
+    """What stands in for torch's own `scaled_dot_product_attention`, to compare with another time's.
 
     Context parallelism puts another closure in place in each step, and one word stands for all of them.
     """
     function = F.scaled_dot_product_attention
-    if isinstance(function, BuiltinFunctionType):
-        return None
     if (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
         return CONTEXT_PARALLEL
     return function if isinstance(function, Hashable) else id(function)

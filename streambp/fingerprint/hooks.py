@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Hooks:
             return f"peft hands {', '.join(sorted(names))} to its modules by hooks that are there for the forward alone"
         return None
 
-    def differences(self, before: Hooks, acted: set[HookKey], ignored: set[tuple[HookKey, str]]) -> list[str]:
+    def differences(self, before: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]) -> list[str]:
         """What is different in hooks that have acted since `before`, in words."""
         told = []
         for (key, leaf), exact in before.exact.items():

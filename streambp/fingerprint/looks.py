@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,8 @@ THEIRS = ("_streambp", *CHECKPOINTING, PEFT_CHECKPOINTING, *ZERO_COUNTERS)
 OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)  # of the layer itself: they run around it
 NAMED_AT_MOST = 3
 WANTS_GRADIENT = operator.attrgetter("requires_grad")
+VERSION = Tensor._version.__get__  # type: ignore[attr-defined]  # of a tensor: how often it was written to
+ALL_OF, VALUES = itertools.chain.from_iterable, operator.methodcaller("values")  # of all modules in one go
 CLASSES = "~"  # stands for a module's name where it is the modules' classes that something is of
 
 
@@ -70,7 +73,8 @@ class Body:
         self.exact: dict[tuple[str, str, str], Any] = {}
         self.generators: list[torch.Generator] = []
         self.parameters: list[Tensor] = []
-        self.tensors: list[tuple[Key, Tensor]] = []  # whose versions count
+        self.tensors: list[Tensor] = []  # whose versions count
+        self.keys: list[Key] = []  # and where they are
         self._held: list[Tensor] = []
         kinds: list[Any] = []
         for path, module in self.named.items():
@@ -92,14 +96,11 @@ class Body:
         extend = found.extend
         for getter, values in self._getters:
             extend(getter(values))
-        for table in self._of_tensors:
-            extend(map(id, table.values()))  # which are held, so that no other takes an id
+        extend(map(id, ALL_OF(map(VALUES, self._of_tensors))))  # which are held, so that no other takes an id
         for table, names in self._parts:
             extend([id(table[name]) for name in names])
-        for table in self._tables:
-            extend(table.values())
-        for items in self._lists:
-            extend(items)
+        extend(ALL_OF(map(VALUES, self._tables)))
+        extend(ALL_OF(self._lists))
         extend(map(type, self.modules))
         extend(map(getattr, self.types, itertools.repeat("forward"), itertools.repeat(None)))
         found.append(any(self._empty))
@@ -158,7 +159,8 @@ class Body:
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
         self._held.append(tensor)
         if not tensor.is_inference():
-            self.tensors.append((key, tensor))
+            self.tensors.append(tensor)
+            self.keys.append(key)
 
     def _add(self, key: Key, found: Iterable[Leaf], kinds: list[Any]) -> None:
         for leaf in found:
@@ -190,7 +192,7 @@ class SeenBefore:
 
     look: Look
     versions: list[int]
-    acted: set[HookKey]
+    acted: AbstractSet[HookKey]
 
 
 class Fingerprint:
@@ -229,7 +231,7 @@ class Fingerprint:
         same = now.body is before.body
         changed = set() if same else {key[:2] for key in _differing(before.body.exact, now.body.exact)}
         if versions is not None and versions != (after := versions_of(before)):
-            changed |= {k for (k, _), a, b in zip(before.body.tensors, versions, after, strict=True) if a != b}
+            changed |= {key for key, a, b in zip(before.body.keys, versions, after, strict=True) if a != b}
         hooks = set() if now is before else _differing(before.hooks.exact, now.hooks.exact)
         if not changed and not hooks:
             return now
@@ -238,11 +240,11 @@ class Fingerprint:
         self.last = None
         return self.look(layer)
 
-    def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: set[HookKey]) -> SeenBefore:
+    def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: AbstractSet[HookKey]) -> SeenBefore:
         """Of a forward that is over; `before` and `versions` are from when it began."""
         look = self.learn(layer, before, versions)
         self.pending += 1
-        return SeenBefore(look, versions_of(look), acted)
+        return SeenBefore(look, versions if look is before else versions_of(look), acted)
 
     def check(self, layer: nn.Module, seen: SeenBefore, now: Look) -> None:
         """Raise if the layer is now not what it was when that forward was over.
@@ -259,9 +261,10 @@ class Fingerprint:
             differing = _read_by_code(differing, now, seen.look) if differing else differing
             told += [_told(key, before, after) for key in sorted(differing)]
             told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
-        for (key, _), then, version in zip(seen.look.body.tensors, seen.versions, versions_of(seen.look), strict=True):
-            if then != version and key not in self._ignored:
-                told.append(f"{_path(*key)} was changed in place")
+        if (versions := versions_of(seen.look)) != seen.versions:
+            for key, then, version in zip(seen.look.body.keys, seen.versions, versions, strict=True):
+                if then != version and key not in self._ignored:
+                    told.append(f"{_path(*key)} was changed in place")
         if told:
             more = f"; and {len(told) - NAMED_AT_MOST} more" if len(told) > NAMED_AT_MOST else ""
             raise changed(layer, "; ".join(told[:NAMED_AT_MOST]) + more)
@@ -278,7 +281,7 @@ def changed(layer: nn.Module, what: str) -> BackwardError:
 
 def versions_of(look: Look) -> list[int]:
     """How often each of the look's tensors was written to in place, in the order of `look.body.tensors`."""
-    return [tensor._version for _, tensor in look.body.tensors]
+    return list(map(VERSION, look.body.tensors))
 
 
 def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:

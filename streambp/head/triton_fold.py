@@ -7,6 +7,7 @@ torch would read the block once for each statistic and write a float32 copy of i
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ FIELDS = 6
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@functools.lru_cache
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the head's kernels compute blocks of this dtype there; torch does where they do not.
 

@@ -89,7 +89,8 @@ class Arguments:
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
         given: Tensor = self.named.pop(first)
         self.token_shape = given.shape[-1:] if given.dim() < 4 else _token_shape(given, self.named.get("position_ids"))
-        self.hidden_states = given if len(self.token_shape) == 1 else given.flatten(-2)  # [..., B, T, h]
+        self.folds = len(self.token_shape) > 1
+        self.hidden_states = given.flatten(-2) if self.folds else given  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
         self.counts_positions = counts_positions
         # What the layer is called with, whatever the batch: calls of one kind stream alike.
@@ -101,11 +102,14 @@ class Arguments:
         self.seen: Seen = []
         kinds: list[tuple[str, Any]] = []
         for name, value in self.named.items():
-            if isinstance(value, Mapping):
-                self.mappings[name] = value
             if isinstance(value, Tensor):
                 value = self.named[name] = self._detach(name, value)
-            elif isinstance(value, tuple | list | Mapping):
+            elif type(value) is tuple and set(map(type, value)) == {Tensor}:  # cosines and sines
+                value = self.named[name] = tuple(map(functools.partial(self._detach, name), value))
+            elif isinstance(value, tuple | list):
+                value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
+            elif value is not None and isinstance(value, Mapping):
+                self.mappings[name] = value
                 value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
             if value is not None:
                 kinds.append((name, self._kind(value)))
@@ -134,11 +138,11 @@ class Arguments:
 
     def one_dimensional(self, hidden_states: Tensor) -> Tensor:
         """[..., T, *token_shape] -> [..., T, h], of M residual streams behind the tokens M * h."""
-        return hidden_states.flatten(-2) if len(self.token_shape) > 1 else hidden_states
+        return hidden_states.flatten(-2) if self.folds else hidden_states
 
     def as_given(self, hidden_states: Tensor) -> Tensor:
         """[..., T, h] -> [..., T, *token_shape], what the layer takes and returns: the inverse of `one_dimensional`."""
-        return hidden_states.unflatten(-1, self.token_shape) if len(self.token_shape) > 1 else hidden_states
+        return hidden_states.unflatten(-1, self.token_shape) if self.folds else hidden_states
 
     @property
     def documents(self) -> Documents | None:
@@ -201,6 +205,8 @@ class Arguments:
             for name, value in self.named.items():
                 if isinstance(value, Tensor):
                     named[name] = self._part(chunk, leaves, name, value)
+                elif type(value) is tuple and set(map(type, value)) == {Tensor}:
+                    named[name] = tuple(map(functools.partial(self._part, chunk, leaves, name), value))
                 elif isinstance(value, tuple):
                     if _is_constant(value):
                         named[name] = rebuilt(value, functools.partial(self._part, chunk, leaves, name))

@@ -6,10 +6,12 @@ What passes from chunk to chunk is in `carried`, what backward will want is in `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from streambp.attention.indexers import indexers_of
 from streambp.attention.interface import routed
@@ -22,6 +24,7 @@ from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, SeenBefore
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
+from streambp.layer.oom import AT_ONCE, with_memory
 from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recorded_keys, recording
 from streambp.layer.packing import ONE_DOCUMENT, OneDocument, Packing
 from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
@@ -29,9 +32,10 @@ from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.store import Offloader
-from streambp.recurrent.states import States
+from streambp.recurrent.states import LEAST_TOKENS, States
 
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered again and again
+TRIED = (2, 3)  # tokens of a trial. [Note: narrow queries]
 
 
 class LayerCall:
@@ -40,6 +44,7 @@ class LayerCall:
     extras: the extra outputs, in the order in which the layer's Function returns them.
     look: what the layer is made of as the call begins; seen: when its forward is over. [Note: fingerprint]
     parameters: the layer's, in their slots as the call begins.
+    attempt: gives the result of what it is given; where saves may be let go of, it may call it twice (`oom.py`).
     wanted: whether the input and each differentiable argument wants a gradient; known when the layer's Function runs.
     """
 
@@ -83,10 +88,13 @@ class LayerCall:
         elif least > 1:
             self.plan = self.plan.with_least(least)
         self.kept = self._keep()
+        chooser = site.chooser
+        self.attempt = AT_ONCE if chooser is None else functools.partial(with_memory, chooser, self.kept)
 
     def _carry(self) -> Carried:
-        layout = self.site.kind.attention.layout(self.arguments.named, self.hidden_states)
-        return Carried(self.site, layout, self.plan.length)
+        attention = self.site.kind.attention
+        layout = attention.layout(self.arguments.named, self.hidden_states)
+        return Carried(layout, Prefix(layout.spans, self.plan.length, self.site.config.attention), attention.in_tiles)
 
     def _keep(self) -> Kept:
         return Kept(self.site, self.plan, self.carried, self.device)
@@ -100,6 +108,22 @@ class LayerCall:
         """Of what is carried no more is on the device than the offloader allows."""
         self.carried.limit(self.plan, offloader, self.device, self.kept.store if self.kept.moves_kv else None)
 
+    def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
+        """A chunk of so many tokens for a trial, if there are as many; for a layer with states a second one behind it, if
+        there is one."""
+        length = self.arguments.length
+        if not self.site.kind.states.carries or len(self.plan.ends) == 1:
+            return (Chunk(0, 0, min(tokens, length)),)
+        first = min(tokens, self.plan[0].stop)
+        stop = min(2 * first, length)
+        pieces = (Chunk(0, 0, first), Chunk(1, first, stop))
+        return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
+
+    def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
+        """What decides, beside the layer, which products of these Linears its backward leaves unread."""
+        stops = [chunk.stop for chunk in self.first_chunks(TRIED[-1])]
+        return self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops
+
     @property
     def gradients_of_a_parameter(self) -> int:
         """How many a parameter gets in a backward pass."""
@@ -109,12 +133,12 @@ class LayerCall:
     def streaming(self) -> Iterator[None]:
         """Attention goes to ours, and neither transformers' checkpointing nor an engine acts inside this layer. What hooks
         record does not go to the model's own collector, where chunks would look like layers."""
-        before, hooks = self.collected, self.site.of(engine_hooks)
+        before, (hooks, modules) = self.collected, self.site.of(_switched_off)
         with (
             routed(self.configs),
-            checkpointing_off(self.site.of(checkpointable)),
+            checkpointing_off(modules) if modules else NOTHING,
             engine_hooks_silenced(hooks) if hooks else NOTHING,
-            parametrizations_computed(),
+            parametrizations_computed() if parametrize._cache_enabled else NOTHING,
             recording(self.recorded) as self.collected,
         ):
             try:
@@ -126,7 +150,7 @@ class LayerCall:
         """The hidden states out of what a layer returned, and the tensors [B, C, ...] behind them by their place."""
         if isinstance(result, Tensor) and result.dim() > 1:
             self.returns_tuple, self.width = False, 0
-            return self.arguments.one_dimensional(result), {}
+            return self.arguments.one_dimensional(result) if self.arguments.folds else result, {}
         self.returns_tuple = isinstance(result, tuple)
         hidden_states, *rest = result if self.returns_tuple else (result,)
         if isinstance(hidden_states, Tensor):
@@ -168,7 +192,8 @@ class LayerCall:
             states: those that the chunk starts from; None: the layer gets no cache, as unpatched.
         """
         again = stage is Stage.RECOMPUTE and prefix is None
-        saved, picks = (self.kept.attended(chunk), self.kept.picks(chunk)) if again else (None, None)
+        saved = self.kept.attended(chunk) if again else None
+        picks = self.kept.picks(chunk) if again and self.site.kind.attention.picks_keys else None
         overwritten = self.site.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
             states = None if states is None else {key: state.clone() for key, state in states.items()}
@@ -199,19 +224,26 @@ class LayerCall:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
+        if self.arguments.folds:
+            hidden_chunk = self.arguments.as_given(hidden_chunk)
         picking = kind.attention.within(self.indexers, point) if kind.attention.picks_keys else NOTHING
         if self.collected:
             self._forget_recorded()
         with starting, picking:
             try:
-                result = self.forward(self.arguments.as_given(hidden_chunk), **named)
+                result = self.forward(hidden_chunk, **named)
             except RefillDone:
                 point.finish()
                 return None
         point.finish()
         result = kind.states.taken(result, cache) if kind.states.carries else result
-        mappings = {name: (before[name], named[name]) for name in before} if before else {}
-        output = collect(*self.unwrap(result), self.collected, mappings)
+        hidden_states, returned = self.unwrap(result)
+        if returned or before or self.collected:
+            output = collect(
+                hidden_states, returned, self.collected, {name: (before[name], named[name]) for name in before}
+            )
+        else:
+            output = ChunkOutput(hidden_states, {})
         if self.collected:
             self._forget_recorded()
         output.states = {} if cache is None else cache.after
@@ -221,3 +253,8 @@ class LayerCall:
         """Of the chunk before, or of one that raised: its graph would live on."""
         for tensors in self.collected.values():
             tensors.clear()
+
+
+def _switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
+    """What must not act inside of a layer that streams: tables with an engine's hooks, and modules that checkpoint."""
+    return engine_hooks(layer), checkpointable(layer)

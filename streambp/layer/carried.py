@@ -13,6 +13,7 @@ float32), and rounded once, when the chunk is differentiated.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -21,28 +22,27 @@ from streambp.attention.carriers import Layout
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.layer.site import LayerSite
 from streambp.layer.store import Offloader, SavedTensors
 from streambp.recurrent.states import States
 
 
+@dataclasses.dataclass
 class Carried:
     """What the chunks of one layer call hand on to each other.
 
     Args:
         layout: what the queries of the whole sequence may read, and where no chunk may end.
-        length: positions of the whole sequence.
+        prefix: keys and values. in_tiles: it may be cut into tiles, of which some are elsewhere.
 
     states: what chunks ended with, by their index, as long as others are to go on from them. upstream: in backward, the
-    gradients of that.
+    gradients of that. Both stay empty in a layer without states.
     """
 
-    def __init__(self, site: LayerSite, layout: Layout, length: int) -> None:
-        self.in_tiles = site.kind.attention.in_tiles
-        self.layout = layout
-        self.prefix = Prefix(layout.spans, length, site.config.attention)
-        self.states: dict[int, States] = {}
-        self.upstream: dict[int, States] = {}
+    layout: Layout
+    prefix: Prefix
+    in_tiles: bool
+    states: dict[int, States] = dataclasses.field(default_factory=dict)
+    upstream: dict[int, States] = dataclasses.field(default_factory=dict)
 
     def limit(self, plan: ChunkPlan, offloader: Offloader, device: torch.device, saved: SavedTensors | None) -> None:
         """Of keys, values and their gradients no more is on the device than the offloader allows, if they may be in tiles.
@@ -81,7 +81,6 @@ class Carried:
                 grad = summed[key].to(wide) + grad
             summed[key] = grad
 
-    def drop(self) -> None:
-        """Let go of it: the pass over the chunks is over."""
-        self.prefix.drop_buffers()
+    def drop_states(self) -> None:
+        """Let go of them: the pass over the chunks is over."""
         self.states, self.upstream = {}, {}

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,10 @@ from streambp.errors import BackwardError
 from streambp.fingerprint.hooks import HookKey, described, watching
 from streambp.fingerprint.looks import changed, versions_of
 from streambp.layer.arguments import Arguments, refuse_written
-from streambp.layer.call import LayerCall
+from streambp.layer.call import NOTHING, LayerCall
 from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_overwrite, reference_counts
 from streambp.layer.graphs import Graph, Origin, computed_with_graph, counting, is_kept, refuse_other_leaves
-from streambp.layer.oom import explained, with_memory
+from streambp.layer.oom import explained
 from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import check_mode
@@ -31,6 +32,8 @@ from streambp.layer.shadows import GradientSum, Parameters, slots_of
 from streambp.layer.side_effects import KEEPS
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.states import States, leaves_of
+
+NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(frozenset())  # of hooks has acted
 
 
 @dataclasses.dataclass
@@ -65,67 +68,63 @@ class Passes:
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     """Chunk by chunk, without a graph."""
-    if call.site.offloader is not None:
-        call.limit_prefix(call.site.offloader)
-    whole = Whole(call.plan.length)
+    site, kept, carried = call.site, call.kept, call.carried
+    if site.offloader is not None:
+        call.limit_prefix(site.offloader)
+    whole, states, carries = Whole(call.plan.length), States(), site.kind.states.carries
     with torch.no_grad(), call.streaming():
         if keep:
-            call.kept.find_products()
-            if call.kept.watch is not None:
-                call.kept.watch.start()
+            kept.find_products()
+            if kept.watch is not None:
+                kept.watch.start()
         for chunk in call.plan.chunks:
             if keep:
-                call.kept.snapshot()
-            states = call.carried.start(call.plan, chunk)
+                kept.snapshot()
             hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-            original = hidden_chunk.clone() if keep and call.site.overwritten.inputs else hidden_chunk
+            original = hidden_chunk.clone() if keep and site.overwritten.inputs else hidden_chunk
+            if carries:
+                states = carried.start(call.plan, chunk)
+                if keep:
+                    kept.keep_states(chunk, states)
+            compute = functools.partial(_forward_chunk, call, whole, hidden_chunk, chunk, states, original)
+            output, attended = call.attempt(compute) if keep else compute(False)
+            if carries:
+                carried.end(call.plan, chunk, output.states)
             if keep:
-                call.kept.keep_states(chunk, states)
-            parts = call, whole, hidden_chunk, chunk, states
-            output, attended = _forward_kept(*parts, original) if keep else _computed(*parts)
-            call.carried.end(call.plan, chunk, output.states)
-            if keep:
-                call.kept.keep(chunk, original, attended)
+                kept.keep(chunk, original, attended)
             del output, attended
-    if call.kept.graph is None:  # one that is kept is made as in backward, which notes nothing
-        call.site.attended = call.carried.prefix.used
+    if kept.graph is None:  # one that is kept is made as in backward, which notes nothing
+        site.attended = carried.prefix.used
     if keep:
-        call.kept.store.seal(*call.kept.accesses(), call.carried.prefix.backward_bytes)
-    if not keep or "kv" not in call.kept.saves or call.kept.moves_kv:
-        call.carried.drop()
+        site.sdpa = carried.prefix.sdpa
+        kept.seal(carried.prefix.backward_bytes)
+    if keep and "kv" in kept.saves and not kept.moves_kv:
+        carried.prefix.pack()
     else:
-        call.carried.prefix.pack()
+        carried.prefix.drop_buffers()
+        if carries:
+            carried.drop_states()
     return outputs_of(call, whole)
 
 
-def _forward_kept(
-    call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States, original: Tensor
+def _forward_chunk(
+    call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States, original: Tensor, again: bool
 ) -> tuple[ChunkOutput, list[Attended]]:
     """A chunk's output and attention results, without a graph; what is to be saved is captured."""
-
-    def compute(again: bool) -> tuple[ChunkOutput, list[Attended]]:
-        if again:
-            call.kept.random[-1].restore()
-            if hidden_chunk is not original:
-                hidden_chunk.copy_(original)
-        if call.kept.keeps_graph:
-            with call.parameters.shadowed() as shadows:
-                graph = computed_with_graph(call, hidden_chunk, chunk, call.wanted, shadows, {})
-            call.kept.graph = graph
-            return _put(whole, chunk, graph.output.detached()), []
-        with call.kept.capturing():
-            return _computed(call, whole, hidden_chunk, chunk, states)
-
-    return with_memory(call, compute)
-
-
-def _computed(
-    call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States
-) -> tuple[ChunkOutput, list[Attended]]:
-    output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
+    kept = call.kept
+    if again:
+        kept.random[-1].restore()
+        if hidden_chunk is not original:
+            hidden_chunk.copy_(original)
+    if kept.keeps_graph:
+        with call.parameters.shadowed() as shadows:
+            graph = computed_with_graph(call, hidden_chunk, chunk, call.wanted, shadows, {})
+        kept.graph = graph
+        return _put(whole, chunk, graph.output.detached()), []
+    with kept.capturing() if kept.products else NOTHING:
+        output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
-    _put(whole, chunk, output)
-    return output, attended
+    return _put(whole, chunk, output), attended
 
 
 def _put(whole: Whole, chunk: Chunk, output: ChunkOutput) -> ChunkOutput:
@@ -162,8 +161,12 @@ class StreamedLayer(torch.autograd.Function):
         count = len(call.arguments.differentiable)
         call.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
         versions = versions_of(call.look)
-        with explained(call), _watching(call) as acted:
-            outputs = passes.forward(call, True)
+        try:
+            hooks = call.look.hooks
+            with watching(hooks) if hooks.places else NOBODY as acted:
+                outputs = passes.forward(call, True)
+        except torch.OutOfMemoryError as error:
+            raise explained(error, call.site, call.plan) from error
         call.seen = call.site.fingerprint.seen(call.layer, call.look, versions, acted)
         if call.kept.store.copies:
             # Its shape without a byte of storage; the rest has left.
@@ -187,31 +190,24 @@ class StreamedLayer(torch.autograd.Function):
         needs_input, wanted = call.wanted
         sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)
         inputs = InputGradients(call, wanted)
-        if needs_input:
-            reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-            inputs.hidden_states = grad if reuse else mark(with_memory(call, lambda _: _gradient_buffer(call)))
-        call.hidden_states = None  # type: ignore[assignment]
-        with (
-            explained(call),
-            call.autocast.off(),
-            call.streaming(),
-            parameters.shadowed() as shadows,
-            _recomputing(call),
-        ):
-            sums.stand_for(shadows)
-            ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
-        call.carried.drop()
-        values = parameters.current()
-        with explained(call):
-            found = with_memory(call, lambda _: sums.result(values))
+        try:
+            if needs_input:
+                reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
+                inputs.hidden_states = grad if reuse else mark(call.attempt(lambda _: _gradient_buffer(call)))
+            call.hidden_states = None  # type: ignore[assignment]
+            with call.autocast.off(), call.streaming(), parameters.shadowed() as shadows, _recomputing(call):
+                sums.stand_for(shadows)
+                ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
+            call.carried.prefix.drop_buffers()
+            if call.site.kind.states.carries:
+                call.carried.drop_states()
+            values = parameters.current()
+            found = call.attempt(lambda _: sums.result(values))
+        except torch.OutOfMemoryError as error:
+            raise explained(error, call.site, call.plan) from error
         pairs = zip(found, values, strict=True)
         gradients = [zeros_for_engines(parameter) if gradient is None else gradient for gradient, parameter in pairs]
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
-
-
-def _watching(call: LayerCall) -> contextlib.AbstractContextManager[set[HookKey]]:
-    hooks = call.look.hooks
-    return watching(hooks) if hooks.places else contextlib.nullcontext(set())
 
 
 def _gradient_buffer(call: LayerCall) -> Tensor:
@@ -249,7 +245,8 @@ def _recomputing(call: LayerCall) -> Iterator[None]:
     """Within, the layer is recomputed. Raise if a hook inside changes what it is given now or did so in forward alone."""
     assert call.seen is not None
     site = call.site
-    with _watching(call) as acted:
+    hooks = call.look.hooks
+    with watching(hooks) if hooks.places else NOBODY as acted:
         yield
     for key in sorted(acted ^ call.seen.acted):
         now, then = ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
@@ -272,11 +269,14 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         _chunk_backward(call, chunk, work, any(work.inputs.wanted))
         return
     linears = call.site.linears
-    unread = with_memory(call, lambda _: find_unread(call, linears, work.needs_input))
+    situation = call.situation(linears, work.needs_input)
+    unread = call.site.unread.get(situation)
+    if unread is None:
+        unread = call.site.unread[situation] = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
     with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
     with summed(linears, work.sums, unread.recompute.difference(call.kept.products)):
-        for chunk in call.plan.backward():
+        for chunk in call.plan.backward:
             _chunk_backward(call, chunk, work, unread.states or any(work.inputs.wanted))
 
 
@@ -289,12 +289,13 @@ def _refill(call: LayerCall) -> None:
         return
     with torch.no_grad():
         for chunk in call.plan.chunks[:-1]:
-            with_memory(call, functools.partial(_refill_chunk, call, chunk))
+            call.attempt(functools.partial(_refill_chunk, call, chunk))
 
 
 def _refill_chunk(call: LayerCall, chunk: Chunk, again: bool) -> None:
-    with call.autocast.restored(), call.kept.random[chunk.index].replayed():
-        x, states = call.kept.store.peek("x", chunk.index), call.kept.states(chunk, again=True)
+    with call.autocast.restored() if call.autocast.on else NOTHING, call.kept.random[chunk.index].replayed():
+        x = call.kept.store.peek("x", chunk.index)
+        states = call.kept.states(chunk, again=True) if call.site.kind.states.carries else None
         call.compute(x, chunk, Stage.REFILL, states=states)
 
 
@@ -304,18 +305,19 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     Args:
         through_states: what the chunk starts from depends on something that is differentiated.
     """
-    x, states = call.kept.store.take("x", chunk.index), call.kept.states(chunk)
-    states = leaves_of(states) if through_states else states
-    upstream = call.carried.upstream.pop(chunk.index, {})
-    found = with_memory(call, functools.partial(_differentiated, call, chunk, work, x, states, upstream))
-    through = {key: grad for key, grad in zip(found.starts, found.of_starts, strict=True) if grad is not None}
-    call.carried.went_on(call.plan, chunk, through)
+    x, states, upstream, carries = call.kept.store.take("x", chunk.index), States(), States(), call.site.kind.states.carries
+    if carries:
+        states, upstream = call.kept.states(chunk), call.carried.upstream.pop(chunk.index, {})
+        states = leaves_of(states) if through_states else states
+    found = call.attempt(functools.partial(_differentiated, call, chunk, work, x, states, upstream))
+    if carries:
+        through = {key: grad for key, grad in zip(found.starts, found.of_starts, strict=True) if grad is not None}
+        call.carried.went_on(call.plan, chunk, through)
     work.inputs.add(chunk, found.of_inputs)
-    with_memory(call, lambda _: work.sums.add(found.of_parameters))
+    call.attempt(lambda _: work.sums.add(found.of_parameters))
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkGradients:
+class ChunkGradients(NamedTuple):
     """Of the chunk's input and differentiable arguments, of the states that it started from (by key), of the parameters."""
 
     of_inputs: list[Tensor | None]
@@ -329,8 +331,9 @@ def _differentiated(
 ) -> ChunkGradients:
     """Of hidden_states x [..., B, C, h]. of_states: the gradients of the states that the chunk ended with.
     again: what the first attempt has added up stays, and is not added once more."""
-    work.sums.begin(again)
-    call.carried.prefix.begin_backward(again)
+    if call.site.chooser is not None:  # which may have it done again
+        work.sums.begin(again)
+        call.carried.prefix.begin_backward(again)
     graph, call.kept.graph = call.kept.graph, None
     if graph is None or not graph.is_of(work.shadows):
         graph = _recomputed(call, chunk, work, x, states)
@@ -356,11 +359,12 @@ def _differentiated(
 
 
 def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:
+    kept = call.kept
     with (
-        call.autocast.restored(),
-        call.kept.random[chunk.index].replayed(),
-        call.kept.knowing(chunk, sums=work.sums),
-        counting(call, (x, *work.shadows)),
+        call.autocast.restored() if call.autocast.on else NOTHING,
+        kept.random[chunk.index].replayed(),
+        kept.knowing(chunk, sums=work.sums) if kept.products else NOTHING,
+        counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
     ):
         wanted = work.needs_input, work.inputs.wanted
         return computed_with_graph(call, x, chunk, wanted, work.shadows, states)

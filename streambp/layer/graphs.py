@@ -32,8 +32,8 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
 from streambp.layer.call import LayerCall
+from streambp.layer.cost import Watch
 from streambp.layer.outputs import ChunkOutput
-from streambp.nested import nodes_behind
 from streambp.recurrent.states import States
 
 
@@ -135,10 +135,9 @@ def computed_with_graph(
 
 
 @contextlib.contextmanager
-def counting(call: LayerCall, known: Iterable[Tensor]) -> Iterator[None]:
+def counting(call: LayerCall, watch: Watch, known: Iterable[Tensor]) -> Iterator[None]:
     """Within, what graphs save is told to the call's watch, in bytes: without tensors [...] that are there anyway."""
-    watch = call.kept.watch
-    if watch is None or call.site.chooser is None:
+    if call.site.chooser is None:
         yield
         return
     there = {x.untyped_storage()._cdata for x in known}
@@ -175,11 +174,23 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
         )
 
 
+def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
+    """All nodes of the autograd graph that these tensors, of any shape [...], were computed by, each once."""
+    found = list(dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None))
+    seen = set(found)
+    for node in found:  # which grows
+        for before, _ in node.next_functions:
+            if before not in seen and before is not None:
+                seen.add(before)
+                found.append(before)
+    return found
+
+
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
     """A leaf that the graph of these outputs ends at and that is not among those that are differentiated."""
     known = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
-        if node.name() == ACCUMULATE_GRAD and id(node.variable) not in known:
+        if type(node).__name__ == ACCUMULATE_GRAD and id(node.variable) not in known:
             leaf: Tensor = node.variable
             return leaf
     return None

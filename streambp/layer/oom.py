@@ -8,60 +8,53 @@ those of keys and values, count what the first attempt has added, and the second
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.errors import DeviceMemoryError
-from streambp.layer.call import LayerCall
+from streambp.layer.saved import Kept
+from streambp.layer.site import LayerSite
+from streambp.layer.store import Chooser
 
 SMALL_CHUNK = 1024
 T = TypeVar("T")
 
 
-def with_memory(call: LayerCall, compute: Callable[[bool], T]) -> T:
+def with_memory(chooser: Chooser, kept: Kept, compute: Callable[[bool], T]) -> T:
     """The result of `compute`, which is called once more, without saves, if there was no memory for them.
     [Note: once for each chunk]
 
     Args:
         compute: is told whether it runs again.
     """
-    chooser = call.site.chooser
-    if chooser is None:
-        return compute(False)
-    chooser.look(call.kept)
+    chooser.look(kept)
     try:
         return compute(False)
     except torch.OutOfMemoryError:
-        if not chooser.let_go(call.kept):
+        if not chooser.let_go(kept):
             raise
     return compute(True)  # not above: the error's frames hold tensors
 
 
-@contextlib.contextmanager
-def explained(call: LayerCall) -> Iterator[None]:
-    """Within, running out of device memory raises an error that carries the next lever.
+AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)  # where nobody can let go
 
-    Raises:
-        DeviceMemoryError: from the torch.OutOfMemoryError.
-    """
-    try:
-        yield
-    except DeviceMemoryError:
-        raise
-    except torch.OutOfMemoryError as error:
-        if call.site.chooser is not None:
-            call.site.chooser.failed()
-        details = str(error).splitlines()[0] if str(error) else "torch gave no details"
-        raise DeviceMemoryError(
-            f"The device ran out of memory in {type(call.layer).__name__} on {call.plan.length} positions a row in "
-            f"chunks of {call.plan.longest}. {next_lever(call.site.config, call.plan)} `streambp plan` computes what fits. "
-            f"({details})"
-        ) from error
+
+def explained(error: torch.OutOfMemoryError, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
+    """The error to raise from this one, which carries the next lever; the error itself if it does already."""
+    if isinstance(error, DeviceMemoryError):
+        return error
+    if site.chooser is not None:
+        site.chooser.failed()
+    details = str(error).splitlines()[0] if str(error) else "torch gave no details"
+    return DeviceMemoryError(
+        f"The device ran out of memory in {type(site.layer).__name__} on {plan.length} positions a row in chunks of "
+        f"{plan.longest}. {next_lever(site.config, plan)} `streambp plan` computes what fits. ({details})"
+    )
 
 
 def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:

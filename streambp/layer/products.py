@@ -2,15 +2,9 @@
 
 The refill of K and V computes the queries for nothing, and the recomputation of a chunk computes the layer's last Linear
 for nothing: its backward wants its input and weight, not its output. On a Qwen3-8B layer these are 2.3 % and 6.5 % of a
-step's Linear FLOPs. Which products are unread follows from the layer's own data flow, so it is traced, not listed: on a
-chunk of a few tokens, every Linear's output is given its name as a label, every operation hands the labels of its inputs
-to its outputs, and then
-
-    refill     may leave out what never labels a K or V
-    recompute  may leave out what never labels a tensor that autograd saves
-
-A product that is left out is filled with NaN, so that a wrong trace could not go unnoticed. What a trace proposes is tried
-before it is used (`trials.py`). [Note: writes through pointers]
+step's Linear FLOPs. Which products are unread follows from the layer's own data flow, so it is traced, not listed
+(`data_flow.py`). A product that is left out is filled with NaN, so that a wrong trace could not go unnoticed. What a trace
+proposes is tried before it is used (`trials.py`). [Note: writes through pointers]
 
 [Note: narrow queries] In a refill the layer still norms and rotates the queries that nobody reads: more bytes than all else
 that a refill moves. So there a left-out Linear may return as few features as one head has: a layer that takes its number of
@@ -30,10 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.attention.indexers import indexers_of
-from streambp.device import has_data
 from streambp.distributed.engines import drops_masks
 from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
 
@@ -93,107 +85,10 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
 
 def hooked_everywhere() -> bool:
     """Whether torch's global hooks watch every module."""
-    return any(getattr(torch.nn.modules.module, hooks) for hooks in GLOBAL_HOOKS)
+    return any(map(vars(torch.nn.modules.module).__getitem__, GLOBAL_HOOKS))
 
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
-
-
-class DataFlow(TorchDispatchMode):
-    """Labels storages by the Linears that their contents depend on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._labels: dict[int, Labels] = {}
-        self._alive: list[Any] = []  # a freed storage's address would be used again
-
-    def of(self, tensor: Tensor) -> Labels:
-        """The labels of a tensor's storage."""
-        if tensor.layout != torch.strided:  # it has no storage (sparse adapters' weights), and carries no label
-            return frozenset()
-        return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
-
-    def add(self, tensor: Tensor, labels: Labels) -> None:
-        """Give a tensor's storage these labels too, and keep it alive; a sparse tensor takes none."""
-        if tensor.layout != torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        self._alive.append(storage)
-        self._labels[storage._cdata] = self._labels.get(storage._cdata, frozenset()) | labels
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        labels = frozenset().union(*map(self.of, _tensors((*args, *(kwargs or {}).values()))))
-        if labels:
-            written = [
-                value
-                for value, argument in zip(args, func._schema.arguments, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            for x in _tensors((result, *written)):
-                self.add(x, labels)
-        return result
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among an operator's arguments or results, and in lists and tuples of them: deeper there are none."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (part for part in value if isinstance(part, Tensor))
-
-
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """Which Linears a run called, whose products its results depend on, and whose products autograd saved."""
-
-    called: Labels
-    reached: Labels
-    read: Labels
-
-
-def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> Trace:
-    """Run a few tokens through the layer and see what depends on which product.
-
-    Args:
-        linears: as `plain_linears` gives them.
-        run: computes the layer, or a part of it, with a graph; returns the results, tensors of any shape.
-    """
-    flow = DataFlow()
-    read: set[str] = set()
-    called: set[str] = set()
-
-    def pack(tensor: Tensor) -> Tensor | None:
-        read.update(flow.of(tensor))
-        # The tensor itself would tie a node to its own output, and keep the layer's input alive.
-        return tensor.data if has_data(tensor) else None
-
-    def label(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            called.add(name)
-            flow.add(output, frozenset({name}))
-
-        return hook
-
-    handles = [module.register_forward_hook(label(name)) for name, module in linears.items()]
-    try:
-        with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
-            results = run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    reached = frozenset().union(*(flow.of(x) for x in results))
-    return Trace(frozenset(called), reached, frozenset(read))
-
-
-def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[Tensor]]) -> UnreadProducts:
-    """What a refill and a recomputation can leave out.
-
-    run: computes the layer on t tokens and returns K and V of its attention calls, [B, t, H_kv, D] each.
-    """
-    found = trace(linears, run)
-    return UnreadProducts(found.called - found.reached, found.called - found.read)
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
@@ -247,8 +142,22 @@ def summed(linears: dict[str, nn.Linear], sums: Sums, unread: Labels) -> context
     for name, module in linears.items():
         add, cast = _adder(module, sums)
         if add is not None or name in unread:
-            forwards[module] = functools.partial(_linear, module, UNREAD if name in unread else None, add, cast)
+            forwards[module] = _adding(module, UNREAD if name in unread else None, add, cast)
     return _replaced(forwards)
+
+
+def _adding(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast) -> Callable[[Tensor], Tensor]:
+    """`_known` of x, for as long as the module keeps its weight."""
+    weight, bias, kind = module.weight, module.bias, module.weight.device.type
+    may_cast = torch.amp.is_autocast_available(kind)
+
+    def forward(x: Tensor) -> Tensor:
+        if may_cast and torch.is_autocast_enabled(kind):
+            return _known(module, value, add, cast, x)
+        out: Tensor = KnownLinear.apply(x, weight, bias, value, add)
+        return out
+
+    return forward
 
 
 def left_out(
@@ -371,8 +280,8 @@ class KnownLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor | Unread | None, add: Any
     ) -> Tensor:
         """[..., out]: `value` as a view, NaN for `UNREAD`, the product for None."""
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.add = add
         if value is None:
             return torch.nn.functional.linear(x, weight, bias)

@@ -10,8 +10,8 @@ one keeps autocast's copies of weights over the chunks: they are dropped where t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,21 +21,26 @@ from streambp.errors import BackwardError
 from streambp.known_names import CHECKPOINTING
 
 
-@dataclasses.dataclass(frozen=True)
-class Autocast:
-    """Autocast's state for a device and for the CPU. [Note: autocast in backward]"""
+class Autocast(NamedTuple):
+    """Autocast's state for a device and for the CPU. [Note: autocast in backward]
+
+    on: it casts on one of them. Where it does not, a backward pass, which is computed without, has nothing to restore.
+    """
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
+    on: bool
 
     @classmethod
     def capture(cls, device: torch.device) -> Autocast:
         """The state as it is now."""
-        states = []
+        states, on = [], False
         for kind in ("cpu",) if device.type == "cpu" else (device.type, "cpu"):
             if torch.amp.is_autocast_available(kind):
-                states.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
-        return cls(tuple(states), torch.is_autocast_cache_enabled())
+                active = torch.is_autocast_enabled(kind)
+                states.append((kind, active, torch.get_autocast_dtype(kind)))
+                on |= active
+        return cls(tuple(states), torch.is_autocast_cache_enabled(), on)
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Within, autocast is as it was when this state was captured."""
@@ -64,8 +69,7 @@ class Autocast:
 WITHOUT_GENERATORS = ("cpu", "meta")  # devices whose random state is the CPU's
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomState:
+class RandomState(NamedTuple):
     """The CPU's and one device's generator states, taken as a chunk starts."""
 
     cpu: torch.Tensor
@@ -76,8 +80,8 @@ class RandomState:
     def capture(cls, device: torch.device) -> RandomState:
         """The states as they are now; `accelerator` is None for the CPU and meta."""
         if device.type in WITHOUT_GENERATORS:
-            return cls(torch.get_rng_state(), device, None)
-        return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
+            return cls(torch.default_generator.get_state(), device, None)
+        return cls(torch.default_generator.get_state(), device, torch.get_device_module(device).get_rng_state(device))
 
     def is_current(self) -> bool:
         """Whether nothing was drawn since."""
@@ -87,7 +91,7 @@ class RandomState:
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        torch.set_rng_state(self.cpu)
+        torch.default_generator.set_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from streambp.accumulate import add_product
 from streambp.errors import BackwardError, UnsupportedModelError
+from streambp.fingerprint.looks import VERSION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Parameters:
     ) -> None:
         groups: dict[int, list[GradientSlot]] = {}
         self.names: list[str] = []
-        self._versions: list[tuple[int, int]] = []  # of each distinct parameter, by id
+        self._identities: list[int] = []  # of each distinct parameter
+        self._versions: list[int] = []
         for path, slot in slots_of(module) if slots is None else slots:
             parameter = slot.module._parameters[slot.name]
             if parameter is None or not parameter.requires_grad:
@@ -63,16 +65,19 @@ class Parameters:
                     f"{path} is a DTensor while the layer computes, as under tensor or expert parallelism. "
                     "streambp streams plain parameters: use DDP, ZeRO or FSDP2 around whole decoder layers."
                 )
-            if parameter.device.type == "meta" and device.type != "meta":
+            if parameter.is_meta and device.type != "meta":
                 raise UnsupportedModelError(
                     f"{path} is on the meta device while the layer computes on {device.type}, as under "
                     "device_map with weights offloaded to disk or CPU; its gradient would be lost. Load the model "
                     "without offloaded weights to train it."
                 )
-            if id(parameter) not in groups:
-                self.names.append(path)
-                self._versions.append((id(parameter), parameter._version))
-            groups.setdefault(id(parameter), []).append(slot)
+            if id(parameter) in groups:
+                groups[id(parameter)].append(slot)
+                continue
+            self.names.append(path)
+            self._identities.append(id(parameter))
+            self._versions.append(parameter._version)
+            groups[id(parameter)] = [slot]
         self.groups = list(groups.values())
         self._module = module
 
@@ -87,7 +92,21 @@ class Parameters:
         Args:
             slots: `slots_of` the module as it is now, if known.
         """
-        for name, parameter, (identity, version) in zip(self.names, self.current(), self._versions, strict=True):
+        held = self.current()
+        if list(map(id, held)) != self._identities or list(map(VERSION, held)) != self._versions:
+            self._refuse(held)
+        known = set(self._identities)
+        for _, slot in slots_of(self._module) if slots is None else slots:
+            now = slot.module._parameters[slot.name]
+            if now is not None and now.requires_grad and id(now) not in known:
+                raise BackwardError(
+                    f"{type(slot.module).__name__}.{slot.name} {list(now.shape)} wants a gradient in backward and wanted "
+                    "none in forward (another adapter is active?), so recomputing the layer would give the gradient of "
+                    "another model. Call backward before set_adapter or requires_grad_."
+                )
+
+    def _refuse(self, held: list[Tensor]) -> None:
+        for name, parameter, identity, version in zip(self.names, held, self._identities, self._versions, strict=True):
             if id(parameter) != identity:
                 raise BackwardError(
                     f"{name} is another tensor in backward than it was in forward (torch.func.functional_call puts others "
@@ -98,15 +117,6 @@ class Parameters:
                 raise BackwardError(
                     f"{name} was changed in place between forward and backward, so recomputing the layer would give "
                     "the gradient of another model. Call backward before optimizer.step() or any other update."
-                )
-        known = {identity for identity, _ in self._versions}
-        for _, slot in slots_of(self._module) if slots is None else slots:
-            now = slot.module._parameters[slot.name]
-            if now is not None and now.requires_grad and id(now) not in known:
-                raise BackwardError(
-                    f"{type(slot.module).__name__}.{slot.name} {list(now.shape)} wants a gradient in backward and wanted "
-                    "none in forward (another adapter is active?), so recomputing the layer would give the gradient of "
-                    "another model. Call backward before set_adapter or requires_grad_."
                 )
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 
 from streambp.attention.backend import Used
 from streambp.attention.carriers import NoAttention, ThroughInterface
+from streambp.attention.sdpa import AsSdpa
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.fingerprint.looks import Fingerprint
@@ -116,7 +117,7 @@ class LayerSite:
         tried: for each kind of call and size of chunks, the tokens up to which these give what the whole sequence gives.
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
-        attended: the kernels that attended in its last call.
+        attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
     """
 
     layer: nn.Module
@@ -140,6 +141,7 @@ class LayerSite:
     foreign_until: int | None = None
     previous: Callable[..., Any] | None = None
     attended: frozenset[Used] = frozenset()
+    sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
 
     @property
     def forward(self) -> Callable[..., Any]:

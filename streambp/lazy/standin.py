@@ -116,8 +116,13 @@ class StandIn(Tensor):
         if isinstance(kwargs.get("out"), cls):
             raise StreamBPError(f"{name} would write to logits that do not exist. Use {cls.instead}.")
         given = args[0] if args else None
-        args, kwargs = tree_map_only(cls, lambda x: x.latest(name), (args, kwargs))
-        stand_ins = tensors_in((args, kwargs), cls)
+        stand_ins: list[StandIn] = []
+
+        def latest(x: StandIn) -> StandIn:
+            stand_ins.append(x.latest(name))
+            return stand_ins[-1]
+
+        args, kwargs = tree_map_only(cls, latest, (args, kwargs))
         for x in stand_ins:
             x.check(name)
         refuse_late(func, name, args, kwargs, stand_ins, cls.instead)
@@ -191,7 +196,7 @@ IN_PLACE = frozenset(
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
     """`result` was made of them."""
-    made = tensors_in(result, Tensor)
+    made = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
         stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
 

@@ -24,19 +24,22 @@ from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
-from streambp.head.recipe import HeadOutcome, HeadRequest, Recipe
+from streambp.head.recipe import HeadOutcome, HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
 from streambp.model.callers import computes_its_own_loss, warn_of_missing_predictions
+from streambp.model.deferring import DeferredHead, HeadLater
 from streambp.model.padding import warn_of_labels_after_padding
 from streambp.model.split import find_split
-from streambp.model.wrappers import PatchState, wants_cache
+from streambp.model.state import PatchState, wants_cache
+from streambp.model.unpatched import LossOfLabels
 
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
+AS_UNPATCHED = "as unpatched, from logits [B, T, V]: they fit many times over"
 WITH_LOGITS = "builds the logits: the call had a cache"
 
 
@@ -87,6 +90,7 @@ class HeadUse:
     lazy: of that call, if its logits are computed where they are used, what became of them.
     trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
     warned: that an evaluation has no logits for its metrics.
+    left_out: fields of the last streamed call's output in training that hold no tensor; None: there was none, or a tuple.
     """
 
     last: str | None = None
@@ -94,6 +98,7 @@ class HeadUse:
     trained: int = 0
     unlabelled: int = 0
     warned: bool = False
+    left_out: frozenset[str] | None = None
 
     @property
     def told(self) -> str | None:
@@ -168,7 +173,8 @@ class CausalLMForward(InstanceForward):
             scored = self.score(kwargs, Wanted())
             scored.output["log_probs"] = scored.tokens.log_probs
             return scored.output
-        return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True)
+        output = self._unstreamed(kwargs)
+        return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
     @property
     def foreign(self) -> str | None:
@@ -228,6 +234,31 @@ class CausalLMForward(InstanceForward):
         output = self._run(kwargs, dataclasses.replace(request, norms=norms, num_items=kwargs.get("num_items_in_batch")))
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
         self._note(_how(request.outcome), lazy=None if lazy is None else lazy.outcome)
+        return output
+
+    def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
+        """The model's own loss as unpatched; None where the loss is to be computed without logits.
+        [Note: micro-batches as unpatched]"""
+        named = kwargs.get("return_dict")
+        named = getattr(self.module.config, "return_dict", True) if named is None else named
+        if not (self._trains and named) or self.use.left_out is None or self._is_lazy(kwargs):
+            return None
+        if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
+            return None
+        self._leave_cache(kwargs)
+        config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
+        left_out = self.use.left_out
+
+        def run() -> Any:
+            output = self.original(**kwargs)
+            fields = {name: value for name, value in output.items() if name not in left_out}
+            if isinstance(fields.get("loss"), Tensor):
+                fields["loss"] = LossOfLabels.apply(fields["loss"], kwargs["labels"], kwargs.get("shift_labels"))
+            return type(output)(**fields)
+
+        output = self.state.as_unpatched(run, kwargs, config)
+        if output is not None:
+            self._note(AS_UNPATCHED)
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
@@ -323,6 +354,8 @@ class CausalLMForward(InstanceForward):
         if isinstance(output, tuple):
             return tuple(part for part in map(real, output) if not isinstance(part, Deferred))
         fields = {name: real(value) for name, value in output.items()}
+        if self._trains:
+            self.use.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
         result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
         return result
 
@@ -343,54 +376,3 @@ def _hand_out(output: Any, request: HeadRequest) -> Any:
     if isinstance(output, tuple):
         return tuple(real_or_lazy(part) for part in output)
     return type(output)(**{name: real_or_lazy(value) for name, value in output.items()})
-
-
-class DeferredHead(InstanceForward):
-    """The output projection for one forward; makes its input `Deferred` where the final norm could not."""
-
-    def __init__(self, module: nn.Module, request: HeadRequest) -> None:
-        super().__init__(module)
-        self.request = request
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
-            hidden_states = hidden_states.written
-        if not isinstance(hidden_states, Deferred):
-            hidden_states = Deferred.make(hidden_states, Recipe(self.request))
-        self.request.outcome.projecting = True
-        try:
-            result: Tensor = self.original(hidden_states)
-        finally:
-            self.request.outcome.projecting = False
-        if isinstance(result, Deferred) and result.written is None:
-            result = result.derive(recipe=dataclasses.replace(result.recipe, logits=True))
-        return result
-
-
-class HeadLater(nn.Module):
-    """In the output projection's place for one forward: the projection is called when the loss is computed, not before."""
-
-    def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
-        super().__init__()
-        self._model, self._head = [model], [head]  # in lists, so as not to become submodules
-        self._name = next(name for name, child in model.named_children() if child is head)
-        self.request = request
-
-    def install(self) -> None:
-        """Take the output projection's place in the model."""
-        self._model[0]._modules[self._name] = self
-
-    def remove(self) -> None:
-        """Give the output projection its place back."""
-        self._model[0]._modules[self._name] = self._head[0]
-
-    @property
-    def weight(self) -> Any:
-        """The output projection's own weight [V, h], for models that ask for its dtype or device."""
-        return self._head[0].weight
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., h] -> deferred logits [..., V]; the projection itself is not called."""
-        head = self._head[0]
-        recipe = Recipe(self.request, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
-        return Deferred.make(hidden_states, recipe)

@@ -3,6 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from streambp.device import has_data
+from streambp.known_names import DOCUMENT_ENDS, FLASH
+
+
+def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None, cached: bool) -> bool:
+    """Whether streamed layers may take a row for several documents that the unpatched model takes for one.
+
+    Args:
+        kwargs: of a model's call. implementation: of its attention. cached: unpatched it makes a cache, with which
+            transformers does not look at position_ids.
+    """
+    if FLASH in str(implementation):
+        return False
+    positions, ends = kwargs.get("position_ids"), kwargs.get(DOCUMENT_ENDS)
+    read = kwargs.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2
+    if not (read and has_data(positions)):  # type: ignore[arg-type]
+        return ends is not None
+    if ends is None and not cached:
+        return False
+    starts = int((positions.diff(dim=-1) != 1).sum())  # type: ignore[union-attr]  # waits for the device, as transformers does
+    return (cached and starts > 0) or (ends is not None and starts != len(ends) - 2)
 
 
 def warn_of_documents(attention: bool, states: bool) -> None:

@@ -18,7 +18,8 @@ from streambp.layer.products import matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
 from streambp.model.fused_layers import Fused, put_on
-from streambp.model.wrappers import BackboneForward, LayerForward, PatchState
+from streambp.model.state import PatchState
+from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed import is_initialized
 from torch.utils.hooks import RemovableHandle
@@ -22,98 +20,25 @@ from streambp.admission.stacks import cache_argument, kind_of, states_argument
 from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
-from streambp.config import StreamConfig
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.zero import make_leaf, unmake_leaf
-from streambp.errors import StreamBPError, UnsharedError, UnsupportedModelError
+from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
-from streambp.head.one_pass import Pending
-from streambp.head.recipe import HeadRequest, Recipe
 from streambp.instance_forward import InstanceForward, wants_gradients
-from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, REPLICATE
+from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, REPLICATE
 from streambp.layer.arguments import has_cache
 from streambp.layer.site import LayerSite
-from streambp.lazy.deferred import Deferred
+from streambp.model.deferring import DeferredNorm
 from streambp.model.packing import warn_of_documents
 from streambp.model.split import refuse_lone_layer, shards_of
+from streambp.model.state import PatchState, wants_cache
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import SharedPrefixes
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.layer import stream_shard
-from streambp.sharded.shards import Shards
-
-
-@dataclasses.dataclass
-class PatchState:
-    """What the wrappers of one patched model share.
-
-    root: what was given to `patch`.
-    bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
-    defer_norm: the running forward's head wants the final norm to be left to it.
-    deferring: what stands in for that norm meanwhile.
-    chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
-    saves_rule: why saves="auto" saves nothing, if it cannot be decided.
-    wrappers: all that `unpatch` takes off, in the order in which they were put on.
-    warned_of_padding: that a label's gradient differs from eager attention's.
-    shards: how the running forward's sequences are split over ranks, if they are. split: as they were last time.
-    position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
-    labels: of that forward, as `known_names.LABELS` has them.
-    tree: the rows of the running forward, if it computes what they share once. [Note: tree of rows]
-    packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
-    asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
-    warned_of_documents: that the unpatched model would not take a row for several documents.
-    unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
-    given_cache: a call in training was given a cache, and ran as unpatched.
-    shares_through_cache: without a cache the unpatched model would compute something else.
-    """
-
-    config: StreamConfig
-    root: nn.Module | None = dataclasses.field(default=None, repr=False)
-    bypass: bool = False
-    pending: Pending = dataclasses.field(default_factory=Pending)
-    defer_norm: HeadRequest | None = None
-    deferring: DeferredNorm | None = None
-    offloader: OffloadManager | None = None
-    chunk_rule: object | None = None
-    saves_rule: str | None = None
-    wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
-    shards: Shards | None = None
-    packed_rows: PackedRows | None = None
-    position_ids: Any = None
-    labels: tuple[Any, Any] = (None, None)
-    tree: Tree | None = None
-    split: Shards | None = None
-    warned_of_padding: bool = False
-    warned_of_documents: bool = False
-    asked_cache: bool = False
-    unasked_cache: bool = False
-    given_cache: bool = False
-    shares_through_cache: bool = False
-
-    def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
-        """Asked of a call before it is made without a cache.
-
-        Raises:
-            UnsupportedModelError: unpatched it has one, and needs it.
-        """
-        wanted = wants_cache(config, kwargs)
-        if self.shares_through_cache and wanted:
-            raise UnsupportedModelError(
-                f"transformers {transformers.__version__} hands keys and values from one layer of this model to another in "
-                "its cache. Streamed calls have none: each layer would use its own, as under gradient checkpointing; "
-                "another model would be trained. Install transformers 5.6 or newer, which shares them without a cache. "
-                "To compute what this version computes without one, pass use_cache=False (or set config.use_cache = False)."
-            )
-        self.asked_cache |= wanted
-
-
-def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call's `use_cache` is on; where it is not given, the model's config decides."""
-    use_cache = kwargs.get("use_cache")
-    return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
 
 
 class LayerForward(InstanceForward):
@@ -149,6 +74,8 @@ class LayerForward(InstanceForward):
         if tree is not None:
             tell(tree, self.site, args, kwargs)
         if self.retired or self.state.bypass or has_cache(kwargs):
+            if self.state.unpatched is not None and self.state.unpatched.within:
+                self.state.unpatched.enter_layer()
             return self.original(*args, **kwargs)
         if kwargs.get("attention_mask") is None and self._reads_all(args):
             return self.original(*args, **kwargs)
@@ -225,6 +152,9 @@ class BackboneForward(InstanceForward):
             self._check(kwargs)
             refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
+            output = self._unstreamed(kwargs)
+            if output is not None:
+                return output
             if self.state.offloader is not None:
                 self._set_host_memory_aside(self.state.offloader)
             if is_initialized():
@@ -236,7 +166,7 @@ class BackboneForward(InstanceForward):
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
-            masked = "flash" not in str(self._config._attn_implementation)
+            masked = FLASH not in str(self._config._attn_implementation)
             with routed(self._configs()), self._layers_known():
                 alone = self.prefixes is None and self.state.tree is None
                 output = self.original(**kwargs) if alone else self._over_rows_or_tree(kwargs)
@@ -249,6 +179,20 @@ class BackboneForward(InstanceForward):
             if self.state.deferring is not None:
                 self.state.deferring.remove()
                 self.state.deferring = None
+
+    def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
+        """The model's own forward as unpatched; None where this micro-batch streams. [Note: micro-batches as unpatched]"""
+        if not (self.module.training and torch.is_grad_enabled()):
+            return None
+
+        def run() -> Any:
+            self.state.bypass = True
+            try:
+                return self.original(**{**kwargs, "use_cache": False})
+            finally:
+                self.state.bypass = False
+
+        return self.state.as_unpatched(run, kwargs, self._config.get_text_config())
 
     def _over_rows_or_tree(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward; what rows share is computed once if that is wanted."""
@@ -382,15 +326,3 @@ class BackboneForward(InstanceForward):
             for config in site.of(site.kind.attention.configs):
                 found[id(config)] = config
         return list(found.values())
-
-
-class DeferredNorm(InstanceForward):
-    """The final norm for one forward: returns a `Deferred` that remembers the norm and its input."""
-
-    def __init__(self, module: nn.Module, request: HeadRequest) -> None:
-        super().__init__(module)
-        self.request = request
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        self.remove()  # `Deferred` calls the module itself, block by block
-        return Deferred.make(hidden_states, Recipe(self.request, norm=self.module))

@@ -19,6 +19,7 @@ What each layer's tensors take, the planner sees on tensors without data, where 
 backward correct it. Where it cannot (on a CPU), nothing is saved until each layer has been through both.
 
 A call in one chunk, on a device with room for all of these, keeps its graph and recomputes nothing. [Note: kept graphs]
+With four times the room it is not streamed at all. [Note: micro-batches as unpatched]
 """
 
 from __future__ import annotations
@@ -175,6 +176,22 @@ class Chosen:
         return f"auto saved, at {self.tokens} tokens, {', '.join(parts)}, with {spare}{after}"
 
 
+@dataclasses.dataclass
+class AsUnpatched:
+    """A micro-batch of so many tokens over all rows that ran as unpatched: bytes, predicted, that it kept, and those that a
+    step without saves leaves free."""
+
+    tokens: int
+    bytes: float
+    room: float
+
+    def __str__(self) -> str:
+        return (
+            f"auto ran {self.tokens} tokens as unpatched: with its logits that keeps {self.bytes / GIB:.2f} GiB, of "
+            f"{self.room / GIB:.2f} GiB to spare beside a step without saves"
+        )
+
+
 class FittingSaves:
     """Chooses what each layer of a model saves. [Note: saves that fit]
 
@@ -187,7 +204,7 @@ class FittingSaves:
 
     def __init__(self, layers: int, free: Free, need: Need, costs: Mapping[int, LayerCost] | None = None) -> None:
         self.layers, self.free, self.need = layers, free, need
-        self.latest: Chosen | None = None
+        self.latest: Chosen | AsUnpatched | None = None
         self._counted = dict(costs or {})
         self._costs = dict(self._counted)
         self._seen: dict[int, LayerSeen] = {}
@@ -245,13 +262,32 @@ class FittingSaves:
 
     def learn(self) -> Mapping[int, LayerCost]:
         """What is known of each layer, by its index; of those whose backward has run, what was seen."""
-        learnt = {index: seen.learnt() for index, seen in self._seen.items()}
-        self._costs.update({index: cost for index, cost in learnt.items() if cost is not None})
+        for index, seen in list(self._seen.items()):
+            cost = seen.learnt()
+            if cost is not None:
+                before = self._costs.get(index)
+                if before is not None and not cost.graph:
+                    cost = dataclasses.replace(cost, graph=before.graph * cost.tokens / before.tokens)
+                self._costs[index] = cost
+                del self._seen[index]
         return self._costs
+
+    def graphs(self, tokens: int, device: torch.device) -> float | None:
+        """Bytes that the graphs of all layers take in a call of so many tokens over all rows, in one chunk; None where a
+        layer's are not known, or lie elsewhere."""
+        costs = self.learn()
+        if len(costs) < self.layers or not all(cost.graph and cost.device == device for cost in costs.values()):
+            return None
+        return sum(cost.graph * tokens / cost.tokens for cost in costs.values())
+
+    def spare(self, device: torch.device, tokens: int, chunk: int) -> float | None:
+        """Bytes that a step without saves leaves free on a device; None where that is not known."""
+        free = self.free(device)
+        return None if free is None else free - self.need(tokens, chunk)
 
     def _look(self) -> float | None:
         free = self.free(self._device)
-        if free is not None and self.latest is not None:
+        if free is not None and isinstance(self.latest, Chosen):
             self.latest.least = min(self.latest.least, free)
         return free
 
@@ -262,7 +298,7 @@ class FittingSaves:
         for other in there:
             other.give_up(at_work=other is kept)
         self._plan, self._at_work = {}, -math.inf
-        if there and self.latest is not None:
+        if there and isinstance(self.latest, Chosen):
             self.latest.let_go = True
         return bool(there)
 
@@ -277,9 +313,9 @@ class FittingSaves:
         room = free - self.need(rows * length, chunk)
         self._device, self._slack = kept.device, SLACK * free
         self._fill(min(room, self._most), range(self.layers), rows * length, length, len(kept.plan) == 1)
-        self.latest = Chosen.of(rows * length, room, self._plan)
-        self._expected = free - max(0.0, room - sum(self.latest.bytes.values()))
-        if self.latest.bytes:
+        self.latest = chosen = Chosen.of(rows * length, room, self._plan)
+        self._expected = free - max(0.0, room - sum(chosen.bytes.values()))
+        if chosen.bytes:
             self._at_work = self.need.at_work(chunk)
 
     def _fill(self, room: float, indices: range, tokens: int, length: int, whole: bool) -> None:

@@ -17,7 +17,9 @@ from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.config import LAST, StreamConfig
 from streambp.device import memory_limit
 from streambp.distributed.zero import is_partitioned
-from streambp.model.wrappers import LayerForward, PatchState
+from streambp.model.state import PatchState
+from streambp.model.unpatched import UnpatchedRuns
+from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.fitting import FittingSaves, LayerCost
 from streambp.planner.count import StepCount
@@ -149,6 +151,7 @@ def _choose_saves(model: nn.Module, state: PatchState, layers: list[LayerForward
     for wrapper in layers:
         wrapper.site.chooser = chooser
     state.pending.let_go = chooser.let_go
+    state.unpatched = UnpatchedRuns(state.config, chooser, [wrapper.site for wrapper in layers])
 
 
 patch.__doc__ = patching.patch.__doc__

@@ -79,33 +79,40 @@ class LiveBytes(TorchDispatchMode):
         self._alive[key] = (self.tracked, size, weakref.ref(storage, functools.partial(self._gone, key)))
         self.tracked += 1
         self.live += size
-        self.peak = max(self.peak, self.live)
-        self.largest = max(self.largest, size)
+        if self.live > self.peak:
+            self.peak = self.live
+        if size > self.largest:
+            self.largest = size
 
     def _gone(self, key: int, _: Any) -> None:
         self.live -= self._alive.pop(key)[1]
 
 
-CHANGED_IN_PLACE = frozenset(getattr(aten, name).default for name in ("copy_", "zero_", "neg_")) | frozenset(
+CHANGED_IN_PLACE = frozenset(getattr(aten, name).default for name in ("copy_", "zero_", "neg_", "index_put_")) | frozenset(
     getattr(getattr(aten, name), kind) for name in ("add_", "mul_", "div_", "sub_") for kind in ("Tensor", "Scalar")
 )
+CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # nothing is returned
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
     """What is known of an operation: how its results come about, and its work.
 
-    made: shape, stride and dtype of each output, None for those that are None; or IN_PLACE, or OUT. several: a tuple.
+    made: shape, stride and dtype of each output, or the output itself where it is no tensor; or IN_PLACE, or OUT.
+    several: the outputs are a tuple. attends: its kernel takes memory of its own.
     """
 
     made: Any
     several: bool
     work: Work
+    attends: bool = False
     routed: int = 0  # pairs of a token and an expert, where this picks experts
 
 
 VIEW = Known(None, False, Work(dispatches=1))
-PLAIN, NUMBERS = frozenset((Tensor, torch.nn.Parameter)), frozenset((int, bool, type(None)))
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+SIMPLE = frozenset((int, bool, type(None), torch.dtype))
+META = torch.device("meta")
 
 
 class Shapes:
@@ -122,20 +129,20 @@ class Shapes:
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode
-        self.views: set[Any] = set()  # operations whose results are views of their arguments, by their schemas
+        self.views: set[int] = set()  # ids of operations whose results are views of their arguments, by their schemas
         self._known: dict[Any, Known] = {}
         self._meta = mode is None
 
     def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
         """What is known of an operation, and the key to remember it by; None where it cannot be."""
-        key = [func]
+        key: list[Any] = [id(func)]  # hashed in C; torch keeps its operations
         try:
             for value in args:
                 kind = type(value)
                 if self._meta and kind in PLAIN and value.is_meta:
-                    key.append((value.shape, value.stride(), value.dtype))
+                    key += value.shape, value.stride(), value.dtype
                 else:
-                    key.append((kind, value) if kind in NUMBERS else self._part(value))
+                    key.append((kind, value) if kind in SIMPLE else self._part(value))
             if kwargs:
                 key += [*kwargs, *map(self._part, kwargs.values())]
             found = tuple(key)
@@ -143,15 +150,15 @@ class Shapes:
         except TypeError:
             return None, None
 
-    def make(self, known: Known) -> list[Tensor | None]:
+    def make(self, known: Known) -> list[Any]:
         """Fresh outputs."""
-        return [None if one is None else self._make(*one) for one in known.made]
+        return [self._make(*one) if type(one) is tuple else one for one in known.made]
 
     def _make(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         if self.mode is None:
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            return torch.empty_strided(shape, stride, dtype=dtype, device=META)
         with no_dispatch():
-            storage = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            storage = torch.empty_strided(shape, stride, dtype=dtype, device=META)
         return FakeTensor(self.mode, storage, torch.device("cpu"))
 
     def _known_kind(self, tensor: Any) -> bool:
@@ -184,7 +191,7 @@ class Shapes:
             aliases = all(out.alias_info is not None for out in schema.returns)
             always = aliases or func is aten._unsafe_view.default  # its schema says that it makes none
             if always:
-                self.views.add(func)
+                self.views.add(id(func))
             return VIEW.work
         work = work_of(func, args, kwargs, result)
         if key is not None:
@@ -198,14 +205,16 @@ class Shapes:
                 self._known[key] = Known(Shapes.IN_PLACE, False, work)
             elif "out" in kwargs and result is kwargs["out"]:
                 self._known[key] = Known(Shapes.OUT, False, work)
+            elif func in CHANGED_LISTS:
+                self._known[key] = Known([None], False, work)
             return
         several = isinstance(result, tuple)
         outputs = result if several else (result,)
         if any(out.alias_info is not None for out in schema.returns):
             return  # some of these are views
-        if all(x is None or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
-            made = [None if x is None else (x.shape, x.stride(), x.dtype) for x in outputs]
-            self._known[key] = Known(made, several, work, result[1].numel() if func is TOP_K else 0)
+        if all(type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
+            made = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in outputs]
+            self._known[key] = Known(made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0)
 
 
 class StepCount(LiveBytes):
@@ -250,14 +259,14 @@ class StepCount(LiveBytes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         shapes = self.shapes
-        if func in shapes.views:
+        if id(func) in shapes.views:
             self._count(VIEW)
             return func(*args, **kwargs)
         known, key = shapes.known(func, args, kwargs)
         if known is None:
             return self._first(func, args, kwargs, key)
         self._count(known)
-        if func in BACKWARDS:
+        if known.attends:
             self._workspace(func, args)
         if known.routed:
             self.routing.rows = known.routed
@@ -267,7 +276,7 @@ class StepCount(LiveBytes):
             return kwargs["out"]
         made = shapes.make(known)
         for output in made:
-            if output is not None:
+            if isinstance(output, Tensor):
                 self._track(output.untyped_storage())
         return tuple(made) if known.several else made[0]
 

@@ -17,10 +17,11 @@ from streambp.planner.devices import DEFAULT, DEVICES, Rates, rates_of
 from streambp.planner.estimate import UNPATCHED, check_length
 from streambp.planner.exchanges import link_bytes
 from streambp.planner.mixers import Mixers
+from streambp.planner.points import CHUNKS
 from streambp.planner.profile import FIELDS, Method, Peak, Profile, Setting, available, flops, peak, static
 from streambp.planner.seconds import Seconds, seconds, throughput
 from streambp.planner.skeleton import Device, Source
-from streambp.planner.survey import CHUNKS, SPLIT, STREAMED, SurveyRecipe
+from streambp.planner.survey import SPLIT, STREAMED, SurveyRecipe
 from streambp.sharded.gathered import SHARE
 
 CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))  # over all rows of the batch, the largest first

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
-from streambp.planner.compose import Counted, Point, Totals, fit, growth, later, solve, unroll
+from streambp.planner.compose import Counted, Point, Totals, differing, fit, growth, later, solve, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
 from streambp.planner.laws import Part, fit_part
 from streambp.planner.mixers import assumed
+from streambp.planner.points import CHUNKS, TILED_CHUNKS, points_for
 from streambp.planner.profile import (
     CONTEXT_PARALLEL,
     ULYSSES,
@@ -38,9 +40,6 @@ from streambp.planner.splits import SplitCount, fewest_ranks, lines_of_keys, spl
 from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
 from streambp.planner.tree import module_tree
 from streambp.planner.work import Work
-
-CHUNKS = (4096, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
-TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their tiles are small, and there are many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +126,8 @@ def survey(
         if said is not None:
             said(recipe.name, sum(shares[:number]) / sum(shares))
         try:
-            methods.append(_method(counter, recipe, at, accumulating, timed))
+            with uncollected():
+                methods.append(_method(counter, recipe, at, accumulating, timed))
         except Exception as error:  # whatever a model's own forward raises on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
             if recipe.split and any(other.config and not other.split for other in recipes):
@@ -150,6 +150,18 @@ def survey(
     shape = (name, dtype, len(reduced.kinds), batch_size)
     mixers = assumed(skeleton.model, skeleton.mixers)
     return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out), mixers)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, what waits for the garbage collector stays alive: else it would be freed, or not, by chance."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
@@ -184,7 +196,8 @@ class Counter:
     def __post_init__(self) -> None:
         self.shapes = Shapes(self.skeleton.mode)
         self._fused: bool | None = None
-        self._apart: dict[tuple[str, tuple[str, ...], Point], Totals] = {}
+        self._unread: list[dict[Any, Any]] = []  # what trials of each layer found
+        self._apart: dict[tuple[str, tuple[str, ...], int], tuple[dict[Point, Totals], dict[Point, Totals]]] = {}
         self._heads: dict[str, list[Heads]] = {}
         self.growth: list[Counted] = []  # of streamed steps that add to gradients
 
@@ -207,21 +220,28 @@ class Counter:
             count = StepCount(None)
             with self._prepared(recipe, 8), self.skeleton.running(), count:
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
-                self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
+                self.skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                if not recipe.split:
+                    self._unread = [site.unread for site in self._sites()]
             self._fused = count.attention_flops > 0
         return self._fused
 
-    def apart(self, recipe: SurveyRecipe, size: int) -> dict[Point, Totals]:
+    def apart(self, recipe: SurveyRecipe, size: int, own: dict[Point, Totals]) -> dict[Point, Totals]:
         """Points that tell the work's laws apart: two chunks of `size`, and three of twice that. Counted once for all
-        methods that save the same, whose work differs in copies to the host alone."""
+        methods that save the same: another differs in what goes to the host, as much as at a point that both counted.
+
+        Args:
+            own: what the method counted.
+        """
         assert recipe.config is not None
-        saves, split = recipe.config.named_saves, recipe.split
-        points = (2 * size, size), ((8 if split else 6) * size, 2 * size)
-        for point in points:
-            if (split, saves, point) not in self._apart:
-                (spans,) = self.count(recipe, point, accumulate=False)
-                self._apart[split, saves, point] = unroll(spans, self.reduced)[1]
-        return {point: self._apart[split, saves, point] for point in points}
+        key = recipe.split, recipe.config.named_saves, size
+        if key not in self._apart:
+            points = (2 * size, size), ((8 if recipe.split else 6) * size, 2 * size)
+            steps = {point: self.count(recipe, point, accumulate=False)[0] for point in points}
+            self._apart[key] = own, {point: unroll(spans, self.reduced)[1] for point, spans in steps.items()}
+        first, found = self._apart[key]
+        shared = next(point for point in own if point in first)
+        return {point: differing(total, point, own[shared], first[shared], shared) for point, total in found.items()}
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
         """Of all layers that attend.
@@ -282,21 +302,28 @@ class Counter:
                 return
             patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
             stack.callback(unpatch, model)
+            if not recipe.split:
+                for site, unread in zip(self._sites(), self._unread, strict=False):
+                    site.unread.update(unread)
             yield self._uncounted_manager(recipe)
 
     def _uncounted_manager(self, recipe: SurveyRecipe) -> CountingManager:
         if recipe.config is None or recipe.config.offload == "none":
             return CountingManager()
         device = torch.device("meta" if self.skeleton.mode is None else "cpu")
-        installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
-        wrappers = [w for w in installed.state.wrappers if isinstance(w, LayerForward)]
+        sites = self._sites()
         engine = UncountedHost(device, self.skeleton)
         budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
-        manager = CountingManager(len(wrappers), budget, engine)
+        manager = CountingManager(len(sites), budget, engine)
         manager._arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
-        for wrapper in wrappers:
-            wrapper.site.offloader = manager
+        for site in sites:
+            site.offloader = manager
         return manager
+
+    def _sites(self) -> list[Any]:
+        """Of the patched model's layers."""
+        installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
+        return [wrapper.site for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
 
 
 def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
@@ -304,7 +331,7 @@ def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulati
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # or raise
-    points = _points(at, chunked, fused, counter.carries_states, tiles)
+    points = points_for(at, chunked, fused, counter.carries_states, tiles)
     if recipe.split:  # a shard is two parts of whole chunks
         large = 4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
@@ -328,9 +355,10 @@ def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulati
         first, again = (lines_of_keys(phases, split, [t for t, _ in points], ranks) for phases in (first, again))
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
     host = solve(points, [total.host for total in totals])
-    apart = counter.apart(recipe, points[0][1]) if chunked and timed and not tiles else {}
+    counted = dict(zip(points, totals, strict=True))
+    apart = counter.apart(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
-    counted, apart = (_over(ranks, found) for found in (dict(zip(points, totals, strict=True)), apart))
+    counted, apart = (_over(ranks, found) for found in (counted, apart))
     config = recipe.config or StreamConfig()
     return Method(
         recipe.name,
@@ -363,29 +391,3 @@ def _part(name: str, counted: dict[Point, Totals], apart: dict[Point, Totals], k
     others = {point: total for point, total in apart.items() if point not in counted}
     found = {point: total.work[name] for point, total in (counted | others).items()}
     return fit_part(name, list(found), list(found.values()), k_block, len(counted))
-
-
-def _points(at: Point | None, chunked: bool, fused: bool, states: bool, tiles: bool) -> tuple[Point, ...]:
-    """Where to count: lengths beyond the attention kernels' block, or up to `at` if that is shorter.
-
-    As few chunks as tell the lines apart: a first one, inner ones and a last. Tiles of keys from the host are several in
-    flight, and plain products have small tiles: both take more. States are kept for each chunk: a third chunk size tells
-    that number from the chunk size, and there are so many chunks that what is on its way to the host is one layer's.
-    """
-    small, large = CHUNKS if fused else TILED_CHUNKS
-    k_block = K_BLOCK if fused else MATH.tiling.k_block or 0
-    if at is not None and (fused or at[1] < large):
-        small, large = max(1, at[1] // 2), at[1]
-    few = fused and not tiles and (at is None or at[0] >= large + k_block)
-    if few and states and chunked and large % 4 == 0 and (at is None or at[0] >= 6 * large >= large + k_block):
-        length = 6 * large
-        return (length, large), (length, large * 3 // 2), (length, large * 3 // 4), (length + large, large)
-    few = few and not states
-    small = small if few or at is not None or not fused else large // 4
-    short = few and at is None
-    length = max((3 if few else 4) * large, large + k_block)
-    length = length if at is None else min(at[0], length)
-    if not chunked:
-        return (length, 0), (length + large, 0)
-    points = (length, large), (3 * small if short else length, small), (length + large, large)
-    return (*points, (length, 2 * small if 2 * small < large else max(1, small // 2))) if states else points

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.admission.trials import TRIED, few_tokens, gradients_of, holding, same_gradients
+from streambp.admission.trials import few_tokens, gradients_of, holding, same_gradients
 from streambp.attention.attend import Params
 from streambp.attention.carriers import Layout, attention_mask_of
+from streambp.attention.prefix import Prefix
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import StreamConfig
@@ -18,9 +19,10 @@ from streambp.device import has_data
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import LayerCall
+from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.carried import Carried
-from streambp.layer.products import Labels, UnreadInHalves, computed, left_out, trace
+from streambp.layer.data_flow import trace
+from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
@@ -113,7 +115,9 @@ class ShardedCall(LayerCall):
                 f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. Pass all of the shard's "
                 "tokens through every layer."
             )
-        return Carried(self.site, Layout(self._layout()), self.shards.whole_length)
+        layout = Layout(self._layout())
+        prefix = Prefix(layout.spans, self.shards.whole_length, self.site.config.attention)
+        return Carried(layout, prefix, self.site.kind.attention.in_tiles)
 
     def _keep(self) -> ShardedKept:
         self.pieces = self.shards.pieces(self.rows, self.plan.size)

@@ -261,7 +261,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
     """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
     linears, unread = call.site.linears, call.unread.to_differentiate_after.difference(call.kept.products_after)
     with summed(linears, work.sums, unread):
-        for chunk in call.plan.backward():
+        for chunk in call.plan.backward:
             hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
             o_chunk = o[_part(chunk)].detach().requires_grad_()
@@ -335,7 +335,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
     """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
     linears, unread = call.site.linears, call.unread.to_differentiate_before.difference(call.kept.products_before)
     with summed(linears, work.sums, unread):
-        for chunk in call.plan.backward():
+        for chunk in call.plan.backward:
             hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
             point = BeforeAttention()

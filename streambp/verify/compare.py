@@ -29,10 +29,10 @@ from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.known_names import FUNCTION_OF_NODE, LIGER
 from streambp.layer.function import StreamedLayer
+from streambp.layer.graphs import nodes_behind
 from streambp.model.describe import describe
 from streambp.model.fused_layers import Fused, fused_modules, put_on
 from streambp.model.patching import patch, unpatch
-from streambp.nested import nodes_behind
 from streambp.verify.choices import Choices
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
 from streambp.verify.verdict import (

@@ -15,7 +15,7 @@ from streambp.attention.backend import Backend
 from streambp.attention.kernels import CUDNN, FLASH, MATH
 from streambp.attention.kv import KVBuffer, KVTiles
 from streambp.chunks import ChunkPlan
-from streambp.layer.store import InMemory
+from streambp.layer.saved import InMemory
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128  # Qwen3-8B
 CUDNN_FIRST = Backend((CUDNN, FLASH, MATH))
@@ -180,7 +180,7 @@ def run(
             length = chunk.stop - chunk.start
             site.write(chunk, tensor(KV_HEADS, length), tensor(KV_HEADS, length, value_size))
             kept[chunk] = attend_blocks(tensor(heads, length), site, layout, chunk, params)
-        for chunk in plan.backward():
+        for chunk in plan.backward:
             shapes = ((heads, size), (KV_HEADS, size), (KV_HEADS, value_size))
             leaves = [tensor(count, chunk.stop - chunk.start, columns).requires_grad_() for count, columns in shapes]
             out = PrefixAttention.apply(*leaves, None, site, layout, chunk, params, kept[chunk] if saved else None)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from streambp.attention.backend import choose_backend
-from streambp.attention.platform import Platform
+from streambp.attention.rules import Platform
 
 H200 = Platform("cuda", (9, 0), 92000, (2, 13))
 H200_CUDNN_919 = Platform("cuda", (9, 0), 91900, (2, 11))

@@ -198,5 +198,6 @@ def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
 
 def test_chunks_that_are_not_rounded_are_seen(monkeypatch):
     monkeypatch.setattr(chunks, "in_one_pass", lambda size: size)
-    assert passes(plan_chunks(65_536, 3, "auto").size) == 3
-    assert passes(plan_chunks(40_000, 1, "auto").size) >= 3
+    anew = plan_chunks.__wrapped__  # it remembers
+    assert passes(anew(65_536, 3, "auto").size) == 3
+    assert passes(anew(40_000, 1, "auto").size) >= 3

@@ -11,7 +11,7 @@ import torch
 from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory
 from streambp.attention.spans import Run, Spans, Tiling
 from streambp.chunks import ChunkPlan
-from streambp.layer.store import InMemory
+from streambp.layer.saved import InMemory
 from tests.seeds import seeded
 
 LENGTH, CHUNK, SHAPE = 23, 5, (2, 3, 4)  # B, H_kv, D
@@ -66,7 +66,7 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
         for site in (buffer, tiles):
             site.write(chunk, *whole[:, :, :, chunk.start : chunk.stop])
         same(False, chunk)
-    for chunk in plan.backward():
+    for chunk in plan.backward:
         same(False, chunk)  # a recomputation attends before its backward
         same(True, chunk)
         for found, expected in zip(tiles.take_gradients(chunk), buffer.take_gradients(chunk), strict=True):

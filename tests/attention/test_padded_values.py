@@ -21,7 +21,7 @@ from streambp.attention.kernels_wide import PADDED
 from streambp.attention.kv import KVBuffer, KVTiles
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import ChunkPlan
-from streambp.layer.store import InMemory
+from streambp.layer.saved import InMemory
 from tests import zoo
 from tests.attention.stand_in import softmax_attention
 from tests.distributed import one_rank
@@ -81,7 +81,7 @@ def worst(way, layout, pair, saved):
         kept.append(attend_blocks(q[:, :, here].detach(), prefixes.sites[0], layout, chunk, params))
     if saved:
         prefixes.pack()
-    for chunk in plan.backward():
+    for chunk in plan.backward:
         here = slice(chunk.start, chunk.stop)
         leaves = [x[:, :, here].detach().requires_grad_() for x in (q, k, v)]
         attended = kept[chunk.index] if saved else None

@@ -1,6 +1,6 @@
 """Which kernels attend with which head sizes on which machine: one table, and what unpatched models would run there.
 
-covers: attention/backend.py, attention/kernels_wide.py, attention/platform.py, attention/rules.py
+covers: attention/backend.py, attention/kernels_wide.py, attention/rules.py
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from streambp.attention import platform as platforms
+from streambp.attention import backend as backends
 from streambp.attention import rules
-from streambp.attention.backend import choose_backend
-from streambp.attention.platform import platform_of
+from streambp.attention.backend import choose_backend, platform_of
 from streambp.errors import AttentionChoiceError
 from tests.attention.platforms import (
     A100,
@@ -173,8 +172,8 @@ def test_the_platform_is_asked_when_a_call_begins(monkeypatch):
     with sdpa_kernel(SDPBackend.MATH):
         off = platform_of(device)
     assert (off.cudnn_on, off.flash_on, off.efficient_on) == (False, False, False)
-    monkeypatch.setattr(platforms, "current_flash_attention_impl", lambda: "FA4")
-    monkeypatch.setattr(platforms.importlib.metadata, "version", lambda name: "4.0.0b18")
+    monkeypatch.setattr(backends, "current_flash_attention_impl", lambda: "FA4")
+    monkeypatch.setattr(backends.importlib.metadata, "version", lambda name: "4.0.0b18")
     found = platform_of(device)
     assert (found.flash, found.flash_4) == ("FA4", rules.LAST_FLASH_4)
     assert platform_of(torch.device("cpu")).capability is None
@@ -207,4 +206,5 @@ def test_a_mutant_is_seen(name, monkeypatch):
     constant, value, machines, pair = MUTANTS[name]
     before = [backend(here, *pair).kernels for here in machines]
     monkeypatch.setattr(rules, constant, value)
+    monkeypatch.setattr(backends, "_chosen", backends._chosen.__wrapped__)  # which remembers
     assert [backend(here, *pair).kernels for here in machines] != before

@@ -65,7 +65,7 @@ def test_barriers_and_moved_ends(seed):
             assert not later  # and no shorter than it must be
             assert {plan.holding(position) for position in range(chunk.start, chunk.stop)} == {chunk.index}
         assert plan.longest == max(chunk.stop - chunk.start for chunk in plan)
-        assert list(plan.backward()) == list(plan)[::-1]
+        assert list(plan.backward) == list(plan)[::-1]
 
 
 def test_even_chunks_stay_as_they_are():

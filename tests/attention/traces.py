@@ -33,7 +33,8 @@ KERNELS = (
     kernels.MathKernel, kernels.FlashKernel, kernels.CudnnKernel, kernels_wide.EfficientKernel, kernels.CpuFlashKernel,
 )  # fmt: skip
 MLP = {"mlp_layer_types": ["sparse"]}
-# model_type, and what differs from the defaults of its configuration: one layer of each kind.
+# model_type, and what differs from the defaults of its configuration: one layer of each kind. Kinds of
+# layers with an indexer are left to the configuration: their name is not the same in all versions.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", {"num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
                         "intermediate_size": 12_288, "head_dim": 128}),
@@ -49,11 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
     "GLM-4.7-Flash": ("glm4_moe_lite", {"num_hidden_layers": 1, **MLP}),
     "DeepSeek V3": ("deepseek_v3", {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
-    "DeepSeek V3.2": ("deepseek_v32", {"num_hidden_layers": 1, "layer_types": ["indexed_attention"], **MLP}),
+    "DeepSeek V3.2": ("deepseek_v32", {"num_hidden_layers": 1, **MLP}),
     "DeepSeek V4": ("deepseek_v4", {"num_hidden_layers": 2, "mlp_layer_types": ["moe", "moe"],
                                     "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]}),
-    "GLM 5": ("glm_moe_dsa", {"num_hidden_layers": 1, "layer_types": ["indexed_attention"], "indexer_types": ["full"],
-                              **MLP}),
+    "GLM 5": ("glm_moe_dsa", {"num_hidden_layers": 1, "indexer_types": ["full"], **MLP}),
     "Kimi Linear": ("kimi_linear", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
                                     "mlp_layer_types": ["sparse", "sparse"]}),
     "MiniMax": ("minimax", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),

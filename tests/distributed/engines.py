@@ -2,7 +2,8 @@
 
 A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero", "options", "reshard", "offload".
 The model's: "model", "tied", "frozen", "lora", "router", "experts", "zero_init", "dtype". "stream" is the StreamConfig;
-"eval" and "resume" are what happens between steps; with "logits" the loss is computed from lazy logits.
+"one_chunk_on" is a rank whose sequences are not cut. "eval" and "resume" are what happens between steps; with "logits" the
+loss is computed from lazy logits.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def model_for(case, seed=0):
 def config_for(case, rank):
     """Chunks differ in size, and so in number, between ranks."""
     stream = {name: tuple(value) if isinstance(value, list) else value for name, value in case.get("stream", {}).items()}
-    return streambp.StreamConfig(chunk_size=5 + 2 * rank, lazy_logits=case.get("logits", False), **stream)
+    size = 64 if case.get("one_chunk_on") == rank else 5 + 2 * rank
+    return streambp.StreamConfig(chunk_size=size, lazy_logits=case.get("logits", False), **stream)
 
 
 def loss_on_logits(model, batch):

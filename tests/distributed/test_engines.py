@@ -46,9 +46,10 @@ FAST = {  # by the engine that starts the ranks: torch's two share theirs
         {"accumulation": 3, "eval": True, "steps": 2},
         {"logits": True, "options": {"static_graph": True}, "patched": ["after"], "steps": 2},
         {"engine": "fsdp", "offload": True, "stream": STREAM, "resume": "patched", "patched": ["before"], "steps": 2},
+        {"one_chunk_on": 0, "accumulation": 2, "steps": 2}, {"one_chunk_on": 0, "engine": "fsdp", "steps": 2},
     ],
     "deepspeed": [
-        {"stage": 2, "patched": ["after"], "steps": 2},
+        {"stage": 2, "patched": ["after"], "steps": 2, "one_chunk_on": 0},
         {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_moe", "patched": ["after"], "steps": 2},
         {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_5_text", "patched": ["before"], "steps": 2},
         {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "patched": ["before"], "steps": 2},
@@ -139,6 +140,8 @@ def check(engine, cases):
                     else "no logits: computed blockwise for gather"
                 )
                 assert found["head"].startswith(expected)
+            if "one_chunk_on" in case:  # [Note: micro-batches as unpatched]
+                assert ("as unpatched" in found["saves"]) == (case.get("engine", engine) == "ddp")
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
                 check_host(case, found["host"])

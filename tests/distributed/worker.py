@@ -54,7 +54,7 @@ def batches(rank, case):
 class Trained:
     """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; the engines of its
     forwards; how its layers ran; what `describe` says about offloading, and the bytes of the engine's own; what it says
-    about the head, and about rows that share prefixes."""
+    about the head, about saves, and about rows that share prefixes."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
@@ -64,6 +64,7 @@ class Trained:
     paths: list = dataclasses.field(default_factory=list)
     host: dict = dataclasses.field(default_factory=dict)
     head: str = ""
+    saves: str = ""
     shared: list = dataclasses.field(default_factory=list)
 
 
@@ -100,6 +101,7 @@ def train(engine_class, rank, case, patched):
     described = streambp.describe(engine.wrapped) if patched in ("before", "after") else None
     if described is not None:
         found.paths, found.head = sorted({layer.path for layer in described.layers}), described.head
+        found.saves = str(described.saves)
         found.shared = [note for note in described.notes if note.startswith("share_prefixes")]
     if described is not None and "stream" in case:
         found.host = {"describe": described.offload, **dataclasses.asdict(engine_host_use(engine.module))}
@@ -196,7 +198,7 @@ def run(engine_class, rank, case):
     for when in case.get("patched", ["before", "after"]):
         found = train(engine_class, rank, case, when)
         row[when] = {"counts": found.counts, "engines": sorted(found.engines), "paths": found.paths, "head": found.head}
-        row[when]["shared"] = found.shared
+        row[when]["shared"], row[when]["saves"] = found.shared, found.saves
         if "shared_on" in case:
             row[when]["counts of ranks"] = [None] * dist.get_world_size()
             dist.all_gather_object(row[when]["counts of ranks"], found.counts)

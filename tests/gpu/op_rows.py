@@ -15,6 +15,7 @@ Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import math
@@ -40,7 +41,7 @@ from streambp.errors import AttentionChoiceError
 from tests.gpu import script
 from tests.gpu.report import backends
 from tests.gpu.script import failed
-from tests.gpu.watched_kernels import Judged, counts, watching
+from tests.gpu.watched_kernels import Judged, Sums, counts, watching
 from tests.seeds import seeded
 
 SIZES = {str(size): (size, size) for size in (128, 64, 80, 96, 192, 256)} | {"192/128": (192, 128), "512": (512, 512)}
@@ -50,6 +51,9 @@ HEADS = 4
 GRADS = ("dq", "dk", "dv")
 # A block's result is rounded, and their sum again: at most sqrt(2) times the error of one rounding.
 WHOLE_BAR, KERNEL_BAR = 1.5, 2.0
+# Over how many draws the errors of the whole are summed, ours and torch's. Low scores have q and k of one sign each: the
+# error of dk is then about one random number for each key head, and in 6 % of draws two of them are too far apart.
+DRAWS = {"low": 16}
 SUM_BAR = 1e-4  # a sum of products in float32; one that was rounded to half precision is 1e-3 off
 Tensors = dict[str, Tensor]
 
@@ -71,18 +75,20 @@ def attention_row(spans: str, attention: str, size: str, args: argparse.Namespac
     for groups, rows in itertools.product((1, 4), (1, 2)):
         chunk_size = 40 if args.tiny else 2048
         length = 3 * chunk_size + (7 if args.tiny else 77)
-        given = make(spans, rows, groups, length, SIZES[size], args.device)
         layout = layout_of(spans, rows, length)
-        try:
-            with watching(judged):
-                ours = in_chunks(given, layout, ChunkPlan(length, chunk_size), attention)
-        except AttentionChoiceError as error:
-            return f"{name:<24}refused: {error}", True
         mask = whole_mask(layout, length, args.device)
-        stock, truth = (whole(given, mask, dtype) for dtype in (torch.bfloat16, torch.float32))
-        for tensor, ratio in ratios.items():
-            units = [float((x[tensor].float() - truth[tensor]).norm()) for x in (ours, stock)]
-            ratios[tensor] = worse(ratio, units[0] / units[1])
+        errors = {tensor: Sums() for tensor in ratios}
+        for draw in range(DRAWS.get(spans, 1)):
+            given = make(spans, rows, groups, length, SIZES[size], args.device, draw)
+            try:
+                with watching(judged) if draw == 0 else contextlib.nullcontext():
+                    ours = in_chunks(given, layout, ChunkPlan(length, chunk_size), attention)
+            except AttentionChoiceError as error:
+                return f"{name:<24}refused: {error}", True
+            stock, truth = (whole(given, mask, dtype) for dtype in (torch.bfloat16, torch.float32))
+            for tensor, sums in errors.items():
+                sums.add(ours[tensor], truth[tensor], stock[tensor])
+        ratios = {tensor: worse(ratio, errors[tensor].ratio) for tensor, ratio in ratios.items()}
     problems = problems_of(spans, ratios, judged)
     told = " ".join(f"{ratio:.2f}" for ratio in ratios.values())
     return f"{name:<24}{told}   {kernels_told(judged)}{failed(problems)}", not problems
@@ -118,9 +124,9 @@ def kernels_told(judged: Judged) -> str:
     return "; ".join(told)
 
 
-def make(spans: str, rows: int, groups: int, length: int, sizes: tuple[int, int], device: str) -> Tensors:
+def make(spans: str, rows: int, groups: int, length: int, sizes: tuple[int, int], device: str, draw: int = 0) -> Tensors:
     """q, k, v, do [B, H, T, D] in bfloat16."""
-    generator = seeded(17)
+    generator = seeded(17 + draw)
     shapes = {"q": (HEADS, sizes[0]), "k": (HEADS // groups, sizes[0]), "v": (HEADS // groups, sizes[1])}
     shapes["do"] = (HEADS, sizes[1])
     made = {name: torch.randn(rows, heads, length, size, generator=generator) for name, (heads, size) in shapes.items()}

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -140,7 +141,8 @@ def test_figures_ask_for_what_runs_on_a_gpu(monkeypatch):
 
 def test_rows_say_what_they_ran_on():
     ((line, _),) = script.environment("cpu")
-    assert f"torch {torch.__version__}; transformers {transformers.__version__}" in line
+    torchs = metadata.version("torch")  # of a CUDA build it may be without the "+cu130" of torch.__version__
+    assert f"torch {torchs}; transformers {transformers.__version__}" in line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         patch.setattr(torch.backends.cudnn, "version", lambda: 91900)

@@ -28,14 +28,19 @@ FORWARD, BACKWARD = ("o",), ("dq", "dk", "dv")
 
 @dataclasses.dataclass
 class Sums:
-    """Squared errors of one tensor over all blocks, the kernel's and the unavoidable ones; lse: the worst difference."""
+    """Squared errors of one tensor over all blocks or draws: of what is judged, and of what it is measured by."""
 
     found: float = 0.0
     rounded: float = 0.0
 
+    def add(self, found: Tensor, truth: Tensor, rounded: Tensor) -> None:
+        """Three tensors of one shape, truth in float32."""
+        self.found += float((found.float() - truth).square().sum())
+        self.rounded += float((rounded.float() - truth).square().sum())
+
     @property
     def ratio(self) -> float:
-        """The kernel's error in units of the unavoidable one; inf where there is only the kernel's, nan for no numbers."""
+        """The error found in units of the other one; inf where the other is 0, nan for no numbers."""
         if self.found == 0.0 or self.rounded == 0.0:
             return 0.0 if self.found == 0.0 else math.inf
         return math.sqrt(self.found / self.rounded)
@@ -60,9 +65,7 @@ class Judged:
     def add(self, kernel: str, kind: Kind, tensors: tuple[str, ...], three: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         """three: of each tensor what was found, the truth, and the truth with unavoidable rounding."""
         for name, (found, truth, rounded) in zip(tensors, three, strict=True):
-            sums = self.errors[kernel, kind.value, name]
-            sums.found += float((found.float() - truth).square().sum())
-            sums.rounded += float((rounded - truth).square().sum())
+            self.errors[kernel, kind.value, name].add(found, truth, rounded)
 
 
 @contextlib.contextmanager

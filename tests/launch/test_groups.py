@@ -31,6 +31,7 @@ def generated(prompts, completions, longest_prompt, longest_completion, least_pr
     rows = prompts * completions
     completion_mask = (torch.arange(longest_completion) < lengths(rows, longest_completion)[:, None]).long()
     completion_ids = torch.randint(3, 1000, (rows, longest_completion), generator=generator)
+    completion_ids[:, 0] = 3 + torch.arange(rows)  # none begins like another by chance, which would be shared in one order
     return {
         "prompt_ids": ids * prompt_mask, "prompt_mask": prompt_mask,
         "completion_ids": completion_ids * completion_mask, "completion_mask": completion_mask,

@@ -1,6 +1,6 @@
 """Queries that a refill computes for nothing have one head, where the layer lets them.
 
-covers: admission/trials.py, layer/call.py, layer/function.py, layer/products.py, layer/site.py
+covers: admission/trials.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/products.py, layer/site.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In half precision plain products take attention's output before it is rounded, and a saved one is rounded: there saves are
 as precise as none, not equal to the bit.
 
-covers: layer/store.py, offload/stores.py
+covers: layer/saved.py, layer/store.py, offload/stores.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import pytest
 import torch
 
-from streambp.layer import store
+from streambp.layer import saved
 from streambp.offload import stores
 from tests import zoo
 from tests.families import build, make_batch
@@ -79,7 +79,7 @@ def test_bf16_on_plain_products_is_as_precise():
     ("offload", "lost"), [*itertools.product(["none"], ["attn_out", "lse", "product"]), *itertools.product(["cpu"], "kvx")]
 )
 def test_mutant_a_store_that_rounds_what_is_saved(offload, lost, monkeypatch):
-    place = store.InMemory if offload == "none" else stores.LayerTensors
+    place = saved.InMemory if offload == "none" else stores.LayerTensors
     real, rounded = place.put, []
 
     def put(self, name, chunk, tensor):

@@ -3,7 +3,7 @@
 The MLPs are three times as wide as the model, as most are: where they are thin, attention makes the peak of chunks of 2,048
 tokens and not of larger ones, and lines from 4,096 and 8,192 are some percent below a count there.
 
-covers: planner/compose.py, planner/count.py, planner/survey.py
+covers: planner/compose.py, planner/count.py, planner/points.py, planner/survey.py
 """
 
 from __future__ import annotations
@@ -88,12 +88,46 @@ def test_lines_of_few_chunks_are_those_of_many_in_every_kind_of_model(name):
 @pytest.mark.full
 def test_two_chunks_are_too_few(monkeypatch):
     """The comparison sees lines through fewer chunks than it takes."""
-    real = module._points
+    real = module.points_for
 
     def fewer(*arguments):
         points = real(*arguments)
         return ((2 * CHUNK, CHUNK), (2 * CHUNK, CHUNK // 2), points[2])
 
-    monkeypatch.setattr(module, "_points", fewer)
+    monkeypatch.setattr(module, "points_for", fewer)
     with pytest.raises(AssertionError):
         check("qwen3", QUICK)
+
+
+@pytest.mark.parametrize("recipe", [STREAMED[1], STREAMED[5]], ids=lambda recipe: recipe.name)
+def test_a_step_is_counted_without_the_trials_that_the_first_one_makes(recipe):
+    skeleton = Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda")
+    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
+    assert counter.fused(recipe)
+    first, second = counter.count(recipe, (2048, 512))
+    for one, two in zip(first, second, strict=True):
+        if one.layer is not None:
+            assert (one.work.products, one.work.forward) == (two.work.products, two.work.forward), one
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=lambda number: STREAMED[number].name)
+def test_what_leaves_for_the_host_moves_as_much_more_at_any_length(number):
+    recipes = STREAMED[number], STREAMED[number + 3]
+    assert recipes[0].config.saves == recipes[1].config.saves
+    kept, offloaded = survey(
+        Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda"), recipes, accumulating=False, tree=False
+    ).methods
+    skeleton = Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda")
+    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
+    counter.fused(recipes[0])
+    point = 2 * LENGTH, CHUNK
+    counted = [unroll(counter.count(recipe, point, accumulate=False)[0], counter.reduced)[1].work for recipe in recipes]
+    seen = 0.0
+    for one, two in zip(kept.work, offloaded.work, strict=True):
+        less, more = (part.at(part.features(*point)) for part in (one, two))
+        expected = counted[1][two.name].moved - counted[0][one.name].moved
+        assert more.moved - less.moved == pytest.approx(expected, rel=1e-3, abs=1e3), one.name
+        expected = counted[1][two.name].dispatches - counted[0][one.name].dispatches
+        assert more.dispatches - less.dispatches == pytest.approx(expected, rel=0.15, abs=1), one.name
+        seen += counted[1][two.name].moved - counted[0][one.name].moved
+    assert seen > 0

@@ -327,7 +327,7 @@ MUTANTS = {
         "kept.host + method.host_constant + method.host_per_token * tokens",
         "kept.host + (method.host_constant + method.host_per_token * tokens)",
     ),
-    "the smallest chunk": (": only === undefined ? chunk_sizes", ": true ? [64] : chunk_sizes"),
+    "the smallest chunk": (": only === undefined ? chunk_sizes(profile.batch_size)", ": only === undefined ? [1024]"),
     "host memory for both": ("Math.floor(memory.host / 2)", "memory.host"),
     "nothing left for keys": ("usable(memory) - at.total", "at.total - usable(memory)"),
     "chunks for nothing": (" + phase.per_chunk * chunks", ""),
@@ -567,7 +567,7 @@ def test_the_command_writes_it(config, tmp_path):
     assert [one["training"] for one in data["profiles"]] == ["LoRA, rank 16", "every parameter"]
     trained = [sum(group["trainable"] for group in one["profile"]["groups"]) for one in data["profiles"]]
     assert trained[0] < trained[1] / 100
-    assert os.path.getsize(file) < 150_000
+    assert os.path.getsize(file) < 250_000  # bytes: it is sent by mail
 
 
 def test_a_page_that_cannot_be_written_is_said_before_counting(config, tmp_path, capsys):

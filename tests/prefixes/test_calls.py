@@ -97,6 +97,7 @@ def test_gradients_are_exact(family, mode, chunk_size):
     check(sharing(build(family), chunk_size), family, mode)
 
 
+@pytest.mark.fast("0-llama", "1-gemma3")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("over", [0, 1])
 def test_chunks_that_end_on_the_last_token_or_before_it(family, over):
@@ -346,6 +347,7 @@ def test_noise_that_depends_on_the_length_of_rows():
     assert told(ours) == counted(batch)
 
 
+@pytest.mark.fast("qwen3-dtype1", "qwen3_moe-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_half_precision_shares(family, dtype):

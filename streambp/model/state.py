@@ -1,0 +1,114 @@
+"""What the wrappers of one patched model share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+
+from streambp.attention.interface import own_implementation
+from streambp.config import StreamConfig
+from streambp.errors import UnsupportedModelError
+from streambp.head.one_pass import Pending
+from streambp.head.recipe import HeadRequest
+from streambp.instance_forward import InstanceForward
+from streambp.model.deferring import DeferredNorm
+from streambp.model.packing import finds_other_documents
+from streambp.model.unpatched import UnpatchedRuns
+from streambp.offload.manager import OffloadManager
+from streambp.prefixes.tree import Tree
+from streambp.recurrent.documents import PackedRows
+from streambp.sharded.shards import Shards
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class PatchState:
+    """What the wrappers of one patched model share.
+
+    root: what was given to `patch`.
+    bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
+    defer_norm: the running forward's head wants the final norm to be left to it.
+    deferring: what stands in for that norm meanwhile.
+    chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
+    saves_rule: why saves="auto" saves nothing, if it cannot be decided.
+    unpatched: decides which micro-batches run as unpatched, where saves="auto" decides. [Note: micro-batches as unpatched]
+    wrappers: all that `unpatch` takes off, in the order in which they were put on.
+    warned_of_padding: that a label's gradient differs from eager attention's.
+    shards: how the running forward's sequences are split over ranks, if they are. split: as they were last time.
+    position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
+    labels: of that forward, as `known_names.LABELS` has them.
+    tree: the rows of the running forward, if it computes what they share once. [Note: tree of rows]
+    packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
+    asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
+    warned_of_documents: that the unpatched model would not take a row for several documents.
+    unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
+    given_cache: a call in training was given a cache, and ran as unpatched.
+    shares_through_cache: without a cache the unpatched model would compute something else.
+    """
+
+    config: StreamConfig
+    root: nn.Module | None = dataclasses.field(default=None, repr=False)
+    bypass: bool = False
+    pending: Pending = dataclasses.field(default_factory=Pending)
+    defer_norm: HeadRequest | None = None
+    deferring: DeferredNorm | None = None
+    offloader: OffloadManager | None = None
+    chunk_rule: object | None = None
+    saves_rule: str | None = None
+    unpatched: UnpatchedRuns | None = None
+    wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
+    shards: Shards | None = None
+    packed_rows: PackedRows | None = None
+    position_ids: Any = None
+    labels: tuple[Any, Any] = (None, None)
+    tree: Tree | None = None
+    split: Shards | None = None
+    warned_of_padding: bool = False
+    warned_of_documents: bool = False
+    asked_cache: bool = False
+    unasked_cache: bool = False
+    given_cache: bool = False
+    shares_through_cache: bool = False
+
+    def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
+        """Asked of a call before it is made without a cache.
+
+        Raises:
+            UnsupportedModelError: unpatched it has one, and needs it.
+        """
+        wanted = wants_cache(config, kwargs)
+        if self.shares_through_cache and wanted:
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} hands keys and values from one layer of this model to another in "
+                "its cache. Streamed calls have none: each layer would use its own, as under gradient checkpointing; "
+                "another model would be trained. Install transformers 5.6 or newer, which shares them without a cache. "
+                "To compute what this version computes without one, pass use_cache=False (or set config.use_cache = False)."
+            )
+        self.asked_cache |= wanted
+
+    def as_unpatched(self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig) -> T | None:
+        """What `run`, the unpatched model's forward, returns; None where a micro-batch in training is to be streamed.
+        [Note: micro-batches as unpatched]
+
+        Args:
+            kwargs: of the call. config: of the text model.
+        """
+        if self.unpatched is None:
+            return None
+        if not self.unpatched.within:
+            cached = self.asked_cache and not self.warned_of_documents
+            if finds_other_documents(kwargs, own_implementation(config), cached):
+                return None
+        return self.unpatched.attempt(run, kwargs, config)
+
+
+def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call's `use_cache` is on; where it is not given, the model's config decides."""
+    use_cache = kwargs.get("use_cache")
+    return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)

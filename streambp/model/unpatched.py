@@ -1,0 +1,245 @@
+"""Micro-batches that run as the unpatched model would, because all that this keeps fits many times over.
+
+[Note: micro-batches as unpatched] Streaming saves memory, and pays for it with Python: some milliseconds a layer, which a
+long sequence hides and a short one does not. With saves="auto" a micro-batch of one chunk is handed to the unpatched
+model's own forward and to torch's own autograd, if the graphs of all layers and the logits take a quarter at most of what
+a step without saves would leave free. Loss and gradients are those of the unpatched model, bit for bit; hooks, autocast and
+whatever else changes between forward and backward act as they do unpatched.
+
+The quarter is there because such a graph cannot be let go of. [Note: saves that fit] Where it is not enough:
+
+    forward runs out of memory         the micro-batch is streamed instead, from the same random numbers
+    a layer is in a checkpoint         the same, and so are all that follow
+    forward keeps twice the quarter    the same (on devices that tell what they have free)
+    backward runs out of memory        the error goes to the caller; from then on only micro-batches of half the tokens
+    forward takes more than predicted  the prediction is multiplied by as much (on devices that tell what they have free)
+
+Each layer has to be streamed once before: what it takes is seen there, and that it can be streamed at all. Where no fused
+kernel can attend (`AsSdpa`), the scores that torch builds are counted besides; a mask [T, T] always is.
+
+A program must not see by the memory how a micro-batch ran. So what streaming computes otherwise than the unpatched model
+is always streamed (softcaps and sinks under sdpa, documents of `cu_seq_lens_q`, a checkpoint's second forward), and what
+it says or leaves out is kept: the warning of documents, a loss of 0 without a valid label, outputs without logits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import is_initialized
+from torch.utils.hooks import unserializable_hook
+from transformers import PreTrainedConfig
+
+from streambp.attention.carriers import attention_configs
+from streambp.attention.sdpa import AsSdpa
+from streambp.chunks import plan_chunks
+from streambp.config import StreamConfig
+from streambp.distributed.engines import engine_hooks
+from streambp.instance_forward import is_fsdp_unit
+from streambp.known_names import EAGER, GRADIENT_HOOKED, SDPA
+from streambp.layer.recompute import RandomState
+from streambp.layer.site import LayerSite
+from streambp.model.split import find_split
+from streambp.offload.fitting import SLACK, AsUnpatched, FittingSaves
+from streambp.prefixes.calls import IGNORED
+
+SHARE = 0.25  # of the memory that a step without saves leaves free
+SCORES, MASK = 16, 4  # bytes of a token and a key: of each head, where scores are built and softmaxed; of a mask beside
+LOGITS = 16  # bytes: a logit and its gradient, in the model's dtype and in float32, and one more of these
+TELLING = ("cuda",)  # types of devices whose free memory changes with this process alone, and is known at any time
+T = TypeVar("T")
+
+
+class ComputedAgainError(Exception):
+    """Somebody's checkpoint is around a layer of a model that runs as unpatched, and will call the layer by itself."""
+
+
+class UnpatchedRuns:
+    """Decides for each micro-batch of a patched model whether it runs as unpatched. [Note: micro-batches as unpatched]
+
+    Args:
+        chooser: knows what each layer's graph takes, and what is free. sites: all layers.
+
+    most: tokens over all rows, by what once was too much. factor: by which forward took more than predicted.
+    """
+
+    def __init__(self, config: StreamConfig, chooser: FittingSaves, sites: list[LayerSite]) -> None:
+        self.config, self.chooser, self.sites = config, chooser, sites
+        self.most = math.inf
+        self.factor = 1.0
+        self._thread: int | None = None  # in which such a forward is running
+        self._differentiated = 0  # tokens of the micro-batch whose backward has begun and not ended
+
+    def __getstate__(self) -> Any:
+        """A copied or pickled model has seen nothing."""
+        return self.config, self.chooser, self.sites
+
+    def __setstate__(self, state: Any) -> None:
+        UnpatchedRuns.__init__(self, *state)
+
+    @property
+    def within(self) -> bool:
+        """Whether such a forward is running in this thread: another one may evaluate the model meanwhile."""
+        return self._thread == threading.get_ident()
+
+    def attempt(self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig) -> T | None:
+        """What `run` returns; None if the micro-batch is to be streamed.
+
+        Args:
+            run: the unpatched model's forward. kwargs: of the call, in training. config: of the text model.
+        """
+        if self.within:
+            return run()
+        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if not isinstance(given, Tensor) or given.dim() < 2 or not self._can(given, config):
+            return None
+        tokens = given.shape[0] * given.shape[1]
+        predicted = self.predicted(tokens, given.shape[1], given.device, config)
+        spare = self.chooser.spare(given.device, tokens, tokens)
+        if predicted is None or spare is None or predicted > SHARE * spare:
+            return None
+        random, before = RandomState.capture(given.device), self.chooser.free(given.device)
+        self._thread = threading.get_ident()
+        try:
+            result = run()
+        except torch.OutOfMemoryError:
+            result = None
+        except ComputedAgainError:
+            random.restore()
+            self.most = 0
+            return None
+        finally:
+            self._thread = None
+        # Not above: the error's frames hold tensors.
+        if result is None or self._took(predicted, given.device, before) > 2 * SHARE * spare:
+            self.most = tokens // 2
+            random.restore()
+            return None
+        self.chooser.latest = AsUnpatched(tokens, predicted, spare)
+        self._watch(result, tokens)
+        return result
+
+    def enter_layer(self) -> None:
+        """A layer begins, within.
+
+        Raises:
+            ComputedAgainError: a checkpoint is around it, whose second call in backward would be a streamed one.
+        """
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise ComputedAgainError
+
+    def predicted(self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig) -> float | None:
+        """Bytes that the graphs of all layers and the logits [B, T, V] take; None where a layer's are not known.
+
+        Args:
+            tokens: of all rows. length: of a row.
+        """
+        if len({site.index for site in self.sites}) < len(self.sites):  # several stacks count their layers from 0
+            return None
+        graphs = self.chooser.graphs(tokens, device)
+        if graphs is None:
+            return None
+        keys = sum(MASK + SCORES * site.sdpa.heads for site in self.sites) * length
+        return self.factor * (graphs + tokens * (keys + LOGITS * getattr(config, "vocab_size", 0)))
+
+    def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
+        """Whether the micro-batch is one chunk and the unpatched model computes the same, in memory that grows with T."""
+        if torch._C._current_graph_task_id() != -1:  # a reentrant checkpoint around the model, which was streamed before
+            return False
+        self._heed_backward()
+        batch_size, length = given.shape[:2]
+        if not 0 < batch_size * length <= self.most or self.config.share_prefixes:
+            return False
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return False
+        if is_initialized() and find_split(config, True) is not None:
+            return False
+        first = self.sites[0]
+        rule, size = first.chunk_rule, self.config.chunk_size
+        size = size if rule is None else rule(first.index, batch_size, length, given.device)
+        return len(plan_chunks(length, batch_size, size)) == 1 and all(map(_is_plain, self.sites))
+
+    def _heed_backward(self) -> None:
+        if self._differentiated:  # it raised, and may have run out of memory
+            self.most = min(self.most, self._differentiated // 2)
+            self._differentiated = 0
+
+    def _took(self, predicted: float, device: torch.device, before: float | None) -> float:
+        """Bytes that forward took, where the device tells. The prediction grows if that is noticeably more."""
+        after = self.chooser.free(device) if device.type in TELLING else None
+        if before is None or after is None:
+            return 0.0
+        took = before - after
+        if took > predicted + SLACK * before:
+            self.factor *= took / predicted
+        return took
+
+    def _watch(self, result: Any, tokens: int) -> None:
+        """See whether the backward of forward's result ends."""
+
+        def ended() -> None:
+            self._differentiated = 0
+
+        @unserializable_hook
+        def begun(_: Tensor) -> None:
+            self._differentiated = tokens
+            Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+
+        for value in _tensors(result):
+            if value.requires_grad:
+                value.register_hook(begun)
+                return
+
+
+class LossOfLabels(torch.autograd.Function):
+    """The unpatched model's loss, or 0 in place of NaN where no label is valid, as in a streamed call. Its gradient is the
+    unpatched one, which is 0 there."""
+
+    @staticmethod
+    def forward(loss: Tensor, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
+        valid = (labels[..., 1:] if shift_labels is None else shift_labels) != IGNORED
+        return torch.where(loss.isnan() & ~valid.any().to(loss.device), 0.0, loss)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Nothing is kept. Apart from forward it runs under torch.func's transforms as well."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def _tensors(result: Any) -> Iterable[Tensor]:
+    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def _belongs_to_engine(layer: nn.Module) -> bool:
+    return bool(engine_hooks(layer)) or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in layer.parameters())
+
+
+def _is_plain(site: LayerSite) -> bool:
+    """Whether a layer was streamed, does the same unpatched without building its scores by itself, and no engine but DDP
+    waits for its parameters or gradients."""
+    return not (
+        not site.looked_at
+        or site.last.because is not None
+        or site.kind.states.carries
+        or site.kind.attention.picks_keys
+        or is_fsdp_unit(site.layer)
+        or site.of(_belongs_to_engine)
+        or not site.kind.attention.reads_a_mask  # it attends by itself, with all scores
+        or any(map(_otherwise, site.of(attention_configs), itertools.repeat(site.sdpa)))
+    )
+
+
+def _otherwise(config: PreTrainedConfig, sdpa: AsSdpa) -> bool:
+    """Whether a layer's attention computes otherwise unpatched, or builds all scores."""
+    return config._attn_implementation == EAGER or (config._attn_implementation == SDPA and not sdpa.same)

@@ -1,0 +1,527 @@
+"""Micro-batches of one chunk that fit many times over run as the unpatched model. [Note: micro-batches as unpatched]
+
+covers: attention/sdpa.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/fitting.py
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import threading
+import warnings
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
+from torch.utils.checkpoint import checkpoint
+
+import streambp
+from streambp.layer.recompute import RandomState
+from streambp.model import state, unpatched
+from streambp.nested import nodes_behind
+from streambp.offload.fitting import AsUnpatched, FittingSaves
+from tests import zoo
+from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
+from tests.offload.runs import assert_same, step
+from tests.offload.test_limits import PLENTY, Device
+from tests.seeds import seed_torch
+
+DROPS = {"attention_dropout": 0.3}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+
+
+def patched(model=None, warm=True, room=PLENTY, **settings):
+    """A copy of a model that was through a step on a device with so much memory."""
+    model = copy.deepcopy(build("qwen3") if model is None else model)
+    streambp.patch(model, streambp.StreamConfig(**{"chunk_size": LENGTH, **settings}))
+    chooser = chooser_of(model)
+    if chooser is not None:
+        chooser.free = lambda _: room
+    if warm:
+        step(model)
+    return model
+
+
+def chooser_of(model):
+    return next(w.site.chooser for w in model._streambp.state.wrappers if hasattr(w, "site"))
+
+
+def streams(loss):
+    """Whether a streamed layer is in the graph of a loss."""
+    return any(node.name() == "StreamedLayerBackward" for node in nodes_behind([loss]))
+
+
+def seeded_step(model, **batch):
+    seed_torch(3)
+    return step(model, **batch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_are_the_unpatched_models(family, mode):
+    plain = build(family, **DROPS)
+    model = patched(plain)
+    assert_same(seeded_step(model, **make_batch(mode)), seeded_step(plain, **make_batch(mode)))
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert not streams(model(**make_batch(mode), use_cache=False).loss)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma2", "gpt_oss"])
+def test_other_families(family):
+    plain = zoo.build(family, torch.float32)
+    model = patched(plain)
+    found = seeded_step(model)
+    if isinstance(chooser_of(model).latest, AsUnpatched):
+        assert_same(found, seeded_step(plain))
+    else:
+        assert "eager" in {layer.config._attn_implementation for layer in model.modules() if hasattr(layer, "config")}
+
+
+def test_the_first_step_streams():
+    model = patched(warm=False)
+    assert streams(model(**make_batch("plain")).loss)
+
+
+def test_a_head_that_is_deferred_gets_the_unpatched_layers_output():
+    plain = build("qwen3", dtype=torch.float64)
+    model = patched(plain, lazy_logits=True)
+    batch = make_batch("plain")
+    labels = batch.pop("labels")
+    results = []
+    for one in (model, plain):
+        one.zero_grad(set_to_none=True)
+        logits = one(**batch, use_cache=False).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        assert not streams(loss)
+        loss.backward()
+        results.append([p.grad for p in one.parameters()])
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert "computed blockwise" in streambp.describe(model).head
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_per_token_values():
+    plain = build("qwen3", dtype=torch.float64)
+    model, batch = patched(plain), make_batch("left-padded")
+    found = model(**batch, output_log_probs=True)
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    labels = batch["labels"][:, 1:]
+    expected = plain(**{**batch, "labels": None}).logits[:, :-1].log_softmax(-1)
+    expected = expected.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(found.log_probs[labels >= 0], expected[labels >= 0], rtol=1e-6, atol=1e-8)
+
+
+def test_a_backbone_alone():
+    plain = build("qwen3").model
+    model = patched(plain, warm=False)
+    ids = make_batch("plain")["input_ids"]
+    found = []
+    for one in (model, model, plain):
+        one.zero_grad(set_to_none=True)
+        hidden_states = one(ids, use_cache=False).last_hidden_state  # [B, T, h]
+        hidden_states.square().sum().backward()
+        found.append([p.grad.clone() for p in one.parameters()])
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert all(map(torch.equal, found[1], found[2]))
+
+
+def test_logits_are_left_out_as_in_a_streamed_step():
+    model = patched()
+    output = model(**make_batch("plain"), output_hidden_states=True)
+    assert set(output.keys()) == {"loss", "hidden_states"}
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+
+
+REASONS = {
+    "chunks": {"chunk_size": LENGTH - 1},
+    "saves": {"saves": ("attn_out",)},
+    "shared prefixes": {"share_prefixes": True},
+    "eager": {"attn_implementation": "eager"},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_else_it_streams(reason):
+    settings = dict(REASONS[reason])
+    plain = build("qwen3")
+    plain.set_attn_implementation(settings.pop("attn_implementation", "sdpa"))
+    model = patched(plain, **settings)
+    assert streams(model(**make_batch("plain")).loss)
+    assert not isinstance(getattr(chooser_of(model), "latest", None), AsUnpatched)
+
+
+@pytest.mark.parametrize("share", [3, 5])
+def test_it_has_to_fit_four_times(share):
+    model = patched()
+    runs, chooser = model._streambp.state.unpatched, chooser_of(model)
+    kept, need = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config), chooser.need(2 * LENGTH, 2 * LENGTH)
+    chooser.free = lambda _: need + share * kept
+    assert streams(model(**make_batch("plain")).loss) == (share < 4)
+
+
+def test_a_tuple_is_that_of_a_streamed_step():
+    model = patched()
+    batch = {**make_batch("plain"), "use_cache": False}
+    assert len(model(**batch, return_dict=False)) == len(model(**batch)) == 1
+
+
+def test_states_stream():
+    model = patched(zoo.build("lfm2", torch.float32))
+    assert streams(model(**make_batch("plain")).loss)
+
+
+def test_a_checkpoint_around_the_model_streams():
+    model = patched()
+    batch = make_batch("plain")
+    hidden = model.get_input_embeddings()(batch["input_ids"])
+    loss = checkpoint(lambda x: model(inputs_embeds=x, labels=batch["labels"]).loss, hidden, use_reentrant=False)
+    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+    loss.backward()
+
+
+def test_evaluation_streams():
+    model = patched().eval()
+    with torch.no_grad():
+        model(**make_batch("plain"), use_cache=False)
+    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+
+
+def test_out_of_memory_in_forward_streams_instead():
+    plain = build("qwen3", **DROPS)
+    model, reference = patched(plain), patched(plain, saves=())
+    model.zero_grad(set_to_none=True)
+    seen = []
+    handle = model.model.layers[1].mlp.act_fn.register_forward_pre_hook(lambda *_: seen.append(1) or _raise_once(seen))
+    seed_torch(3)
+    loss = model(**make_batch("plain")).loss
+    handle.remove()
+    assert streams(loss)
+    loss.backward()
+    expected = seeded_step(reference)
+    assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
+    assert streams(model(**make_batch("plain")).loss)
+    assert not streams(model(**make_batch("plain", length=LENGTH // 2)).loss)
+
+
+def _raise_once(seen):
+    if len(seen) == 1:
+        raise torch.OutOfMemoryError("no memory left, says a test")
+
+
+def test_out_of_memory_in_backward_streams_later_steps():
+    plain = build("qwen3", **DROPS)
+    model, device = patched(plain), Device(fails_at=math.inf)
+    seed_torch(3)
+    with device:
+        loss = model(**make_batch("plain")).loss
+        assert not streams(loss)
+        device.fails_at = device.operations + 20
+        with pytest.raises(torch.OutOfMemoryError, match="says a test"):
+            loss.backward()
+    assert_same(seeded_step(model), seeded_step(patched(plain, saves=())))
+    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+    seeded_step(model, **make_batch("plain", length=LENGTH // 2))
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+
+
+def test_a_backward_that_ends_changes_nothing():
+    model = patched()
+    for _ in range(3):
+        step(model)
+        assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert model._streambp.state.unpatched.most == math.inf
+
+
+def test_micro_batches_before_their_backward():
+    plain = build("qwen3")
+    model = patched(plain)
+    for one in (model, plain):
+        one.zero_grad(set_to_none=True)
+        losses = [one(**make_batch("plain", seed=seed), use_cache=False).loss for seed in (1, 2)]
+        for loss in reversed(losses):
+            loss.backward()
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_device_that_tells_corrects_the_prediction(monkeypatch):
+    monkeypatch.setattr(unpatched, "TELLING", ("cpu",))
+    model = patched()
+    runs, device = model._streambp.state.unpatched, Device(limit=2_000_000)
+    chooser_of(model).free = lambda _: device.limit - device.live
+    first = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config)
+    with device:
+        loss = model(**make_batch("plain"), use_cache=False).loss
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert runs.predicted(2 * LENGTH, LENGTH, CPU, model.config) >= max(first, device.live)
+    loss.backward()
+
+
+def test_the_prediction_holds_what_forward_keeps():
+    model = patched()
+    device = Device()
+    with device:
+        loss = model(**make_batch("plain"), use_cache=False).loss
+    predicted = chooser_of(model).latest.bytes
+    assert device.live <= predicted <= 3 * device.live
+    loss.backward()
+
+
+def test_describe_tells():
+    model = patched()
+    step(model)
+    description = str(streambp.describe(model))
+    assert f"auto ran {2 * LENGTH} tokens as unpatched" in description
+    assert "as unpatched, from logits [B, T, V]" in description
+
+
+def test_copies_have_seen_nothing():
+    model = patched()
+    model._streambp.state.unpatched.most = 1
+    other = copy.deepcopy(model)
+    runs = other._streambp.state.unpatched
+    assert runs.most == math.inf
+    assert runs.chooser is chooser_of(other)
+    assert [site.layer for site in runs.sites] == list(other.model.layers)
+
+
+def test_hooks_act_as_unpatched():
+    """A hook that is hung on between forward and backward of a streamed layer is refused; here it is torch's own affair."""
+    plain = build("qwen3")
+    model = patched(plain)
+    for one in (model, plain):
+        one.zero_grad(set_to_none=True)
+        one.model.layers[0].register_full_backward_hook(lambda _, grads, __: (2 * grads[0],))
+        loss = one(**make_batch("plain"), use_cache=False).loss
+        one.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+        loss.backward()
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_batch_without_a_label_has_no_loss():
+    """As in a streamed step: NaN would come and go with the memory."""
+    model = patched()
+    batch = make_batch("plain")
+    loss, gradients = step(model, labels=torch.full_like(batch["labels"], -100))
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert loss == 0.0
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_router_losses_are_those_of_a_streamed_step():
+    plain = zoo.build("qwen3_moe", torch.float64)
+    model, streamed = patched(plain, warm=False), patched(plain, saves=(), warm=False)
+    for labelled in (True, True, False):
+        batch = {**make_batch("plain"), "output_router_logits": True}
+        if not labelled:
+            batch["labels"] = torch.full_like(batch["labels"], -100)
+        outputs = [one(**batch) for one in (model, streamed)]
+        assert outputs[0].keys() == outputs[1].keys()
+        for one, output in zip((model, streamed), outputs, strict=True):
+            one.zero_grad(set_to_none=True)
+            output.loss.backward()
+        for ours, theirs in zip(model.parameters(), streamed.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+
+
+def test_documents_are_warned_of_whenever_they_come():
+    plain = build("qwen3")
+    model, batch = patched(plain), make_batch("packed")
+    with pytest.warns(UserWarning, match="several documents"):
+        assert streams(model(**batch).loss)
+    assert not streams(model(**batch).loss)
+    assert not streams(patched(plain)(**batch, use_cache=False).loss)  # it is the same there
+
+
+def test_documents_that_unpatched_attention_does_not_read():
+    model, batch = patched(), make_batch("plain", rows=1)
+    batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
+    assert streams(model(**batch, use_cache=False).loss)
+    positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
+    assert not streams(model(**batch, position_ids=positions, use_cache=False).loss)  # by these it does, as TRL packs
+
+
+def test_fields_do_not_come_and_go():
+    """A head with backward hooks builds its logits and hands them out; lm_head's hooks may come at any time."""
+    model, batch = patched(), make_batch("plain")
+    assert set(model(**batch).keys()) == {"loss"}
+    model.lm_head.register_full_backward_hook(lambda *_: None)
+    assert set(model(**batch).keys()) == {"loss", "logits"}
+
+
+def test_a_reentrant_checkpoint_computes_the_same_twice():
+    model, batch = patched(build("qwen3", **DROPS)), make_batch("plain")
+    hidden = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    losses = []
+
+    def run(x):
+        loss = model(inputs_embeds=x, labels=batch["labels"]).loss
+        losses.append(loss.detach())
+        return loss
+
+    checkpoint(run, hidden, use_reentrant=True).backward()
+    assert len(losses) == 2
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0.0)  # other random numbers make it 1e-4
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_layers_computes_the_same_twice(reentrant):
+    """Its second call is the layer's alone, which would stream."""
+    model = patched()
+    streamed = copy.deepcopy(model)
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    for one in (model, streamed):
+        if one is streamed:
+            streambp.patch(one, streambp.StreamConfig(chunk_size=LENGTH, saves=()))
+        one.model.layers = torch.nn.ModuleList(CheckpointWrapper(layer, kind) for layer in one.model.layers)
+    assert_same(step(model), step(streamed))
+    assert_same(step(model), step(streamed))
+
+
+def test_another_thread_evaluates_meanwhile():
+    """Its layers find the model's forward at work, without gradients of their own."""
+    plain = build("qwen3")
+    model, hidden, met = patched(plain), [], []
+    ids = make_batch("plain")["input_ids"]
+
+    def evaluate():
+        with torch.no_grad():
+            hidden.append(model(input_ids=ids).logits)  # with a cache: its layers run as unpatched, too
+
+    def meanwhile(*_):
+        met.append(1)
+        if len(met) == 1:
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+
+    handle = model.model.layers[0].register_forward_pre_hook(meanwhile)
+    found = step(model)
+    handle.remove()
+    torch.testing.assert_close(hidden[0], plain(input_ids=ids).logits)
+    for name, gradient in step(plain)[1].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+def test_a_saved_loss_says_nothing_of_hooks():
+    model = patched()
+    loss = model(**make_batch("plain")).loss
+    assert not streams(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(loss, io.BytesIO())
+
+
+@pytest.mark.parametrize("family", ["bloom", "xglm", "falcon"])
+def test_layers_that_attend_by_themselves_stream(family):
+    """They build [B, H, T, T], which a short sequence does not show."""
+    assert streams(patched(zoo.build(family, torch.float32))(**make_batch("plain")).loss)
+
+
+@pytest.mark.parametrize("kind", ["latent", "dropout", "window", "padding"])
+def test_the_prediction_grows_with_scores_and_masks(kind):
+    """No fused kernel of a CPU takes values narrower than keys, or drops out."""
+    built = {"latent": lambda: zoo.build("deepseek_v2", torch.float32), "dropout": lambda: build("qwen3", **DROPS)}
+    window = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
+    plain = built.get(kind, lambda: build("qwen3", **(window if kind == "window" else {})))()
+    model = patched(plain, chunk_size=300)
+    device = Device()
+    with device:
+        loss = model(**make_batch("right-padded" if kind == "padding" else "plain", length=300), use_cache=False).loss
+        kept = device.live
+        loss.backward()
+    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    predicted = chooser_of(model).latest.bytes
+    assert kept <= 1.1 * predicted  # with a mask, keys are repeated for each query head
+    assert device.peak <= 2 * predicted
+
+
+def test_what_sdpa_leaves_out_streams():
+    model = patched(zoo.build("gpt_oss", torch.float32))
+    sites = model._streambp.state.unpatched.sites
+    assert not any(site.sdpa.same for site in sites)  # it has sinks
+    other = patched()
+    other._streambp.state.unpatched.sites[1].sdpa = sites[1].sdpa
+    assert streams(other(**make_batch("plain")).loss)
+
+
+def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
+    plain = build("qwen3", **DROPS)
+    model, reference = patched(plain), patched(plain, saves=())
+    monkeypatch.setattr(unpatched, "TELLING", ("cpu",))
+    chooser, device = chooser_of(model), Device()
+    chooser.free = lambda _: PLENTY - 2000 * device.live
+    model.zero_grad(set_to_none=True)
+    seed_torch(3)
+    with device:
+        loss = model(**make_batch("plain")).loss
+    assert streams(loss)
+    loss.backward()
+    assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), seeded_step(reference))
+    assert model._streambp.state.unpatched.factor > 1
+
+
+def test_what_is_small_does_not_correct_the_prediction(monkeypatch):
+    """An allocator rounds up what a few tokens take."""
+    monkeypatch.setattr(unpatched, "TELLING", ("cpu",))
+    model = patched()
+    chooser, device = chooser_of(model), Device()
+    chooser.free = lambda _: PLENTY - 10 * device.live
+    with device:
+        loss = model(**make_batch("plain")).loss
+    assert not streams(loss)
+    assert model._streambp.state.unpatched.factor == 1.0
+    loss.backward()
+
+
+def test_a_head_that_has_not_streamed_does():
+    model, batch = patched(warm=False), make_batch("plain")
+    labels = batch.pop("labels")
+    model(**batch).logits.sum().backward()
+    assert set(model(**batch, labels=labels).keys()) == {"loss"}
+    assert "blockwise" in streambp.describe(model).head
+    model(**batch, labels=labels)
+    assert "as unpatched" in streambp.describe(model).head
+
+
+MUTANTS = {
+    "random numbers": (RandomState, "restore", lambda self: None, test_out_of_memory_in_forward_streams_instead),
+    "logits": (unpatched, "LOGITS", 0, test_the_prediction_holds_what_forward_keeps),
+    "graphs": (FittingSaves, "graphs", lambda *_: 0.0, test_the_prediction_holds_what_forward_keeps),
+    "share": (unpatched, "SHARE", math.inf, lambda: test_it_has_to_fit_four_times(3)),
+    "eager": (unpatched, "_is_plain", lambda _: True, lambda: test_else_it_streams("eager")),
+    "backward": (
+        unpatched.UnpatchedRuns, "_heed_backward", lambda _: None, test_out_of_memory_in_backward_streams_later_steps,
+    ),
+    "labels": (unpatched.LossOfLabels, "apply", lambda loss, *_: loss, test_a_batch_without_a_label_has_no_loss),
+    "scores": (unpatched, "SCORES", 0, lambda: test_the_prediction_grows_with_scores_and_masks("latent")),
+    "mask": (unpatched, "MASK", 0, lambda: test_the_prediction_grows_with_scores_and_masks("window")),
+    "own attention": (unpatched, "_is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
+    "sdpa": (unpatched, "_otherwise", lambda *_: False, test_what_sdpa_leaves_out_streams),
+    "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
+    "noise": (unpatched, "SLACK", 0.0, lambda: _with_a_patch(test_what_is_small_does_not_correct_the_prediction)),
+}  # fmt: skip
+
+
+def _with_a_patch(test):
+    with pytest.MonkeyPatch.context() as patch:
+        test(patch)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_turns_a_test_red(monkeypatch, mutant):
+    owner, name, value, run = MUTANTS[mutant]
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(AssertionError):
+        run()
