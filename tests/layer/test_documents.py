@@ -93,10 +93,10 @@ def test_packed_rows_stream(name, case, chunk_sizes, monkeypatch):
 def test_what_the_kernels_are_told_counts(name, monkeypatch):
     """The documents of attention are told by position_ids: what differs is the layer with states."""
     model, batch = build(name, monkeypatch), packed()
-    loss, _ = gradients(model, **batch)
+    _, apart = gradients(model, **batch)
     del batch["seq_idx"], batch["cu_seq_lens_q"]
-    mixed, _ = gradients(model, **batch)
-    assert abs(loss - mixed) >= 1e-7
+    _, mixed = gradients(model, **batch)
+    assert worst_error(mixed, apart) >= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
