@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
-from streambp.attention.backend import Backend, BlockPlan, Use, Used, choose_backend
+from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, as_sdpa, choose_backend
 from streambp.attention.kv import KVBuffer, KVTiles, PrefixMemory, Site, TileStore
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
 from streambp.attention.picked import PickedMask
-from streambp.attention.sdpa import AsSdpa, as_sdpa
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import StreamBPError

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from streambp.attention.backend import Used
+from streambp.attention.backend import AsSdpa, Used
 from streambp.attention.carriers import NoAttention, ThroughInterface
-from streambp.attention.sdpa import AsSdpa
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.fingerprint.looks import Fingerprint

@@ -37,8 +37,8 @@ from torch.distributed import is_initialized
 from torch.utils.hooks import unserializable_hook
 from transformers import PreTrainedConfig
 
+from streambp.attention.backend import AsSdpa
 from streambp.attention.carriers import attention_configs
-from streambp.attention.sdpa import AsSdpa
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.distributed.engines import engine_hooks

@@ -1,6 +1,6 @@
 """Micro-batches of one chunk that fit many times over run as the unpatched model. [Note: micro-batches as unpatched]
 
-covers: attention/sdpa.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/fitting.py
+covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/fitting.py
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import streambp
+from streambp.layer.graphs import nodes_behind
 from streambp.layer.recompute import RandomState
 from streambp.model import state, unpatched
-from streambp.nested import nodes_behind
 from streambp.offload.fitting import AsUnpatched, FittingSaves
 from tests import zoo
 from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
