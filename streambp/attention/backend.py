@@ -70,7 +70,7 @@ class BlockPlan:
         depth: the most blocks that a query is in. complete: every query is in one.
         covers: for each block, whether all of the chunk's queries are in it.
         by_place: what is read in a block follows from where it is, without a tile or the ends of documents.
-        all_read: each query of a block reads some key of it.
+        all_read: each query reads some key of the first block, and of each other one that it is in.
         used: what attends which kinds of blocks.
     """
 
@@ -140,7 +140,8 @@ class Backend:
         kernels = tuple([self.kernel(block) for block in blocks])  # a map would end where no kernel takes a block
         used = {Used(kernel.name, block.kind, self.because) for kernel, block in zip(kernels, blocks, strict=True)}
         kinds = {block.kind for block in blocks}
-        by_place, all_read = kinds.isdisjoint((Kind.MASK, Kind.VARLEN)), kinds <= {Kind.FULL, Kind.CAUSAL}
+        by_place = kinds.isdisjoint((Kind.MASK, Kind.VARLEN))
+        all_read = any(covers[:1]) and kinds <= {Kind.FULL, Kind.CAUSAL}
         return BlockPlan(blocks, kernels, depth, complete, covers, by_place, all_read, frozenset(used))
 
 

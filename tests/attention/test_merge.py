@@ -17,8 +17,8 @@ from streambp.attention import triton_merge
 from streambp.attention.backend import Backend, Use
 from streambp.attention.kernels import CPU_FLASH, MATH
 from streambp.attention.merge import MergedOutput, SummedQueries, merge, merge_in_torch, merge_read_in_torch
-from streambp.attention.spans import Spans
-from streambp.chunks import ChunkPlan
+from streambp.attention.spans import Block, Kind, Spans
+from streambp.chunks import Chunk, ChunkPlan
 from tests.seeds import seeded
 
 needs_triton = pytest.mark.skipif(not triton_merge.AVAILABLE, reason="triton is not installed")
@@ -142,3 +142,20 @@ def test_nothing_read_at_all():
     merge(o, lse, torch.zeros_like(o), lse.clone(), o)
     assert (o == 0).all()
     assert (lse == -torch.inf).all()
+
+
+class PartialFirst:
+    """A layout whose first block has some of the queries alone, and whose second has them all."""
+
+    def __init__(self):
+        self.derived = {}
+
+    def blocks(self, start, stop, tiling):
+        yield Block(Kind.FULL, 0, 2, start, stop - 1, 0, 2)
+        yield Block(Kind.FULL, 0, 2, start, stop, 2, 4)
+
+
+def test_a_first_block_without_some_queries_leaves_rows_that_read_nothing():
+    plan = Backend((MATH,)).plan(PartialFirst(), Chunk(0, 4, 8), 2, Use.FORWARD)
+    assert (plan.covers, plan.complete, plan.all_read) == ((False, True), True, False)
+    assert Backend((MATH,)).plan(Spans.causal(2, 8), Chunk(0, 4, 8), 2, Use.FORWARD).all_read
