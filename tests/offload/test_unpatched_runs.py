@@ -24,7 +24,7 @@ from streambp.offload.fitting import AsUnpatched, FittingSaves
 from tests import zoo
 from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
 from tests.offload.runs import assert_same, step
-from tests.offload.test_limits import PLENTY, Device
+from tests.offload.test_limits import PLENTY, Device, Need
 from tests.seeds import seed_torch
 
 DROPS = {"attention_dropout": 0.3}
@@ -229,6 +229,45 @@ def test_out_of_memory_in_backward_streams_later_steps():
     assert not isinstance(chooser_of(model).latest, AsUnpatched)
     seeded_step(model, **make_batch("plain", length=LENGTH // 2))
     assert isinstance(chooser_of(model).latest, AsUnpatched)
+
+
+def shrinking(share, places=8):
+    """The places of a step's operations at which it fails, if others take memory there: all but a share of what a step
+    without saves leaves free.
+    """
+    plain = build("qwen3", num_hidden_layers=3)
+    model, reference, device = patched(plain), patched(plain, saves=()), Device()
+    with device:
+        expected = step(reference)
+    need = device.peak
+    kept = model._streambp.state.unpatched.predicted(2 * LENGTH, LENGTH, torch.device("cpu"), model.config)
+    chooser_of(model).need = Need()
+    chooser_of(model).need.bytes = need
+    free, failed = need + 4.1 * kept, []
+    for number in range(places):
+        at = 1 + (2 * number + 1) * 400 // (2 * places)
+        chooser_of(model).free = lambda _: free
+        model._streambp.state.unpatched.most = math.inf
+        with Device(free, shrinks_at=at, then=need + share * 4.1 * kept) as device:
+            try:
+                found = step(model)
+            except torch.OutOfMemoryError:
+                failed.append(at)
+                continue
+        assert device.operations > at
+        assert share == 0.0 or isinstance(
+            chooser_of(model).latest, AsUnpatched
+        )  # else it streams after a forward that fails
+        torch.testing.assert_close(found[1], expected[1])
+    return failed
+
+
+def test_half_of_the_room_may_go_within_a_step():
+    assert shrinking(0.5) == []
+
+
+def test_a_step_that_loses_all_room_fails():
+    assert shrinking(0.0)
 
 
 def test_a_backward_that_ends_changes_nothing():
