@@ -39,7 +39,7 @@ def shared(monkeypatch):
 def patched(model=None, warm=True, room=PLENTY, **settings):
     """A copy of a model that was through a step on a device with so much memory."""
     model = copy.deepcopy(build("qwen3") if model is None else model)
-    streambp.patch(model, streambp.StreamConfig(**{"chunk_size": LENGTH, **settings}))
+    streambp.patch(model, streambp.StreamConfig(**{"chunk_size": LENGTH, "share_prefixes": False, **settings}))
     chooser = chooser_of(model)
     if chooser is not None:
         chooser.free = lambda _: room
