@@ -68,6 +68,8 @@ ALONE = {
     "ddp": [
         *BETWEEN, *PARTS, {"lora": True, "options": {"find_unused_parameters": True}}, {"stream": STREAM},
         {"logits": True, "options": {"find_unused_parameters": True}, "eval": True},
+        *[{"one_chunk_on": 0, **more} for more in (BETWEEN[0], *PARTS)],
+        *[{"one_chunk_on": 0, "options": {option: True}} for option in ("static_graph", "find_unused_parameters")],
     ],
     "fsdp": [
         {"logits": True}, *BETWEEN, *PARTS, {"offload": True, "resume": "patched"}, {"offload": True, "stream": STREAM}],
