@@ -159,12 +159,12 @@ class UnpatchedRuns:
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        if is_initialized() and find_split(config, True) is not None:
+        if (is_initialized() and find_split(config, True) is not None) or not all(map(_is_plain, self.sites)):
             return False
         first = self.sites[0]
         rule, size = first.chunk_rule, self.config.chunk_size
         size = size if rule is None else rule(first.index, batch_size, length, given.device)
-        return len(plan_chunks(length, batch_size, size)) == 1 and all(map(_is_plain, self.sites))
+        return len(plan_chunks(length, batch_size, size)) == 1
 
     def _heed_backward(self) -> None:
         if self._differentiated:  # it raised, and may have run out of memory
