@@ -31,7 +31,7 @@ MADE_UP = "_a_name_that_nobody_has"
 VERSIONS = dict(transformers="5.23", torch="2.13", peft="0.21", deepspeed="0.19", accelerate="1.15", trl="1.16")  # noqa: C408
 # Of no model of transformers 5.23, with the last version that has it. Models outside of transformers may.
 GONE = {"cache_position": "before 5.23", "past_key_value": "before 5.23", "shared_layers": "5.5"}
-PACKAGES_ELSEWHERE = {"liger_kernel", "torchao", "bitsandbytes"}  # which the tests' environments need not have
+PACKAGES_ELSEWHERE = {"deepspeed", "liger_kernel", "torchao", "bitsandbytes"}  # which the tests' environments need not have
 # Of transformers: modules that all models have in common.
 COMMON = ("configuration_utils", "cache_utils", "masking_utils", "trainer", "hub_kernels", "sdpa_", "flash_", "flex_")
 

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 from scripts import tester_table
 from tests.conftest import SHARING
 from tests.seeds import seeded
+from tests.versions import needs_mambas_states
 
 SIZES = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -57,7 +58,12 @@ class Short(Case):
 
 
 @pytest.mark.parametrize(
-    ("case", "model_class"), [(Case, LlamaForCausalLM), (Padded, MambaForCausalLM), (Short, LlamaForCausalLM)]
+    ("case", "model_class"),
+    [
+        (Case, LlamaForCausalLM),
+        pytest.param(Padded, MambaForCausalLM, marks=needs_mambas_states),
+        (Short, LlamaForCausalLM),
+    ],
 )
 def test_rows_show_something(case, model_class):
     row = row_of(case, model_class)
@@ -68,7 +74,13 @@ def test_rows_show_something(case, model_class):
 @pytest.mark.parametrize(
     ("case", "model_class", "without", "why"),
     [
-        (Padded, MambaForCausalLM, ("give_every_row_a_token", lambda batch: None), "the gradients of its layers are zero"),
+        pytest.param(
+            Padded,
+            MambaForCausalLM,
+            ("give_every_row_a_token", lambda batch: None),
+            "the gradients of its layers are zero",
+            marks=needs_mambas_states,
+        ),
         pytest.param(
             Short,
             LlamaForCausalLM,

@@ -25,6 +25,10 @@ needs_states = pytest.mark.skipif(
     not STATES_IN_CHUNKS,
     reason="before transformers 5.15 mixers go on from a state with a single token only: their layers run whole",
 )
+needs_mambas_states = pytest.mark.skipif(
+    not STATES_IN_CHUNKS,
+    reason="before transformers 5.15 Mamba keeps no states where streambp can give it one: it is refused",
+)
 needs_diffllamas_calls = pytest.mark.skipif(
     version.parse("5.15") > NOW, reason="before transformers 5.15 DiffLlama attends by itself, not through the interface"
 )

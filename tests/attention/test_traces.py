@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from streambp.attention import prefix
 from streambp.attention.spans import Kind
@@ -14,6 +15,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.model.describe import BLOCKS
 from tests.attention.traces import LENGTH, MACHINES, MODELS, trace
 from tests.tiers import thinned
+from tests.versions import needs_indexers
 
 C, F, E, M = "cudnn", "flash", "efficient", "math"
 NATIVE = {(64, 64), (128, 128), (192, 128), (256, 256)}
@@ -89,12 +91,14 @@ def test_windows_without_a_kernel_for_them_are_named():
 
 
 @pytest.mark.fast(3)
+@needs_indexers
 @pytest.mark.parametrize("name", thinned(SPARSE, lambda name: name == "GLM 5"))
 def test_keys_that_an_indexer_picks(name):
     found = check(name, "H200", 8192 + 256)
     assert "plain products for attention masks that are no intervals in 1 layer" in found.described.attention
 
 
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek V4")
 def test_a_model_whose_attention_has_its_own_cache_is_refused():
     with pytest.raises(UnsupportedModelError, match="DeepseekV4Indexer"):
         trace(REFUSED, "H200", 16_384)

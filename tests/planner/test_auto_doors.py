@@ -52,7 +52,7 @@ def by_patch():
 
 
 def by_deepspeeds_section(monkeypatch):
-    import deepspeed
+    deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
     from streambp.integrations.deepspeed import initialize
 
@@ -106,6 +106,7 @@ def test_deepspeeds_callback(tmp_path):
 
 
 def test_trls_trainers():
+    pytest.importorskip("trl", reason="TRL is not installed")
     check(by_trls_trainers())
 
 
@@ -114,6 +115,7 @@ def test_launch(monkeypatch):
 
 
 def test_ppos_value_model():
+    pytest.importorskip("trl", reason="TRL is not installed")
     from streambp.integrations.trl import ppo
 
     assert ppo.patch is auto.patch is streambp.patch

@@ -34,6 +34,7 @@ from tests.layer import test_sharded
 from tests.layer.test_bytes import KB
 from tests.planner.test_page import random_profile
 from tests.seeds import seed_of
+from tests.versions import needs_states
 
 FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}
 LAYER = {
@@ -201,6 +202,7 @@ def test_what_a_step_refuses_a_plan_refuses():
         available(unsplit, over(2, CONTEXT_PARALLEL))
 
 
+@needs_states
 @pytest.mark.parametrize("by", [ULYSSES, pytest.param(CONTEXT_PARALLEL, marks=pytest.mark.full)])
 def test_layers_with_states_are_refused_for_the_steps_reason(by):
     shape = {**TINY, "layer_types": ["conv", "full_attention", "conv"]}
