@@ -173,7 +173,7 @@ class CausalLMForward(InstanceForward):
             scored = self.score(kwargs, Wanted())
             scored.output["log_probs"] = scored.tokens.log_probs
             return scored.output
-        output = self._unstreamed(kwargs)
+        output = None if self.state.unpatched is None else self._unstreamed(kwargs)
         return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
     @property

@@ -152,7 +152,7 @@ class BackboneForward(InstanceForward):
             self._check(kwargs)
             refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
-            output = self._unstreamed(kwargs)
+            output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             if output is not None:
                 return output
             if self.state.offloader is not None:
