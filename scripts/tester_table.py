@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import sys
+import textwrap
 import types
 import unittest
 from collections.abc import Iterator
@@ -378,7 +379,7 @@ def page(rows: list[Row], tree: str) -> str:
     for name, found in listed.items():
         text += f"\n## {SECTIONS[name]}\n\n" + (table(found, name) if found else "None.\n")
     text += "\n## No decoders\n\nEncoders, encoder-decoders and models without transformers' decoder layers; refused when "
-    text += "patched.\n\n" + ", ".join(row.model for row in encoders) + ".\n"
+    text += "patched.\n\n" + textwrap.fill(", ".join(row.model for row in encoders) + ".", 125) + "\n"
     return text
 
 

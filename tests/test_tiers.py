@@ -1,7 +1,4 @@
-"""What `@pytest.mark.fast` leaves to the full tier.
-
-covers: none, this is about the tests themselves
-"""
+"""What `@pytest.mark.fast` leaves to the full tier. It is about the tests themselves, and covers no module."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class Trial:
     def refill(
         self, calls: int, starts: list[States], names: Labels = frozenset(), width: int | None = None
     ) -> list[Tensor]:
-        """K and V of so many attention calls, as a refill computes them that leaves those products out."""
+        """K [B, t, H_kv, D] and V of so many attention calls, as a refill computes them that leaves those products out."""
         prefix = _prefix(self.call, self.chunks, calls)
         out = left_out(self.linears, names, width=width)
         with torch.no_grad(), self.random.replayed(), out:
@@ -281,13 +281,15 @@ class Trial:
         return _keys_and_values(prefix)
 
     def gradients(self, names: Labels) -> list[Tensor | None]:
-        """Of all parameters, the input and start states, as a recomputation gives them that leaves those products out."""
+        """Of the input [..., B, T, h], start states and all parameters, as a recomputation gives them that leaves those
+        products out."""
         others = [name for name in self.linears if name not in names]
         with computed(self.linears, others), left_out(self.linears, names):
             return self._gradients_of(self.recompute())
 
     def gradients_again(self, found: Recomputed) -> list[Tensor | None]:
-        """The same, of one that has run and left out nothing. A checkpoint inside of the layer computes it once more."""
+        """The same, [...] each, of one that has run and left out nothing. A checkpoint inside of the layer computes it
+        once more."""
         with computed(self.linears, self.linears):
             return self._gradients_of(found)
 

@@ -122,13 +122,13 @@ class ThroughInterface(NoAttention):
     reads_a_mask = True
 
     def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
-        """The layer's mask has to be ours, a 4-D tensor, or none."""
+        """The layer's mask has to be ours, a tensor [B or 1, H or 1, T, T], or none; x: [..., B, T, h]."""
         mask = attention_mask_of(named)
         known = mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)
         return None if known else "its attention_mask is not for attention alone"
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """Read off the mask, whichever it is."""
+        """Read off the mask, whichever it is; x: [..., B, T, h]."""
         mask = attention_mask_of(named)
         batch_size, length = x.shape[-3:-1]
         spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
@@ -221,7 +221,7 @@ class OverCache(NoAttention):
         return []
 
     def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
-        """The layer's mask becomes an `OwnMask`.
+        """The layer's mask becomes an `OwnMask`; x: [..., B, T, h].
 
         Raises:
             UnsupportedModelError: its attention is not told of packed documents, and the model's recurrent layers are.
@@ -249,7 +249,7 @@ class OverCache(NoAttention):
         return None
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """Causal: the layer itself reads the mask."""
+        """Causal, for x [..., B, T, h]: the layer itself reads the mask."""
         mask = attention_mask_of(named)
         return (
             Layout(Spans.causal(*x.shape[-3:-1]), mask.barriers) if isinstance(mask, OwnMask) else super().layout(named, x)

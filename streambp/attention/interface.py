@@ -45,6 +45,7 @@ def stream_attention(
     spans, so a `sliding_window` passed as well is already in it. In a layer that does not stream it is the model's own
     (a `LazyMask`, a 4-D tensor, or None for causal), and the sequence is attended whole, as one chunk.
     Keys from elsewhere than the queries' sequence (cross-attention to an image) are attended as the model's sdpa does it.
+    Raises UnsupportedModelError where the module attends in a way that streambp does not support, such as is_causal=False.
     """
     ours = isinstance(attention_mask, OURS)
     if not ours:

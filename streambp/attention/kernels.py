@@ -292,7 +292,7 @@ SQUARE_FLASH, WINDOWLESS_FLASH = SquareFlashKernel(), WindowlessFlashKernel()
 
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cu_seqlens of a VARLEN block's queries and keys, in int32."""
+    """cu_seqlens of a VARLEN block's queries and keys, [documents + 1] each in int32."""
     cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
     return cu_q, cu_q if block.cu_k == block.cu_q else torch.tensor(block.cu_k, dtype=torch.int32, device=device)
 

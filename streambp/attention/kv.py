@@ -187,15 +187,15 @@ class TileStore(Protocol):
         ...
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """It, on the device; not to be changed."""
+        """The tensor [...], on the device; not to be changed."""
         ...
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """It, on the device, for the last time."""
+        """The tensor [...], on the device, for the last time."""
         ...
 
     def borrow(self, name: str, chunk: int) -> Tensor:
-        """It, on the device, to be changed and put back."""
+        """The tensor [...], on the device, to be changed and put back."""
         ...
 
 

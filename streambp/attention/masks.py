@@ -289,7 +289,10 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 
 
 def agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device) -> bool:
-    """Whether the index function reads the first and last key of every span, and neither neighbour outside."""
+    """Whether the index function reads the first and last key of every span, and neither neighbour outside.
+
+    padding: [B, T] in bool, True for tokens.
+    """
     first, last = edges(spans, device)  # [B, T] each; an empty span has last < first
     query = torch.arange(spans.length, device=device).expand_as(first)
     row = torch.arange(len(spans.rows), device=device)[:, None].expand_as(first)

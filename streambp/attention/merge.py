@@ -132,7 +132,7 @@ def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out
 
 
 def merge_read_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """`merge_in_torch`, with the same bits in half the time, where no logsumexp is -inf."""
+    """`merge_in_torch`, with the same bits in half the time, where no logsumexp [b, H, t] is -inf."""
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
     weight = (lse - merged).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
     part_weight = (part_lse - merged).exp_().transpose(1, 2).unsqueeze(-1)

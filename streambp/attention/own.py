@@ -120,7 +120,7 @@ def chunk_arguments(named: dict[str, Any], cache: str, point: ChunkMask) -> dict
 
 
 def reader(named: dict[str, Any], point: ChunkMask) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What a chunk's cache returns for its keys and values: those of all tokens up to the chunk's end."""
+    """What a chunk's cache returns for its keys and values [B, H_kv, C, D]: those of all tokens up to the chunk's end."""
     return functools.partial(_read, point, named["attention_mask"])
 
 

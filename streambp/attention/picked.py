@@ -53,7 +53,7 @@ class PickedMask(DenseMask):
         return cls(len(picks), length, picks, barriers, below=below, start=chunk.start)
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
-        """As in `DenseMask`."""
+        """[B, H or 1, q, k], as in `DenseMask`."""
         assert isinstance(self.source, Tensor)
         read = visible(self.below, q0, q1, k0, k1, device)
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]

@@ -270,6 +270,7 @@ class ChunkMask(AttentionPoint):
         Raises:
             RefillDone: K and V of the layer's last attention call are in the buffer, in REFILL.
             AttentionChoiceError: the configuration names a backend that cannot attend here.
+            StreamBPError: the layer attends more than once to keys that an indexer picks.
         """
         prefix, chunk, index = self.prefix, self.chunk, self.call
         q, k, v, scale, dropout, softcap, sink, picks = given
@@ -315,7 +316,11 @@ class ChunkMask(AttentionPoint):
         return both
 
     def finish(self) -> None:
-        """It must have attended the same number of times as ever."""
+        """It must have attended the same number of times as ever.
+
+        Raises:
+            StreamBPError: it attended more or fewer times.
+        """
         prefix = self.prefix
         if prefix.calls is not None and self.call != prefix.calls:
             raise StreamBPError(

@@ -336,7 +336,7 @@ def _value(exact: Any, other: Any = None) -> str:
 
 
 def generator_states(generators: list[torch.Generator]) -> list[Tensor]:
-    """What `set_generators` takes: each generator's state, a tensor of uint8 on the CPU."""
+    """What `set_generators` takes: each generator's state, a tensor [n] of uint8 on the CPU."""
     return [generator.get_state() for generator in generators]
 
 
@@ -351,6 +351,6 @@ def generators_kept(generators: list[torch.Generator]) -> Iterator[None]:
 
 
 def set_generators(generators: list[torch.Generator], states: list[Tensor]) -> None:
-    """Put generators back to what `generator_states` gave for them; what was drawn since is drawn again."""
+    """Put generators back to the states [n] that `generator_states` gave for them; what was drawn since is drawn again."""
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)

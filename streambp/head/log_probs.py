@@ -95,8 +95,8 @@ class HeadInputs:
     in_float32: bool = False
 
     def rows(self) -> Tensor | None:
-        """Positions with a label, in order; None if all have one. Labels without data (a count of bytes) get what most
-        batches get: the last position of a row has no next token, so that not all have one."""
+        """Positions [n] with a label, in order; None if all have one. Labels without data (a count of bytes) get what
+        most batches get: the last position of a row has no next token, so that not all have one."""
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
         valid = self.labels != self.ignore_index
@@ -125,12 +125,12 @@ class HeadInputs:
         return block_size(vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole)
 
     def norm_values(self) -> list[Tensor]:
-        """The final norm's trainable parameters as they are now; [] without a norm."""
+        """The final norm's trainable parameters, of any shape, as they are now; [] without a norm."""
         return [] if self.norm_parameters is None else self.norm_parameters.current()
 
     @contextlib.contextmanager
     def norm_shadowed(self) -> Iterator[list[Tensor]]:
-        """Within, shadows stand for `norm_values`; yields them in that order. [Note: shadows]"""
+        """Within, shadows [...] stand for `norm_values`; yields them in that order. [Note: shadows]"""
         if self.norm_parameters is None:
             yield []
         else:

@@ -52,11 +52,11 @@ class Pending:
         self._work = weakref.ref(work)
 
     def expected(self, scale: Tensor) -> Tensor:
-        """The upstream gradient to expect where a loss that is not scaled has `scale`, []. [Note: expected scale]"""
+        """The upstream gradient, a scalar, to expect where a loss that is not scaled has `scale`. [Note: expected scale]"""
         return scale if self._factor is None else scale * self._factor.to(scale)
 
     def learn(self, factor: Tensor) -> None:
-        """Expect this factor [] next time: the upstream gradient that came, over the `scale` of its forward.
+        """Expect this factor, a scalar, next time: the upstream gradient that came, over the `scale` of its forward.
 
         0, and what is smaller than 2^-64 or larger than 2^64, counts as 1. [Note: expected scale]
         """

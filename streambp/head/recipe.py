@@ -109,7 +109,8 @@ class Recipe:
             outcome.hidden_built_for = operation
 
     def inputs(self) -> list[Tensor]:
-        """What a value that is made after this recipe depends on, beside its source."""
+        """What a value that is made after this recipe depends on, beside its source: weight [V, h], bias [V] and the norm's
+        parameters."""
         norm = [] if self.norm is None else list(self.norm.parameters())
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
 

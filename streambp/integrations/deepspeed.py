@@ -77,7 +77,11 @@ def read(source: Any) -> dict[str, Any]:
 
 
 def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
-    """The `StreamConfig` of a DeepSpeed config's "streambp" section; None if it has none."""
+    """The `StreamConfig` of a DeepSpeed config's "streambp" section; None if it has none.
+
+    Raises:
+        ConfigError: the section cannot be read as one, or activation_checkpointing is set beside it.
+    """
     section = settings.get(SECTION)
     if section is None:
         return None

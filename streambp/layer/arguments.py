@@ -35,7 +35,7 @@ class Differentiable:
     dim: int | None
 
     def leaf(self, chunk: Chunk, needs_grad: bool) -> Tensor:
-        """The chunk's part of the tensor as a leaf, a view; all of it if it has no tokens."""
+        """The chunk's part [..., C, ...] of the tensor as a leaf, a view; all of it if it has no tokens."""
         part = self.tensor if self.dim is None else self.tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
         return part.detach().requires_grad_(needs_grad)
 
@@ -52,7 +52,7 @@ Seen = list[tuple[str, Tensor, int]]  # arguments of any shape by name, with the
 
 
 def refuse_written(seen: Seen) -> None:
-    """Raise if one of them, such as the batch, was written to since."""
+    """Raise BackwardError if one of them, such as the batch, was written to since."""
     for name, tensor, version in seen:
         if tensor._version != version:
             raise BackwardError(
@@ -171,7 +171,7 @@ class Arguments:
         return Slot(len(self.inputs) - 1)
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
-        """The differentiable arguments of this chunk, as leaves; those that are wanted require a gradient."""
+        """The differentiable arguments of this chunk [..., C, ...], as leaves; those that are wanted require a gradient."""
         return [d.leaf(chunk, needs) for d, needs in zip(self.differentiable, wanted, strict=True)]
 
     def _part(self, chunk: Chunk, leaves: list[Tensor], name: str, tensor: Any) -> Any:
@@ -256,7 +256,7 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
 
 
 def written(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Tensor, ...]]:
-    """The entries of a mapping that a layer's forward put there."""
+    """The entries of a mapping that a layer's forward put there, tuples of tensors [..., C, D]."""
     return {key: tuple(value) for key, value in after.items() if key not in before or value is not before[key]}
 
 

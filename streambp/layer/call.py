@@ -147,7 +147,11 @@ class LayerCall:
                 self.collected = before
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
-        """The hidden states out of what a layer returned, and the tensors [B, C, ...] behind them by their place."""
+        """The hidden states out of what a layer returned, and the tensors [B, C, ...] behind them by their place.
+
+        Raises:
+            UnsupportedModelError: it returned something else.
+        """
         if isinstance(result, Tensor) and result.dim() > 1:
             self.returns_tuple, self.width = False, 0
             return self.arguments.one_dimensional(result) if self.arguments.folds else result, {}

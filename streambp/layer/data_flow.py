@@ -29,13 +29,13 @@ class DataFlow(TorchDispatchMode):
         self._alive: list[Any] = []  # a freed storage's address would be used again
 
     def of(self, tensor: Tensor) -> Labels:
-        """The labels of a tensor's storage."""
+        """The labels of the storage of a tensor [...]."""
         if tensor.layout != torch.strided:  # it has no storage (sparse adapters' weights), and carries no label
             return frozenset()
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: Labels) -> None:
-        """Give a tensor's storage these labels too, and keep it alive; a sparse tensor takes none."""
+        """Give the storage of a tensor [...] these labels too, and keep it alive; a sparse tensor takes none."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()

@@ -67,7 +67,7 @@ class Passes:
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
-    """Chunk by chunk, without a graph."""
+    """hidden_states [..., B, T, h] and the extra outputs, chunk by chunk and without a graph."""
     site, kept, carried = call.site, call.kept, call.carried
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
@@ -135,7 +135,7 @@ def _put(whole: Whole, chunk: Chunk, output: ChunkOutput) -> ChunkOutput:
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
-    """hidden_states, then the extra outputs, whose order is noted in the call."""
+    """hidden_states [..., B, T, h], then the extra outputs, whose order is noted in the call."""
     result = whole.tensors.pop(None)
     call.extras = [place for place in whole.tensors if place is not None]
     return result, *(whole.tensors[place] for place in call.extras)

@@ -34,7 +34,7 @@ class OutputGradients:
     extras: dict[Place, Tensor | None]
 
     def of(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of a chunk that depend on something, and their gradients."""
+        """The outputs of a chunk that depend on something, hidden_states [..., B, C, h] first, and their gradients."""
         tensors, gradients = [], []
         for place, grad in ((None, self.hidden_states), *self.extras.items()):
             tensor = output.hidden_states if place is None else output.extras[place]
@@ -82,7 +82,7 @@ class InputGradients:
         self._sums.add(summed)
 
     def result(self) -> list[Tensor | None]:
-        """One for every differentiable argument."""
+        """One for every differentiable argument, in its shape [...]; None where it is not wanted."""
         if not self._arguments:
             return [None] * len(self.wanted)
         sums = self._sums.result([argument.tensor for argument in self._arguments])
@@ -111,7 +111,7 @@ def mark(gradient: Tensor) -> Tensor:
 
 
 def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
-    """Whether `gradient` can serve as the buffer of a gradient shaped and typed like `like`. [Note: gradient reuse]"""
+    """Whether `gradient` [...] can serve as the buffer of one shaped and typed like `like`. [Note: gradient reuse]"""
     return (
         getattr(gradient, "_streambp_buffer", False)
         and counts[0] != UNKNOWN

@@ -93,7 +93,7 @@ class Graph:
     shadows: list[Tensor]
 
     def is_of(self, shadows: list[Tensor]) -> bool:
-        """Whether the parameters lie where they did: an engine may have gathered them anew."""
+        """Whether the parameters, of any shape, lie where they did: an engine may have gathered them anew."""
         pairs = zip(self.shadows, shadows, strict=True)
         return all(one is other or one.data_ptr() == other.data_ptr() for one, other in pairs)
 
@@ -187,7 +187,7 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
 
 
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
-    """A leaf that the graph of these outputs ends at and that is not among those that are differentiated."""
+    """A leaf [...] that the graph of these outputs ends at and that is not among those that are differentiated."""
     known = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
         if type(node).__name__ == ACCUMULATE_GRAD and id(node.variable) not in known:
@@ -197,7 +197,7 @@ def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) ->
 
 
 def why_flat(layer: nn.Module, leaf: Tensor) -> str | None:
-    """Why nothing can be done for such a leaf: it is FSDP1's flat parameter. None if it is not."""
+    """Why nothing can be done for such a leaf [...]: it is FSDP1's flat parameter. None if it is not."""
     if not getattr(leaf, FLAT_PARAMETER, False):
         return None
     return (
@@ -207,7 +207,7 @@ def why_flat(layer: nn.Module, leaf: Tensor) -> str | None:
 
 
 def depends(leaf: Tensor) -> str:
-    """What a layer does that has such a leaf."""
+    """What a layer does that has such a leaf [...]."""
     return (
         f"depends on a tensor of shape {tuple(leaf.shape)} that wants a gradient and is neither one of its parameters nor "
         "one of its arguments"

@@ -68,6 +68,9 @@ def collect(
         returned: what it returned behind them, [B, C, ...], by place.
         recorded: what hooks recorded, by key.
         mappings: the mappings among the arguments, as they were before the chunk and as they are now.
+
+    Raises:
+        UnsupportedModelError: what a hook recorded is neither [B * C, ...] nor [B, C, ...].
     """
     extras = {Place(RETURNED, index): tensor for index, tensor in returned.items()} if returned else {}
     rows, tokens = hidden_states.shape[-3:-1]

@@ -107,7 +107,7 @@ class RandomState(NamedTuple):
 
 
 def check_mode(layer: nn.Module, training: bool) -> None:
-    """Raise if the layer is in another mode than it was in forward."""
+    """Raise BackwardError if the layer is in another mode than it was in forward."""
     if layer.training != training:
         raise BackwardError(
             f"The layer was in {'train' if training else 'eval'} mode in forward and is in the other mode in "

@@ -45,7 +45,7 @@ class InMemory:
         self._tensors: dict[Access, Tensor] = {}
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Keep the tensor itself."""
+        """Keep the tensor [...] itself."""
         self._tensors[name, chunk] = tensor
 
     def has(self, name: str, chunk: int) -> bool:
@@ -66,15 +66,15 @@ class InMemory:
         """Nothing: the tensor is where it was."""
 
     def borrow(self, name: str, chunk: int) -> Tensor:
-        """The tensor itself, so that a change of it is kept at once."""
+        """The tensor [...] itself, so that a change of it is kept at once."""
         return self._tensors[name, chunk]
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """The tensor itself."""
+        """The tensor [...] itself."""
         return self._tensors[name, chunk]
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """The tensor itself, which is not kept any longer."""
+        """The tensor [...] itself, which is not kept any longer."""
         return self._tensors.pop((name, chunk))
 
 

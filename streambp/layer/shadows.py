@@ -82,12 +82,12 @@ class Parameters:
         self._module = module
 
     def current(self) -> list[Tensor]:
-        """What the slots hold now, one tensor for each distinct parameter."""
+        """What the slots hold now, one tensor [...] for each distinct parameter."""
         return [slots[0].module._parameters[slots[0].name] for slots in self.groups]  # type: ignore[misc]
 
     def check_unchanged(self, slots: list[tuple[str, GradientSlot]] | None = None) -> None:
-        """Raise if a parameter was written to since this object was built, as by an optimizer step, or is another one; or
-        if another wants a gradient, as of another adapter.
+        """Raise BackwardError if a parameter was written to since this object was built, as by an optimizer step, or is
+        another one; or if another wants a gradient, as of another adapter.
 
         Args:
             slots: `slots_of` the module as it is now, if known.
@@ -121,7 +121,7 @@ class Parameters:
 
     @contextlib.contextmanager
     def shadowed(self, change: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[list[Tensor]]:
-        """Put shadows into every slot; yields them in the order of `current`. [Note: shadows]
+        """Put shadows [...] into every slot; yields them in the order of `current`. [Note: shadows]
 
         Args:
             change: gives a shadow's value from the parameter's.
@@ -162,7 +162,7 @@ class GradientSum:
             self._done.clear()
 
     def stand_for(self, shadows: list[Tensor]) -> None:
-        """Note the shadows, shaped like the parameters and in their order, by which `adder` knows the sums."""
+        """Note the shadows [...], shaped like the parameters and in their order, by which `adder` knows the sums."""
         self._places = {id(shadow): index for index, shadow in enumerate(shadows)}
 
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
@@ -189,7 +189,7 @@ class GradientSum:
         return self._casts[key]
 
     def add(self, gradients: list[Tensor | None]) -> None:
-        """Add one part of each gradient, shaped like its parameter and in their order; None: this part has none.
+        """Add one part of each gradient [...], shaped like its parameter and in their order; None: this part has none.
 
         A single part is kept, not copied; of more the first is copied, and taken out of the list: if there was no memory
         for another, the same list can be added again. [Note: once for each chunk]
@@ -211,7 +211,7 @@ class GradientSum:
             torch._foreach_add_(totals, parts)
 
     def result(self, like: list[Tensor]) -> list[Tensor | None]:
-        """The sums in the shapes and dtypes of the parameters, `like`; None for a parameter that no chunk touched.
+        """The sums [...] in the shapes and dtypes of the parameters, `like`; None for a parameter that no chunk touched.
 
         Nothing is added any more.
         """

@@ -92,7 +92,7 @@ class Deferred(StandIn):
         return result
 
     def build(self) -> Tensor:
-        """The real tensor, differentiable if this one is, whatever grad mode it is asked for in."""
+        """The real tensor [..., h] or [..., V], differentiable if this one is, whatever grad mode it is asked for in."""
         if self.written is not None:
             return self.written
         with torch.set_grad_enabled(self.requires_grad):
@@ -104,7 +104,7 @@ class Deferred(StandIn):
         return self.source if self.recipe.places is None else self.recipe.places[..., None]
 
     def derive(self, tokens: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
-        """Another in the same dtype: of other `tokens`, as a slice or view of this one's, or by another recipe."""
+        """Another in its dtype: of other `tokens` [..., h or 1], as a slice or view of this one's, or by another recipe."""
         if tokens is None:
             return Deferred.make(self.source, recipe or self.recipe, self.dtype)
         result = Deferred.make(*self.recipe.of(self.source, tokens), self.dtype)
@@ -112,7 +112,7 @@ class Deferred(StandIn):
         return result
 
     def check(self, operation: str) -> None:
-        """Raise if it can no longer be computed as it was, or if what shares its memory was written to."""
+        """Raise StreamBPError if it can no longer be computed as it was, or if what shares its memory was written to."""
         super().check(operation)
         for tensor, version in () if self.written is not None else self.made_of:
             if tensor._version != version:

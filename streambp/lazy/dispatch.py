@@ -65,6 +65,9 @@ class LazyLogits(LazyRows):
         """An operation that changes this one in place: it becomes another function of rows, or real.
 
         Under no_grad torch keeps the place in the graph of a tensor that is written to, as no other function would.
+
+        Raises:
+            StreamBPError: the operation changes the shape.
         """
         before = self.current()
         if name == "detach_":

@@ -118,7 +118,7 @@ def names(node: Node) -> Iterator[str]:
 
 
 def inputs_of(node: Node) -> list[Tensor]:
-    """Through what a gradient of it goes: the handles of its heads, and what engines want run."""
+    """Through what a gradient of it goes: the handles [1] of its heads, and what engines want run."""
     found = [tensor for reading in readings(node) for tensor in (reading.handle, reading.anchor) if tensor is not None]
     return list({id(tensor): tensor for tensor in found}.values())
 
@@ -160,7 +160,7 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
 
 
 def anchored(node: Node, anchor: Tensor) -> Node:
-    """The same function, whose gradient runs what is before `anchor` as well."""
+    """The same function, whose gradient runs what is before `anchor` [1] as well."""
     return rebuilt(node, lambda leaf: dataclasses.replace(leaf, anchor=anchor) if isinstance(leaf, Reading) else leaf)
 
 

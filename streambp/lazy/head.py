@@ -41,7 +41,7 @@ class Handle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weights and norm, from all that was left for this backward call; None if nothing was.
+        """Gradients of hidden states [M, h], weights and norm, from all that was left for this call; None if nothing was.
 
         Raises:
             StreamBPError: the head's weights or inputs changed since forward.
@@ -66,7 +66,7 @@ class Hooked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, ...]:
-        """Lets the hook scale what was left with the hub so far; nothing flows on to the first handle."""
+        """Lets the hook scale what was left with the hub so far; nothing flows on to the first handle [1]."""
         ctx.hub.scale_left(ctx.hook)
         return None, None, None
 
@@ -85,7 +85,7 @@ class Result(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        """Leaves `grads`, one for each result or None, with the hubs; nothing flows on to the handles.
+        """Leaves `grads`, one [N, ...] for each result or None, with the hubs; nothing flows on to the handles.
 
         Raises:
             BackwardError: backward was called with create_graph.
@@ -145,7 +145,7 @@ class Hub:
         return Reading(self, handle, positions, recipe.projection())
 
     def check(self) -> None:
-        """Raise if the logits can no longer be computed as they were."""
+        """Raise StreamBPError if the logits can no longer be computed as they were."""
         changed = self._seen.written()
         weight = self.recipe.weight
         assert weight is not None
@@ -220,7 +220,7 @@ class Hub:
         known[positions] = True
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
-        """The logsumexp and the mean of N tokens, if they were computed already with something else."""
+        """The logsumexp and the mean of N tokens, [N] each, if they were computed already with something else."""
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._known or not has_data(positions):
             return None
@@ -347,7 +347,7 @@ def _with_rest(
 
 
 def result(calculation: Statistic | Function, node: Node, graded: bool) -> tuple[Tensor, ...]:
-    """What a calculation gives, differentiable if `graded` and grad mode say so."""
+    """What a calculation gives, [N, ...] each, differentiable if `graded` and grad mode say so."""
     inputs = inputs_of(node)
     if graded and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)

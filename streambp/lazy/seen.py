@@ -26,11 +26,11 @@ class Seen:
         self._entries = [(tensor, tensor.shape, _entries(tensor)) for tensor in plain]
 
     def written(self) -> Tensor | None:
-        """One that torch wrote to."""
+        """One of the tensors [...] that torch wrote to; None if there is none."""
         return next((tensor for tensor, version in self._versions if tensor._version != version), None)
 
     def changed(self) -> Tensor | None:
-        """One that holds something else, of those that are here. [Note: writes that are not counted]"""
+        """A sampled tensor [...] that is here and holds something else now. [Note: writes that are not counted]"""
         for tensor, shape, before in self._entries:
             if not has_data(tensor):
                 continue

@@ -74,7 +74,7 @@ class StandIn(Tensor):
     followed: bool
 
     def build(self) -> Tensor:
-        """The real tensor, differentiable if this one is, whatever grad mode it is asked for in."""
+        """The real tensor [...], differentiable if this one is, whatever grad mode it is asked for in."""
         raise NotImplementedError
 
     def note(self, operation: str) -> None:
@@ -153,7 +153,7 @@ class StandIn(Tensor):
 
 
 def remember(stand_in: StandIn, real: Tensor, result: Any) -> None:
-    """What an operation on `real` has left behind. [Note: stand-ins and memory]"""
+    """What an operation on `real` [...] has left behind. [Note: stand-ins and memory]"""
     tensors = tensors_in(result, Tensor)
     if not tensors:
         stand_in.written = real

@@ -72,7 +72,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: None) -> None:
-        return None
+        """Nothing flows on to the stand-in."""
 
 
 class Taken(torch.autograd.Function):
@@ -181,7 +181,11 @@ class LazyRows(StandIn):
         return self if self.now is None else self.now.current()
 
     def latest(self, operation: str) -> LazyRows:
-        """`current`, unless somebody other than torch's own operations has put what was written into the graph."""
+        """What it stands for now, as `current`.
+
+        Raises:
+            StreamBPError: somebody other than torch's own operations has put what was written into the graph.
+        """
         by_others = (self.now is not None or self.written is not None) and not self.known()
         if by_others and operation != "__set__":  # of an attribute, by the engine itself
             function = type(self.grad_fn).__name__.removesuffix("Backward")
@@ -249,13 +253,13 @@ class LazyRows(StandIn):
         return result(calculation, self.node, self.graded)
 
     def values(self) -> Tensor:
-        """The real tensor, differentiable in grad mode as far as its hub goes."""
+        """The real tensor [*tokens, W], differentiable in grad mode as far as its hub goes."""
         (values,) = self.compute(Function(flat(self.node)))
         real = values.to(self.dtype).view(*self.tokens, self.width)
         return real if self.classes is None else real.movedim(-1, self.classes)
 
     def build(self) -> Tensor:
-        """The real tensor, differentiable if this one is, whatever grad mode it is asked for in."""
+        """The real tensor [*tokens, W], differentiable if this one is, whatever grad mode it is asked for in."""
         if self.written is not None:
             return self.written
         with torch.set_grad_enabled(self.graded):
@@ -265,7 +269,7 @@ class LazyRows(StandIn):
             return taken
 
     def become(self, other: LazyRows | Tensor) -> None:
-        """Be written to. [Note: writes to lazy rows]"""
+        """Be written to: `other` [*tokens, W] holds the values from now on. [Note: writes to lazy rows]"""
         self.memory.writes += 1
         if self.link is not None:
             self.link.passed_by = "something was written to"

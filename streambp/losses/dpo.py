@@ -181,7 +181,8 @@ def dpo_loss(
         label_smoothing: e of robust, exo_pair, aot and aot_unpaired, the only ones that have it. tau: of discopop.
 
     Returns:
-        A scalar, the mean over pairs.
+        A scalar, the mean over pairs. StreamBPError is raised where shapes do not fit, or a setting is unknown or none of
+        this loss_type's.
     """
     check_choice("loss_type", loss_type, DPO_LOSSES)
     check_choice("f_divergence", f_divergence, F_DIVERGENCES)

@@ -61,6 +61,9 @@ def grpo_loss(
 
     Returns:
         A scalar.
+
+    Raises:
+        StreamBPError: shapes do not fit, a setting is unknown, or an argument is missing that a setting needs.
     """
     check_choice("loss_type", loss_type, GRPO_LOSSES)
     check_choice("level", level, LEVELS)

@@ -10,7 +10,7 @@ from streambp.errors import StreamBPError
 
 
 def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
-    """Raise unless every tensor that is given is shaped like log_probs [B, T]."""
+    """Raise StreamBPError unless every tensor that is given is shaped like log_probs [B, T]."""
     if like.dim() != 2:
         raise StreamBPError(f"log_probs has shape {tuple(like.shape)}; it must be [B, T].")
     for name, tensor in tensors.items():

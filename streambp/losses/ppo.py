@@ -50,6 +50,9 @@ def ppo_loss(
             log_probs, values and entropy.
         mask: [B, T], true on completion tokens.
         value_clip_range: None leaves the value loss unclipped.
+
+    Raises:
+        StreamBPError: shapes do not fit, or entropy_coef is given without entropy.
     """
     check_shapes(
         log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, values=values, old_values=old_values,

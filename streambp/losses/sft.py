@@ -36,6 +36,9 @@ def sft_loss(
 
     Returns:
         A scalar; 0 for a batch without labels.
+
+    Raises:
+        StreamBPError: shapes do not fit, loss_type is unknown, or label_smoothing is given without mean_log_probs.
     """
     check_choice("loss_type", loss_type, SFT_LOSSES)
     check_shapes(log_probs, mask=mask, mean_log_probs=mean_log_probs)

@@ -204,15 +204,17 @@ class LossOfLabels(torch.autograd.Function):
 
     @staticmethod
     def forward(loss: Tensor, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
+        """The loss, a scalar, or 0 in its place; labels [B, T], for which shift_labels [B, T] stand if given."""
         valid = (labels[..., 1:] if shift_labels is None else shift_labels) != IGNORED
         return torch.where(loss.isnan() & ~valid.any().to(loss.device), 0.0, loss)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Nothing is kept. Apart from forward it runs under torch.func's transforms as well."""
+        """Nothing is kept of the loss, a scalar. Apart from forward it runs under torch.func's transforms as well."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the loss, a scalar, as it came."""
         return grad, None, None
 
 

@@ -115,11 +115,11 @@ class SynchronousEngine:
         return SynchronousEngine(device)
 
     def host_buffer(self, size: int) -> Tensor:
-        """Plain memory, not pinned."""
+        """`size` bytes of plain memory [size], uint8, not pinned."""
         return torch.empty(size, dtype=torch.uint8)
 
     def like(self, host: Tensor) -> Tensor:
-        """Empty, on this engine's device."""
+        """An empty tensor like `host` [...], on this engine's device."""
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
@@ -127,19 +127,19 @@ class SynchronousEngine:
         return None
 
     def wait(self, queue: str, event: Any) -> None:
-        pass
+        """Nothing: no copy is under way."""
 
     def settle(self) -> None:
-        pass
+        """Nothing: no copy is under way."""
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Done when this returns; its seconds are added up."""
+        """The copy to `target` [...] is done when this returns; its seconds are added up."""
         start = time.perf_counter()
         target.copy_(source)
         self._seconds[queue] += time.perf_counter() - start
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
-        pass
+        """Nothing is checked of `tensor` [...]."""
 
     def stalls(self) -> dict[str, float]:
         """As `copying`: compute waits while a copy runs."""
@@ -252,11 +252,11 @@ class CudaEngine:
         return CudaEngine(device, self.host)
 
     def host_buffer(self, size: int) -> Tensor:
-        """Pinned, unless CUDA refused that once."""
+        """`size` bytes [size], uint8, pinned unless CUDA refused that once."""
         return self.host.buffer(size, self.device)
 
     def like(self, host: Tensor) -> Tensor:
-        """Empty, allocated while the compute queue's stream is current."""
+        """An empty tensor like `host` [...], allocated while the compute queue's stream is current."""
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
@@ -282,13 +282,13 @@ class CudaEngine:
             stream.synchronize()
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Asynchronous if host memory is pinned; timed in the queue's stream."""
+        """The copy to `target` [...], asynchronous if host memory is pinned; timed in the queue's stream."""
         stream = self._stream(queue)
         with torch.cuda.stream(stream), self._copies.timing(queue, stream):
             target.copy_(source, non_blocking=self.host.pinned)
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
-        pass
+        """Nothing is checked of `tensor` [...]."""
 
     def stalls(self) -> dict[str, float]:
         """Waits for the device, so call it outside of a step."""

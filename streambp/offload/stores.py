@@ -97,15 +97,15 @@ class HostTensors:
         self._policy.transfers.load(self._holding, self._entry(name, chunk))
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """It, on the device, to be read alone; it stays on the host."""
+        """The tensor [...], on the device, to be read alone; it stays on the host."""
         return self._policy.transfers.fetch(self._holding, self._entry(name, chunk))
 
     def borrow(self, name: str, chunk: int) -> Tensor:
-        """It, on the device, to be changed and put in again."""
+        """The tensor [...], on the device, to be changed and put in again."""
         return self._policy.transfers.borrow(self._holding, self._entry(name, chunk))
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """It, on the device, for the last time."""
+        """The tensor [...], on the device, for the last time."""
         tensor = self.peek(name, chunk)
         self._policy.transfers.let_go(self._entries.pop((name, chunk)))
         return tensor
@@ -183,7 +183,7 @@ class LayerTensors(HostTensors):
         self._policy.needs(workspace)
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """`HostTensors.peek`, which also starts the copies of what is read next.
+        """`HostTensors.peek` of a tensor [...], which also starts the copies of what is read next.
 
         Raises:
             BackwardError: it is the layer's input, which stayed on the device and was changed in place since forward.
@@ -202,7 +202,7 @@ class LayerTensors(HostTensors):
         return tensor
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """`HostTensors.take`, after which its bytes are free in the device's budget."""
+        """`HostTensors.take` of a tensor [...], after which its bytes are free in the device's budget."""
         entry = self._entry(name, chunk)
         tensor = super().take(name, chunk)
         self.kept -= tensor.nbytes if entry.budgeted else 0

@@ -170,7 +170,7 @@ class Transfers:
         self.bytes[BACK] += tensor.nbytes
 
     def fetch(self, holding: Holding, entry: Entry) -> Tensor:
-        """The tensor, on the device, to be read."""
+        """The tensor [...], on the device, to be read."""
         if entry.source is not None:
             return entry.source
         self.load(holding, entry)
@@ -180,7 +180,7 @@ class Transfers:
         return tensor
 
     def borrow(self, holding: Holding, entry: Entry) -> Tensor:
-        """The tensor, on the device, to be changed and sent again."""
+        """The tensor [...], on the device, to be changed and sent again."""
         tensor = self.fetch(holding, entry)
         if tensor is entry.source:
             entry.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it

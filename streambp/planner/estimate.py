@@ -117,6 +117,6 @@ def estimate(
 
 
 def check_length(field: str, value: int) -> None:
-    """Raise unless it is a positive whole number."""
+    """Raise ConfigError unless it is a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{field} is {value!r}; it must be a positive whole number.")

@@ -26,7 +26,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Keeps x and a float32 a row."""
+        """Keeps x [..., h] and a float32 a row."""
         with one_kernel(2 * x.nbytes):
             ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
             ctx.weight = weight
@@ -45,7 +45,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Keeps both."""
+        """Keeps gate and up, [..., m] each."""
         with one_kernel(3 * gate.nbytes):
             ctx.save_for_backward(gate, up)
             return torch.empty_like(gate)
@@ -63,7 +63,7 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps nothing of them."""
+        """Keeps nothing of q [B, H, T, D] and k [B, H_kv, T, D]."""
         ctx.moved = 2 * (q.nbytes + k.nbytes)
         with one_kernel(ctx.moved):
             return q.view_as(q), k.view_as(k)

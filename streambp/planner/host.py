@@ -24,12 +24,12 @@ class UncountedHost(SynchronousEngine):
         self._skeleton = skeleton
 
     def host_buffer(self, size: int) -> Tensor:
-        """Allocated while the modes that count are off."""
+        """`size` bytes [size], uint8, allocated while the modes that count are off."""
         with _disable_current_modes(), self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext():
             return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Counted as bytes of the link."""
+        """The bytes of `target` [...] are counted as those of the link."""
         size = target.nbytes
         with one_kernel(0, out=size if queue == OUT else 0, back=size if queue == BACK else 0):
             super().copy(queue, target, source)
@@ -53,7 +53,7 @@ class CountingManager(OffloadManager):
     def place(
         self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
     ) -> Entry | None:
-        """`OffloadManager.place`, counted: saved tensors add up, of prefixes the largest counts."""
+        """`OffloadManager.place` of a tensor [...], counted: saved tensors add up, of prefixes the largest counts."""
         entry = super().place(holding, engine, tensor, optional, foreign)
         if isinstance(holding, MicroBatch):
             self._waiting += tensor.nbytes

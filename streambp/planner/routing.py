@@ -31,8 +31,8 @@ class Routing:
         self.experts = 0
 
     def answer(self, func: Any, args: Any) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
-        """What an operation on a tensor without data gives: a tensor with data, or the shape and dtype of one without; None
-        where it does not look at a routing."""
+        """What an operation on a tensor [...] without data gives: one with data, or the shape and dtype of one without;
+        None where it does not look at a routing."""
         (asked,) = args[:1]
         if func is aten._to_copy.default:
             counts = asked.dim() == 1 and self.rows and not asked.is_floating_point() and asked.dtype != torch.bool

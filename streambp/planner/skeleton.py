@@ -109,7 +109,11 @@ class Skeleton:
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The causal language model inside of adapters and other wrappers."""
+        """The causal language model inside of adapters and other wrappers.
+
+        Raises:
+            StreamBPError: there is none with a language-model head.
+        """
         for module in self.model.modules():
             if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
                 return module

@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
+    """Every tensor, of any shape, in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []

@@ -61,7 +61,7 @@ class Behind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Those of x.
+        """The gradient of x [N, h], from that of [N + 1, h].
 
         Raises:
             BackwardError: a gradient arrives at padding.
@@ -89,8 +89,8 @@ def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
 
 
 def refuse(*parts: Tensor) -> None:
-    """Refuse gradients of padding. Where a step has overflowed, it gets NaN from what it has in common with tokens: that is
-    left alone.
+    """Refuse gradients [...] of padding. Where a step has overflowed, it gets NaN from what it has in common with tokens:
+    that is left alone.
 
     Raises:
         BackwardError: there is one.
@@ -121,7 +121,7 @@ def spread(x: Tensor, tree: Tree) -> Tensor:
 
 
 def spread_all(output: Any, tree: Tree, done: dict[int, Tensor] | None = None) -> Any:
-    """The same of every tensor in a model's output; one that stands there twice stays one.
+    """The same of every tensor [1, N, ...] or [N, ...] in a model's output; one that stands there twice stays one.
 
     Raises:
         UnsharedError: one of them is none of the packed row's tokens.

@@ -49,7 +49,7 @@ class Documents:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """By name, for a layer that is not given them."""
+        """By name, for a layer that is not given them: seq_idx [B, T], cu_seq_lens_q [documents + 1]."""
         return {name: value for name, value in ((DOCUMENT_IDS, self.ids), (DOCUMENT_ENDS, self._ends)) if value is not None}
 
     @property
@@ -65,7 +65,7 @@ class Documents:
         return None
 
     def within(self, chunk: Chunk) -> dict[str, Tensor]:
-        """Arguments that a chunk's are replaced by: where its own documents end."""
+        """Arguments that a chunk's are replaced by: where its own documents end, [documents + 1]."""
         if self._ends is None:
             return {}
         if chunk not in self._cut:  # one tensor for all passes: fla keeps what it derives from it
@@ -163,7 +163,7 @@ def documents_of(named: Mapping[str, Any]) -> Documents | None:
 
 
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those arguments for rows of one document each."""
+    """Those arguments for rows of one document each: seq_idx [B, T], cu_seq_lens_q [2]."""
     changed = {}
     if named.get(DOCUMENT_IDS) is not None:
         changed[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
@@ -173,7 +173,8 @@ def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
-    """Those arguments for rows whose first `length` tokens are several documents, other ones in every second row."""
+    """Those arguments for rows whose first `length` tokens are several documents, other ones in every second row:
+    seq_idx [B, T], cu_seq_lens_q [documents + 1]."""
     changed = {}
     inside = [end for end in TRIED if end < length]
     if named.get(DOCUMENT_IDS) is not None:

@@ -172,7 +172,7 @@ class TorchWithState:
         return getattr(torch, name)
 
     def zeros(self, *size: Any, **kwargs: Any) -> Tensor:
-        """The start state where zeros of its shape are asked for, and there is one; else torch's zeros."""
+        """The start state [...] where zeros of its shape are asked for, and there is one; else torch's zeros."""
         if self._state is not None and tuple(size) == tuple(self._state.shape):
             return self._state
         return torch.zeros(*size, **kwargs)

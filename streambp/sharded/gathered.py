@@ -100,7 +100,7 @@ class GatheredShards(Shards):
         return x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Each position must be the one before and 1 more, or 0 where a document starts; padding may have any.
+        """Each position [1 or B, T] must be the one before and 1 more, or 0 where a document starts; padding may have any.
 
         Raises:
             StreamBPError: they are not, so the shards are in another order than the one that is known; on every rank alike.
@@ -125,7 +125,7 @@ class GatheredShards(Shards):
         return torch.where(part < self.size, 2 * part, 4 * self.size - 1 - 2 * part)
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
-        """As in `Shards`; the first group is on its way when this returns."""
+        """As in `Shards`, from k [B, H_kv, T / P, D] and v; the first group is on its way when this returns."""
         return GatheredKeys(self, parts.pop(0), parts.pop(0), heads)
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:

@@ -19,7 +19,7 @@ class BeforeAttention(AttentionPoint):
         self.projected: AttentionCall | None = None
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """Keep what attention is called with, and stop the layer by `RefillDone`.
+        """Keep what attention is called with, q [B, H, C, D] among it, and stop the layer by `RefillDone`.
 
         Raises:
             UnsupportedModelError: the call has dropout.

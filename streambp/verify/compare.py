@@ -149,7 +149,11 @@ def _judge(model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.d
 
 
 def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
-    """A chunk size that cuts seq_len into at least four chunks, the last of them shorter; the user's, if it does."""
+    """A chunk size that cuts seq_len into at least four chunks, the last of them shorter; the user's, if it does.
+
+    Raises:
+        ConfigError: the user's does not, or none does.
+    """
     sizes = [size for size in range(2, (seq_len - 1) // (MIN_CHUNKS - 1) + 1) if seq_len % size]
     if not sizes:
         raise ConfigError(f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, say.")
