@@ -3,7 +3,7 @@
 plain            unpatched, nothing is recomputed
 checkpointing    unpatched, with transformers' gradient checkpointing
 saves=()         patched, layers recompute everything
-saves="auto"     patched, what fits is kept
+saves="auto"     patched, what fits is kept; a short step runs as unpatched, with --streamed it streams too
 
     OMP_NUM_THREADS=1 python scripts/auto_time.py --lengths 256 4096
 
@@ -42,7 +42,8 @@ def build(case: str, arguments: argparse.Namespace) -> torch.nn.Module:
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if case.startswith("saves"):
-        streambp.patch(model, streambp.StreamConfig(saves="auto" if "auto" in case else ()))
+        config = streambp.StreamConfig(saves="auto" if "auto" in case else (), unpatched_runs=not arguments.streamed)
+        streambp.patch(model, config)
     return model
 
 
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 4096], help="tokens of the one row")
     parser.add_argument("--seconds", type=float, default=20.0, help="processor time for each length")
+    parser.add_argument("--streamed", action="store_true", help="with unpatched_runs=False")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     models = {case: build(case, arguments) for case in CASES}

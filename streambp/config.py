@@ -33,8 +33,8 @@ class StreamConfig:
             of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept where backward reads
             them. "attn_out@12": the last 12 layers alone, whose backward comes first; the others have none of it. "auto":
             as much as fits into the device's free memory, by layer, decided anew in each forward; a micro-batch of one
-            chunk that fits four times over runs as unpatched. With offloading, as much as the link to the host can carry
-            behind the compute.
+            chunk that fits four times over runs as unpatched, see `unpatched_runs`. With offloading, as much as the link to
+            the host can carry behind the compute.
         attention: the kernels that attend one block. "auto" takes the fastest that fits; "flash" is FlashAttention on
             CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
@@ -60,6 +60,8 @@ class StreamConfig:
             chosen and rejected), where the model was tried on it and enough is saved; `describe` says what became of it.
         kernels: of norms and MLPs. "own": the model's. "liger": Liger's, put on this model's modules and taken off by
             `unpatch`; it rounds as Liger does, in the model's dtypes.
+        unpatched_runs: with saves="auto", whether a micro-batch may run as unpatched, which is fastest. False: each one
+            streams, so that no number depends on the free memory and a backward that runs out of it is repeated.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -78,6 +80,7 @@ class StreamConfig:
     documents: Literal["from_positions", "as_given"] = "from_positions"
     share_prefixes: bool = False
     kernels: Literal["own", "liger"] = "own"
+    unpatched_runs: bool = True
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -131,7 +134,7 @@ class StreamConfig:
                     )
 
     def _check_head(self) -> None:
-        for field in ("head", "eval_logits", "lazy_logits", "share_prefixes"):
+        for field in ("head", "eval_logits", "lazy_logits", "share_prefixes", "unpatched_runs"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")
         for field in ("eval_logits", "lazy_logits"):

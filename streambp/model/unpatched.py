@@ -14,6 +14,8 @@ The quarter is there because such a graph cannot be let go of. [Note: saves that
     backward runs out of memory        the error goes to the caller; from then on only micro-batches of half the tokens
     forward takes more than predicted  the prediction is multiplied by as much (on devices that tell what they have free)
 
+With StreamConfig(unpatched_runs=False) every micro-batch streams, whose backward can be repeated.
+
 Each layer has to be streamed once before: what it takes is seen there, and that it can be streamed at all. Where no fused
 kernel can attend (`AsSdpa`), the scores that torch builds are counted besides; a mask [T, T] always is.
 
@@ -155,7 +157,7 @@ class UnpatchedRuns:
             return False
         self._heed_backward()
         batch_size, length = given.shape[:2]
-        if not 0 < batch_size * length <= self.most or self.config.share_prefixes:
+        if not 0 < batch_size * length <= self.most:
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False

@@ -151,7 +151,8 @@ def _choose_saves(model: nn.Module, state: PatchState, layers: list[LayerForward
     for wrapper in layers:
         wrapper.site.chooser = chooser
     state.pending.let_go = chooser.let_go
-    state.unpatched = UnpatchedRuns(state.config, chooser, [wrapper.site for wrapper in layers])
+    if state.config.unpatched_runs and not state.config.share_prefixes:
+        state.unpatched = UnpatchedRuns(state.config, chooser, [wrapper.site for wrapper in layers])
 
 
 patch.__doc__ = patching.patch.__doc__

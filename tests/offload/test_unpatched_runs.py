@@ -231,23 +231,25 @@ def test_out_of_memory_in_backward_streams_later_steps():
     assert isinstance(chooser_of(model).latest, AsUnpatched)
 
 
-def shrinking(share, places=8):
+def shrinking(share, places=8, **settings):
     """The places of a step's operations at which it fails, if others take memory there: all but a share of what a step
     without saves leaves free.
     """
     plain = build("qwen3", num_hidden_layers=3)
-    model, reference, device = patched(plain), patched(plain, saves=()), Device()
+    model, reference, device = patched(plain, **settings), patched(plain, saves=()), Device()
     with device:
         expected = step(reference)
-    need = device.peak
-    kept = model._streambp.state.unpatched.predicted(2 * LENGTH, LENGTH, torch.device("cpu"), model.config)
+    need, runs = device.peak, model._streambp.state.unpatched
+    kept = patched(plain)._streambp.state.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config)
     chooser_of(model).need = Need()
     chooser_of(model).need.bytes = need
     free, failed = need + 4.1 * kept, []
     for number in range(places):
         at = 1 + (2 * number + 1) * 400 // (2 * places)
         chooser_of(model).free = lambda _: free
-        model._streambp.state.unpatched.most = math.inf
+        chooser_of(model)._most = math.inf
+        if runs is not None:
+            runs.most = math.inf
         with Device(free, shrinks_at=at, then=need + share * 4.1 * kept) as device:
             try:
                 found = step(model)
@@ -256,6 +258,7 @@ def shrinking(share, places=8):
                 continue
         assert device.operations > at
         assert share == 0.0 or isinstance(chooser_of(model).latest, AsUnpatched)
+        assert runs is not None or torch.equal(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])
     return failed
 
@@ -266,6 +269,19 @@ def test_half_of_the_room_may_go_within_a_step():
 
 def test_a_step_that_loses_all_room_fails():
     assert shrinking(0.0)
+
+
+def test_a_step_that_loses_all_room_is_finished_where_every_step_streams():
+    assert shrinking(0.0, unpatched_runs=False) == []
+
+
+@pytest.mark.parametrize("room", [PLENTY, 200_000, 0])
+def test_numbers_do_not_depend_on_memory_where_every_step_streams(room):
+    plain = build("qwen3", **DROPS)
+    model = patched(plain, room=room, unpatched_runs=False)
+    assert_same(seeded_step(model), seeded_step(patched(plain, saves=())))
+    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+    assert streams(model(**make_batch("plain"), use_cache=False).loss)
 
 
 def test_a_backward_that_ends_changes_nothing():
