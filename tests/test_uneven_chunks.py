@@ -24,6 +24,7 @@ from tests.families import LENGTH, VOCABULARY, build, make_batch
 from tests.offload.runs import assert_same, sampled
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
+from tests.versions import IMAGES_IN_FULL_LAYERS
 
 IMAGE = VOCABULARY - 1
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
@@ -114,13 +115,13 @@ def check_images():
 
 
 def test_layers_have_their_own_chunks():
-    """Gemma 4's full layers are causal with images, too."""
+    """Gemma 4's full layers are causal with images, too; in older transformers they read all of an image."""
     model, batch = gemma4()
     description = streambp.describe(check(model, batch, 3))
     moved = ["chunks of up to" in layer.reason for layer in description.layers]
     kinds = model.config.text_config.layer_types
-    assert moved == [kind == "sliding_attention" for kind in kinds]
-    assert len(set(moved)) == 2
+    assert moved == [IMAGES_IN_FULL_LAYERS or kind == "sliding_attention" for kind in kinds]
+    assert len(set(kinds)) == 2
 
 
 @pytest.mark.full

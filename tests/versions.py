@@ -13,6 +13,7 @@ from transformers.models.aria import modeling_aria
 from transformers.models.bamba import modeling_bamba
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer
 from transformers.models.gemma3n import modeling_gemma3n
+from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.rembert import modeling_rembert
@@ -54,6 +55,17 @@ needs_indexers = pytest.mark.skipif(
     not INDEXERS_IN_CHUNKS,
     reason="this transformers' indexers keep their keys to themselves, or add to a mask of bools: their layers run whole",
 )
+try:
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+
+    _masks_bools = "attention_mask.dtype == torch.bool" in inspect.getsource(DeepseekV32Attention.forward)
+except ImportError:
+    _masks_bools = False
+needs_deepseeks_picks = pytest.mark.skipif(
+    not _masks_bools,
+    reason="this transformers has no DeepSeek V3.2, or one that with padding reads later keys; patched it is refused",
+)
+IMAGES_IN_FULL_LAYERS = "Full attention: causal only" not in inspect.getsource(modeling_gemma4)
 _rembert = inspect.getsource(modeling_rembert.RemBertModel.forward)
 needs_decoders_of_encoders = pytest.mark.skipif(
     "create_causal_mask" not in _rembert,

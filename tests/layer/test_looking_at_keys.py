@@ -22,9 +22,10 @@ from tests.families import make_batch
 from tests.layer.test_states import check_exact, patched
 from tests.oracle import gradients, worst_error
 from tests.tiers import thinned
-from tests.versions import needs_indexers
+from tests.versions import needs_deepseeks_picks, needs_indexers
 
 KINDS = ("deepseek_v32", "glm_moe_dsa", "inkling_text")
+DEEPSEEK = pytest.param("deepseek_v32", marks=needs_deepseeks_picks)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,7 @@ def test_every_kind_at_other_lengths(name, length):
     check_exact(name, length, [1, 3, 5])
 
 
+@needs_deepseeks_picks
 def test_the_tiny_model_is_sparse():
     """Else nothing here would say anything about picking."""
     batch = make_batch("plain")
@@ -122,6 +124,7 @@ def test_blocks_after_padding_that_eager_attention_averages_over():
         gradients(ours, **make_batch("left-padded"))
 
 
+@needs_deepseeks_picks
 def test_a_label_that_padding_predicts():
     """What may read nothing gives 0 by sdpa, whatever an indexer picks for it."""
     stock, batch = zoo.build("deepseek_v32"), make_batch("left-padded")
@@ -133,7 +136,7 @@ def test_a_label_that_padding_predicts():
     assert worst_error(found, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("name", thinned(["deepseek_v32", "inkling_text"], lambda name: name == "deepseek_v32"))
+@pytest.mark.parametrize("name", [DEEPSEEK, pytest.param("inkling_text", marks=pytest.mark.full)])
 def test_saving_and_offloading_change_no_bit(name):
     stock, batch = zoo.build(name), make_batch("plain")
     _, expected = gradients(patched(stock, chunk_size=5), **batch)
@@ -145,7 +148,7 @@ def test_saving_and_offloading_change_no_bit(name):
 WIDER = {"xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4}}  # its cache's states are of rounded sizes
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "xlstm"])
+@pytest.mark.parametrize("name", [DEEPSEEK, "xlstm"])
 def test_without_a_graph_and_generation(name):
     stock = zoo.build(name, **WIDER.get(name, {})).eval()
     ours = patched(stock, chunk_size=5)
