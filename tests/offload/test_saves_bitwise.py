@@ -20,6 +20,7 @@ from tests import zoo
 from tests.families import build, make_batch
 from tests.offload.runs import assert_same, model_with, sampled, step
 from tests.oracle import assert_as_precise, gradients, relative_l2
+from tests.versions import STATES_IN_CHUNKS
 
 EVERYTHING = ("attn_out", "kv", "*")
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"), ("*",), EVERYTHING)
@@ -45,6 +46,8 @@ def some(family, mode, saves, offload):
 @pytest.mark.fast(4)
 @pytest.mark.parametrize(("family", "mode", "saves", "offload"), settings(some))
 def test_gradients_are_bitwise_those_with_nothing_saved(family, mode, saves, offload):
+    if (family, mode) == ("qwen3_next", "packed") and not STATES_IN_CHUNKS:
+        pytest.skip("before transformers 5.15 documents of packed rows cannot be told to its mixers: it is refused")
     model = model_with(saves, zoo.build(family, torch.float32), offload=offload)
     for _ in range(2):  # the first finds out what backward may leave out
         assert_same(step(model, mode), nothing_saved(family, mode))
