@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 import traceback
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,11 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     """What autocast casts to on this kind of device; None where it is off."""
     on = knows_autocast(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Within, nothing is cast on this kind of device."""
+    return contextlib.nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
 
 
 knows_autocast = functools.lru_cache(torch.amp.is_autocast_available)  # asked for each attention of each chunk
