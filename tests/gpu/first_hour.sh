@@ -13,7 +13,7 @@
 #          Where there is a network, for a machine with Python 3.12:
 #              pip download --no-deps --only-binary=:all: --python-version 3.12 -d FOLDER liger-kernel==0.8.5 \
 #                  fla-core==0.6.0 trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
-# MINUTES  begin no row of a step after so many (8); rows of their own processes are stopped then
+# MINUTES  begin no row of a step after so many (8.5); rows of their own processes are stopped then
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 folder=${1:?"give a folder for the output"}
@@ -21,7 +21,7 @@ shift
 steps=()
 while [ $# -gt 0 ] && [ "$1" != "--" ]; do steps+=("$1"); shift; done
 [ $# -gt 0 ] && shift
-python=${PYTHON:-python} minutes=${MINUTES:-8} tiny=0
+python=${PYTHON:-python} minutes=${MINUTES:-8.5} tiny=0
 case " $* " in *" --tiny "*) tiny=1 ;; esac
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
