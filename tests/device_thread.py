@@ -19,7 +19,8 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 UNLIKE = torch.float16  # autocast's dtype in a GPU's thread, whatever the program has chosen
-THREAD = ThreadPoolExecutor(1, initializer=lambda: torch.set_autocast_dtype("cpu", UNLIKE))
+NAME = "device"
+THREAD = ThreadPoolExecutor(1, NAME, initializer=lambda: torch.set_autocast_dtype("cpu", UNLIKE))
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -27,8 +28,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     real, ran = torch.autograd._engine_run_backward, list[int]()  # type: ignore[attr-defined]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        there_already = torch._C._current_graph_task_id() != -1 or threading.current_thread().name.startswith(NAME)
         # What torch.func's transforms keep in their thread cannot be handed on.
-        if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        if there_already or torch._C._functorch.peek_interpreter_stack() is not None:
             return real(*args, **kwargs)
         state = _handed_on()
 
