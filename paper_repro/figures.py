@@ -12,9 +12,11 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -249,6 +251,16 @@ def busy(spans: Iterable[tuple[str, float, float]]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+def commit() -> str:
+    """Of this code; "unknown" in a copy without git."""
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
 
 
 def versions() -> str:

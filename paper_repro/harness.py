@@ -13,7 +13,6 @@ import csv
 import dataclasses
 import datetime
 import json
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paper_repro.figures import GIB, LONGEST_TIMELINE, counted_peak, run_steps, versions, wrong_paths
+from paper_repro.figures import GIB, LONGEST_TIMELINE, commit, counted_peak, run_steps, versions, wrong_paths
 from paper_repro.losses import OBJECTIVES, Objective
 from paper_repro.methods import Method, Unavailable
 from paper_repro.recipes import METHODS
@@ -221,7 +220,6 @@ def measure(
 
 def row_of(job: Job, length: int, status: str, on: str | None = None, **figures: float | str | None) -> dict[str, object]:
     """on: the device's name; None: look it up."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     empty = dict.fromkeys(("seconds", "peak_gib", "reserved_gib", "host_gib"))
     row: dict[str, object] = {
         "experiment": job.experiment,
@@ -238,7 +236,7 @@ def row_of(job: Job, length: int, status: str, on: str | None = None, **figures:
         "seed": job.seed,
         "device": on or device_name(job.device),
         "versions": versions(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
     return row

@@ -113,7 +113,7 @@ class TRLHead(Method):
             from trl.models import enable_selective_activation_checkpointing
             from trl.trainer.utils import add_fused_lm_head
         except ImportError as error:
-            raise Unavailable("TRL is not installed") from error
+            raise Unavailable(f"TRL cannot be imported: {error}") from error
         if self.liger:
             liger(model, fused_linear_cross_entropy=False)
         if self.options.get("selective"):

@@ -2,6 +2,9 @@
 
 A script for a GPU is given minutes on it, and is cut off when they are over. So no row waits for another: a row that fails
 is printed with its error and the next one begins, and rows for which no time is left are named, for another call.
+
+[Note: lost devices] After some errors of a kernel (an illegal address, say) a process gets nothing from its GPU any more
+but that error. So the rows that follow run in a new process, which takes the place of this one.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,8 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 MINUTES = 8.0
+FAILED_BEFORE = "STREAMBP_ROWS_FAILED"  # set for a process that takes another's place. [Note: lost devices]
 
 
 class Deadline:
@@ -50,11 +56,8 @@ def each(rows: Iterable[tuple[str, Callable[[], Result]]], names: list[str] | No
     """The rows of these names (None: all), one by one; an error is a row that did not pass. One line names those for which
     no time was left; it does not pass either."""
     late = []
-    found = False
-    for name, measure in rows:
-        if names is not None and not any(fnmatch.fnmatch(name, wanted) for wanted in names):
-            continue
-        found = True
+    wanted = [row for row in rows if names is None or any(fnmatch.fnmatch(row[0], pattern) for pattern in names)]
+    for number, (name, measure) in enumerate(wanted, 1):
         if not deadline.left:
             late.append(name)
             continue
@@ -62,10 +65,39 @@ def each(rows: Iterable[tuple[str, Callable[[], Result]]], names: list[str] | No
             yield measure()
         except Exception as error:  # the next row may do
             yield f"{name}: FAILED, {type(error).__name__}: {first_line(error)}", False
+            if number < len(wanted) and device_is_lost():
+                yield "the GPU gives this process nothing but errors; the next rows run in a new one", False
+                start_again([name for name, _ in wanted[number:]], deadline)
     if late:
         yield f"not run, {deadline.minutes:g} minutes are over: " + " ".join(f"--row '{name}'" for name in late), False
-    if not found:
+    if not wanted:
         yield f"no row is named {' or '.join(map(repr, names or ['anything']))}", False
+
+
+def device_is_lost() -> bool:
+    """Whether this process has a GPU that it gets nothing from any more. [Note: lost devices]"""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def start_again(names: list[str], deadline: Deadline) -> None:
+    """This program anew for these rows, in the time that is left. [Note: lost devices]"""
+    sys.stdout.flush()
+    words, given = [], iter(sys.orig_argv[1:])
+    for word in given:
+        if word in ("--row", "--minutes"):
+            next(given)
+        else:
+            words.append(word)
+    rows = [word for name in names for word in ("--row", name)]
+    os.environ[FAILED_BEFORE] = "1"
+    os.execv(sys.executable, [sys.executable, *words, *rows, "--minutes", str(deadline.left / 60)])
 
 
 def first_line(error: object) -> str:
@@ -114,7 +146,7 @@ def run_child(command: list[str], cwd: Path, deadline: Deadline, line: Callable[
 
 def print_rows(rows: Iterable[Result]) -> bool:
     """Print each as it comes; whether all passed."""
-    passed = True
+    passed = FAILED_BEFORE not in os.environ
     for text, good in rows:
         print(text, flush=True)
         passed &= good

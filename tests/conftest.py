@@ -11,7 +11,7 @@ import torch
 from streambp.attention import prefix
 from streambp.config import StreamConfig
 from streambp.model import unpatched
-from tests import seeds, tiers
+from tests import device_thread, seeds, tiers
 from tests.oracle import lift_float32_casts
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
@@ -26,6 +26,7 @@ def pytest_report_header() -> str:
     """What a failure depends on beside the code."""
     return (
         f"STREAMBP_TEST_SEED={seeds.BASE}, STREAMBP_TEST_SHARE_PREFIXES={int(SHARING)}, "
+        f"STREAMBP_TEST_DEVICE_THREAD={int(IN_A_THREAD)}, "
         f"ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, OMP_NUM_THREADS={torch.get_num_threads()}"
     )
 
@@ -70,6 +71,15 @@ def _seeded() -> None:
 def _streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps after the first stream as well, where they would run as unpatched. [Note: micro-batches as unpatched]"""
     monkeypatch.setattr(unpatched, "SHARE", 0.0)
+
+
+IN_A_THREAD = os.environ.get("STREAMBP_TEST_DEVICE_THREAD", "0") == "1"
+
+
+@pytest.fixture(autouse=IN_A_THREAD)
+def backward_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Backward runs in another thread than forward, as on a GPU; the number of the thread, once for each call."""
+    return device_thread.use(monkeypatch)
 
 
 @pytest.fixture

@@ -3,11 +3,13 @@
 [Note: prefix accumulation order] Chunks are differentiated from the last to the first. The keys of chunk i are read by
 the queries of chunks i, i + 1, ...; so when chunk i's own backward has added its part, the accumulators' slice [s, e) is
 complete and can be handed to autograd as the gradient of this chunk's K and V.
+
+[Note: scores under autocast] q, k and v come in autocast's dtype. From there on autocast is off: it would round the scores
+of plain products and their logsumexp, of which fused kernels are handed the merged one and take it for float32.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended, MergedOutput, SummedQueries
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import Chunk
-from streambp.device import autocast_dtype
+from streambp.device import without_autocast
 
 Layout = Spans | DenseMask
 
@@ -76,6 +78,20 @@ def attend_blocks(
         plan: the blocks, if they are known.
         keep_wide: keep o as it is before rounding where backward can use it. [Note: rounded outputs]
     """
+    with without_autocast(q.device.type):  # [Note: scores under autocast]
+        return _attend_blocks(q, site, layout, chunk, params, sink, keep_wide, plan)
+
+
+def _attend_blocks(
+    q: Tensor,
+    site: Site,
+    layout: Layout,
+    chunk: Chunk,
+    params: Params,
+    sink: Tensor | None,
+    keep_wide: bool,
+    plan: BlockPlan | None,
+) -> Attended:
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
         plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
@@ -158,7 +174,6 @@ class PrefixAttention(torch.autograd.Function):
         o = attended.o.contiguous()
         ctx.save_for_backward(q, o if attended.wide is None else attended.wide, attended.lse, sink)
         ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
-        ctx.autocast = autocast_dtype(q.device.type)
         return o.view_as(o)
 
     @staticmethod
@@ -178,7 +193,7 @@ class PrefixAttention(torch.autograd.Function):
             do_wide, o_wide = widened(do, width), widened(o, width)
         whole = 0, q.shape[0], 0, q.shape[1]
         do_whole, q_whole, o_whole = cut(do_wide, *whole), cut(q, *whole), cut(o_wide, *whole)
-        as_forward = _in_autocast(q.device.type, ctx.autocast)  # scores computed again must fit to the forward's lse
+        uncast = without_autocast(q.device.type)  # [Note: scores under autocast]
         visits = zip(site.visit(plan.blocks, gradients=True), params.tasks(plan, layout, q.device), strict=True)
         for number, ((block, k, v), task) in enumerate(visits):
             queries = b0, b1, t0, t1 = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
@@ -186,20 +201,13 @@ class PrefixAttention(torch.autograd.Function):
             if not plan.covers[number]:
                 do_here, q_here, o_here = cut(do_wide, *queries), cut(q, *queries), cut(o_wide, *queries)
                 lse_here = lse[b0:b1, :, t0:t1]
-            with as_forward:
+            with uncast:
                 dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
             summed.add(number, dq)
             site.add(block, dk, dv if size == width else narrowed(dv, size))
         dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
         dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
         return summed.result(), dk_own.to(q.dtype), dv_own.to(q.dtype), dsink, None, None, None, None, None
-
-
-def _in_autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Within, `autocast_dtype` is `dtype`."""
-    if dtype == autocast_dtype(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
 
 def _sink_gradient(do: Tensor, o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -312,9 +312,9 @@ def agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: 
 
 def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     """The first and the last key that each query reads, [B, T] each in int64; a query that reads none has last < first."""
-    first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long)  # [B, T]
+    first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long, device="cpu")  # [B, T]
     last = torch.full_like(first, -1)
-    query = torch.arange(spans.length)
+    query = torch.arange(spans.length, device="cpu")
     for row, runs in enumerate(spans.rows):
         for run in runs:
             here = slice(run.q0, run.q1)

@@ -280,7 +280,7 @@ class ChunkMask(AttentionPoint):
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
             prefix.sdpa |= as_sdpa(q, k, v, dropout, softcap is None and sink is None)
-        seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
+        seed = int(torch.randint(2**62, (), device="cpu")) if dropout > 0.0 else 0
         params = Params(backend, scale, softcap, dropout, seed)
         site = self._site(index, k, v)
         if self.stage is Stage.REFILL and self.call == prefix.calls:

@@ -53,6 +53,8 @@ if AVAILABLE:
         b = tl.load(part, mask=inside & (part_weight > 0.0)[:, None], other=0.0).to(tl.float32)
         merged = a * (weight * shrink)[:, None] + b * (part_weight * shrink)[:, None]
         tl.store(out, merged.to(out.dtype.element_ty), mask=inside)
+        # Each warp reads the logsumexp of its own tokens, and the first warp writes that of all: not before all have read.
+        tl.debug_barrier()
         tl.store(lse, safe + tl.log(total), mask=there)
 
 

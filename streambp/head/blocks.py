@@ -10,15 +10,13 @@ float32 copies, so its blocks are smaller.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from streambp.device import autocast_dtype
+from streambp.device import without_autocast
 from streambp.head.triton_fold import fold_rows, serves
 from streambp.head.triton_gradient import write_gradient
 
@@ -97,7 +95,7 @@ class Products:
     def of(self, hidden: Tensor, columns: slice) -> Tensor:
         """Raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
         weight, bias = self.weight(hidden.dtype), self._bias
-        with _without_autocast(hidden.device.type):  # the hidden states have its dtype, unless another is wanted
+        with without_autocast(hidden.device.type):  # the hidden states have its dtype, unless another is wanted
             return torch.nn.functional.linear(hidden, weight[columns], None if bias is None else bias[columns])
 
     def weight(self, dtype: torch.dtype) -> Tensor:
@@ -106,10 +104,6 @@ class Products:
             self._weight = self._weight.to(dtype)
             self._bias = None if self._bias is None else self._bias.to(dtype)
         return self._weight
-
-
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
 
 
 def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:

@@ -139,6 +139,6 @@ def counts_when_alone() -> Counts:
             return mark(torch.empty_like(gradient))
 
     with torch.enable_grad():
-        x = torch.zeros(2, requires_grad=True)
-        torch.autograd.grad(Probe.apply(Probe.apply(x)), [x], torch.zeros(2))
+        x = torch.zeros(2, requires_grad=True, device="cpu")
+        torch.autograd.grad(Probe.apply(Probe.apply(x)), [x], torch.zeros_like(x))
     return seen[1]

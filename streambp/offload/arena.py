@@ -109,7 +109,11 @@ class Arena:
 
 def as_tensor(host: Tensor, like: Tensor) -> Tensor:
     """Host memory [size], uint8, seen as a tensor of the shape [...] and dtype of `like`, which is `size` bytes large."""
-    return host.view(like.dtype).view(like.shape) if like.numel() else torch.empty(like.shape, dtype=like.dtype)
+    return (
+        host.view(like.dtype).view(like.shape)
+        if like.numel()
+        else torch.empty(like.shape, dtype=like.dtype, device=host.device)
+    )
 
 
 def local_ranks() -> int:

@@ -116,7 +116,7 @@ class SynchronousEngine:
 
     def host_buffer(self, size: int) -> Tensor:
         """`size` bytes of plain memory [size], uint8, not pinned."""
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def like(self, host: Tensor) -> Tensor:
         """An empty tensor like `host` [...], on this engine's device."""
@@ -186,7 +186,7 @@ class PinnedMemory:
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         """`size` bytes [size], uint8, for `device` and others; one warning the first time that they cannot be pinned."""
-        buffer = torch.empty(size, dtype=torch.uint8)  # [size]
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # [size]
         error = pin(buffer) if self.pinned else 0
         if error:
             self.pinned = False

@@ -15,7 +15,7 @@ import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.config import LAST, StreamConfig
-from streambp.device import memory_limit
+from streambp.device import counted_bytes, memory_limit
 from streambp.distributed.zero import is_partitioned
 from streambp.model.state import PatchState
 from streambp.model.unpatched import UnpatchedRuns
@@ -220,7 +220,7 @@ def free_memory(device: torch.device) -> float | None:
     """Bytes that a step may take on a device beyond what is allocated now; None where no limit is known."""
     if device.type != "cuda":
         return None
-    return USABLE * memory_limit(device) - torch.cuda.memory_allocated(device)
+    return USABLE * memory_limit(device) - counted_bytes(device, "allocated")
 
 
 @dataclasses.dataclass

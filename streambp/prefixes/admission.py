@@ -197,7 +197,7 @@ def _trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[
     ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
     assert ids is not None
     length = TRIAL[1]
-    tokens = torch.randint(vocabulary, TRIAL, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(vocabulary, TRIAL, generator=torch.Generator().manual_seed(0), device="cpu")
     tokens[1, : length // 2] = tokens[0, : length // 2]
     tokens[2, : length * 5 // 6] = tokens[1, : length * 5 // 6]
     real = torch.ones_like(tokens)

@@ -108,11 +108,11 @@ class Tree:
 
     def places(self, device: torch.device) -> Tensor:
         """[B, T]: where the packed row has each token of the batch; for padding its length, which is behind it."""
-        found = torch.full((len(self.rows), self.width), self.length)
+        found = torch.full((len(self.rows), self.width), self.length, device="cpu")
         for index, row in enumerate(self.rows):
             for piece in row.pieces:
                 start = row.column + piece.at
-                found[index, start : start + piece.stop - piece.start] = torch.arange(piece.start, piece.stop)
+                found[index, start : start + piece.stop - piece.start] = torch.arange(piece.start, piece.stop, device="cpu")
         return found.to(device)
 
     def packed(self, batch: Tensor) -> Tensor:

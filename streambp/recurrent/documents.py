@@ -112,7 +112,7 @@ class PackedRows:
         """The same for kernels, by the arguments of these names; one object for all layers of a forward."""
         if names not in self._told:
             length = self.ends[0][-1]
-            ids = torch.zeros(len(self.ends), length, dtype=torch.int32)  # [B, T]
+            ids = torch.zeros(len(self.ends), length, dtype=torch.int32, device="cpu")  # [B, T]
             for row, ends in enumerate(self.ends):
                 ids[row, list(ends[1:-1])] = 1
             told = ids.cumsum(-1, dtype=torch.int32).to(device)

@@ -76,11 +76,7 @@ def test_on_a_gpu():
     compare("cuda")
 
 
-@pytest.mark.fast("bf16-bf16-80", "bf16-fp32-90", "fp32-bf16-80")
-@needs_triton
-@pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize(("dtype", "out_dtype"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")])
-def test_compiles_without_a_device(architecture, dtype, out_dtype, tmp_path):
+def compiled(architecture, dtype, out_dtype):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -93,14 +89,42 @@ def test_compiles_without_a_device(architecture, dtype, out_dtype, tmp_path):
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
     source = ASTSource(triton_merge._kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     target = GPUTarget("cuda", architecture, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": triton_merge.WARPS})
+    return triton.compile(source, target=target, options={"num_warps": triton_merge.WARPS})
+
+
+DTYPES_ON_A_GPU = [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")]
+
+
+@pytest.mark.fast("bf16-bf16-80", "bf16-fp32-90", "fp32-bf16-80")
+@needs_triton
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES_ON_A_GPU)
+def test_compiles_without_a_device(architecture, dtype, out_dtype, tmp_path):
+    import triton
+
     binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
+    binary.write_bytes(compiled(architecture, dtype, out_dtype).asm["cubin"])
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     usage = subprocess.run([tool, "--dump-resource-usage", str(binary)], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
     assert registers <= 72
     assert stack == 0, "it spills"
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES_ON_A_GPU)
+def test_no_warp_writes_a_logsumexp_that_another_has_still_to_read(dtype, out_dtype):
+    """The compiler gives each warp its own tokens to read and the first warp all to write: between them all warps wait.
+
+    The interpreter runs a program as one thread, so that this cannot be seen in its numbers.
+    """
+    kernel = compiled(90, dtype, out_dtype).asm["ptx"]
+    order = re.findall(r"ld\.global|st\.global|bar\.sync", kernel)
+    *before, last = order
+    assert last == "st.global"
+    waits = max((i for i, what in enumerate(before) if what == "bar.sync"), default=0)
+    assert "ld.global" in before
+    assert "ld.global" not in before[waits:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -4,13 +4,16 @@
 # Each step is one command of less than ten minutes and writes to FOLDER/<step>.txt as it goes, so an interrupted hour leaves
 # what it learnt; FOLDER/<step>.csv has rows of benchmarks. A step that has ended is not run again: its exit code is the
 # last line of its file. Without STEP all of them run, one after the other, whatever the others found. What follows -- goes
-# to every script of tests/gpu; with `--device cpu --tiny` the benchmarks, too, run a small shape on the CPU.
+# to every script of tests/gpu; with `--device cpu --tiny` the benchmarks, too, run a small shape on the CPU. Where FOLDER
+# does not outlast a command, or may have few files, name the steps: each of them leaves two files at most.
 #
 # PYTHON   the interpreter (python)
-# WHEELS   a folder of wheels that this machine lacks and that need no building (liger-kernel, fla-core, trl): they are
-#          unpacked to FOLDER/wheels and put on PYTHONPATH. Where there is a network:
-#              pip download --no-deps -d FOLDER liger-kernel==0.8.5 fla-core==0.6.0 trl==1.16.0
-# MINUTES  begin no row of a step after so many (9); rows of their own processes are stopped then
+# WHEELS   a folder of wheels that this machine lacks and that need no building: they are unpacked to a folder of their own
+#          and put on PYTHONPATH. TRL imports datasets, which wants dill and multiprocess; no peer's row runs without.
+#          Where there is a network, for a machine with Python 3.12:
+#              pip download --no-deps --only-binary=:all: --python-version 3.12 -d FOLDER liger-kernel==0.8.5 \
+#                  fla-core==0.6.0 trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
+# MINUTES  begin no row of a step after so many (8.5); rows of their own processes are stopped then
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 folder=${1:?"give a folder for the output"}
@@ -18,14 +21,16 @@ shift
 steps=()
 while [ $# -gt 0 ] && [ "$1" != "--" ]; do steps+=("$1"); shift; done
 [ $# -gt 0 ] && shift
-python=${PYTHON:-python} minutes=${MINUTES:-9} tiny=0
+python=${PYTHON:-python} minutes=${MINUTES:-8.5} tiny=0
 case " $* " in *" --tiny "*) tiny=1 ;; esac
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 path=$PWD
 if [ -n "${WHEELS:-}" ]; then
-    for wheel in "$WHEELS"/*.whl; do "$python" -m zipfile -e "$wheel" "$folder/wheels" || exit 2; done
-    path=$path:$folder/wheels
+    unpacked=$(mktemp -d) || exit 2
+    trap 'rm -rf "$unpacked"' EXIT
+    for wheel in "$WHEELS"/*.whl; do "$python" -m zipfile -e "$wheel" "$unpacked" || exit 2; done
+    path=$path:$unpacked
 fi
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
@@ -49,6 +54,7 @@ PEERS="axolotl-liger streambp-liger trl-offload-liger liger alst"
 
 run_step() {
     case $1 in
+        exact) rows exact_rows ;;
         headline) rows headline --csv "$folder/headline.csv" --row 'check*' --row '*-liger' ;;
         headline_plain) rows headline --row trl-selective --row streambp-lean --row checkpointing ;;
         ops) rows op_rows ;;
@@ -68,8 +74,8 @@ run_step() {
         *) echo "no step is named $1; they are: ${ALL[*]}" >&2; return 2 ;;
     esac
 }
-ALL=(headline ops errors offload headline_plain peers length_16k length_128k states two_layers offload_lora offload_full
-    offload_262k errors_right pytest planner)
+ALL=(exact headline ops errors offload headline_plain peers length_16k length_128k states two_layers offload_lora
+    offload_full offload_262k errors_right pytest planner)
 [ ${#steps[@]} -gt 0 ] || steps=("${ALL[@]}")
 failed=0
 for step in "${steps[@]}"; do

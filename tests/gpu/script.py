@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from paper_repro.figures import versions
+from paper_repro.figures import commit, versions
 from paper_repro.rows import Result, add_arguments, print_rows
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +42,8 @@ def main(
 
 
 def environment(device: str) -> Iterator[Result]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    yield f"{name}; {versions()}; commit {commit.stdout.strip() or 'unknown'}\n", True
+    yield f"{name}; {versions()}; commit {commit()}\n", True
 
 
 def failed(problems: Iterable[str]) -> str:

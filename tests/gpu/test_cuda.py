@@ -149,6 +149,11 @@ def test_rows_say_what_they_ran_on():
         assert "; cuDNN 91900; commit" in next(script.environment("cpu"))[0]
 
 
+def test_a_machine_without_git_is_told_apart(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert next(script.environment("cpu"))[0].endswith("commit unknown\n")
+
+
 @pytest.mark.full
 def test_a_row_that_raises_is_not_the_last(monkeypatch):
     real = report.relative_l2

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import streambp
-from streambp.attention import attend, kernels
+from streambp.attention import attend, kernels, merge
 from streambp.config import StreamConfig
 from streambp.head import blocks
 from streambp.head.log_probs import BlockwiseLogProbs, make_inputs
@@ -167,22 +167,49 @@ def scores_in_autocast(monkeypatch):
     )
     model = streambp.patch(build("qwen3", attention_dropout=0.1), StreamConfig(chunk_size=5))
     in_float32(model.model.layers[0].self_attn)
-    gradients_of(model, labelled(make_batch("plain")))
+    gradients_of(model, labelled(make_batch("plain")), inside=True)
     return seen
 
 
-def test_attention_is_computed_again_as_in_forward(monkeypatch):
-    """Scores of another precision would not fit to the forward's logsumexp."""
-    seen = scores_in_autocast(monkeypatch)
-    first, second = seen.count(False), seen.count(True)
-    assert first == second > 0
+def test_no_kernel_of_attention_runs_in_autocast(monkeypatch):
+    """[Note: scores under autocast]"""
+    assert set(scores_in_autocast(monkeypatch)) == {False}
 
 
-def test_attention_in_the_autocast_of_backward_is_not(monkeypatch):
+def test_kernels_in_autocast_are_seen(monkeypatch):
     """The mutant of the one above."""
-    monkeypatch.setattr(attend, "_in_autocast", lambda device, dtype: contextlib.nullcontext())
-    seen = scores_in_autocast(monkeypatch)
-    assert seen.count(True) < seen.count(False)
+    monkeypatch.setattr(attend, "without_autocast", lambda device: contextlib.nullcontext())
+    assert True in scores_in_autocast(monkeypatch)
+
+
+def test_windows_under_autocast_are_as_precise_as_unpatched():
+    """Their edges are attended by plain products, beside fused kernels that are handed the logsumexp of both."""
+    with attended_logsumexps() as dtypes:
+        assert_as_precise(map(errors_with_windows, itertools.count()))
+    assert dtypes == {torch.float32}
+
+
+def errors_with_windows(seed):
+    model, batch = build("gemma3", seed=seed), make_batch("plain", seed=seed)
+    truth = gradients_of(model, labelled(batch), autocast=contextlib.nullcontext)
+    stock = gradients_of(model, labelled(batch))
+    ours = gradients_of(streambp.patch(model, StreamConfig(chunk_size=5, saves=())), labelled(batch))
+    return relative_l2(ours, truth), relative_l2(stock, truth)
+
+
+@contextlib.contextmanager
+def attended_logsumexps():
+    """The dtypes of what attention leaves behind."""
+    seen, real = set(), merge.MergedOutput.result
+
+    def result(self):
+        attended = real(self)
+        seen.add(attended.lse.dtype)
+        return attended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge.MergedOutput, "result", result)
+        yield seen
 
 
 @pytest.mark.parametrize("one_pass", [False, True])

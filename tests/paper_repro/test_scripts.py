@@ -6,8 +6,11 @@ import csv
 import dataclasses
 import json
 import math
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from tests.oracle import worst_error
 from tests.seeds import seed_of
 from tests.tiers import thinned
 
+ROOT = Path(__file__).parents[2]
 ON_CPU = ("plain", "trl", "trl-selective", "axolotl", "streambp", "streambp-lean")
 CASES = [("sft", False), ("dpo", True)]
 
@@ -278,6 +282,41 @@ def test_rows_go_on_after_one_that_fails():
     assert list(each(rows, ["a 1", "b"], Deadline())) == [("first", True), ("last", True)]
     assert [passed for _, passed in each(rows, ["c"], Deadline())] == [False]
     assert list(each(rows, ["a *"], Deadline(0))) == [("not run, 0 minutes are over: --row 'a 1' --row 'a 2'", False)]
+
+
+LOST = """
+import argparse, os, sys
+from paper_repro import rows
+
+def fails():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+rows.device_is_lost = lambda: rows.FAILED_BEFORE not in os.environ
+parser = argparse.ArgumentParser()
+parser.add_argument("--tiny", action="store_true")
+rows.add_arguments(parser)
+args = parser.parse_args()
+told = lambda name: lambda: (f"{name} of {args.row}, {args.tiny}, {args.minutes < 7}", True)
+table = [("a 1", told("a 1")), ("a 2", fails), ("b", told("b")), ("c *", told("c *")), ("a 3", told("a 3"))]
+sys.exit(not rows.print_rows(rows.each(table, args.row, rows.Deadline(args.minutes))))
+"""
+
+
+def test_rows_after_a_lost_device_run_in_a_new_process(tmp_path):
+    """Those that are left, within the time that is left, and what failed before still counts."""
+    script = tmp_path / "rows.py"
+    script.write_text(LOST)
+    command = [sys.executable, str(script), "--row", "a *", "--tiny", "--row", "b", "--minutes", "7"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert found.stdout.splitlines() == [
+        "a 1 of ['a *', 'b'], True, False",
+        "a 2: FAILED, RuntimeError: CUDA error: an illegal memory access was encountered",
+        "the GPU gives this process nothing but errors; the next rows run in a new one",
+        "b of ['b', 'a 3'], True, True",
+        "a 3 of ['b', 'a 3'], True, True",
+    ], found.stderr
+    assert found.returncode == 1
 
 
 def test_a_search_for_which_no_time_is_left_says_so(monkeypatch):

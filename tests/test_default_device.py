@@ -1,0 +1,50 @@
+"""torch's default device is the program's: what has to be on the host is made there, wherever that is.
+
+covers: attention/masks.py, attention/prefix.py, offload/arena.py, offload/engines.py, prefixes/tree.py,
+  prefixes/admission.py, recurrent/documents.py, layer/gradients.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import streambp
+from streambp.layer import gradients
+from tests import zoo
+from tests.families import build, make_batch
+from tests.offload.runs import assert_same
+from tests.seeds import seed_torch
+
+SETTINGS = {
+    "nothing": {"saves": ()},
+    "offloaded": {"saves": ("attn_out", "kv"), "offload": "cpu"},
+    "tiles": {"saves": (), "offload": "cpu", "gpu_memory": 1},
+    "shared": {"share_prefixes": True},
+}
+MODELS = {
+    "windows": lambda: build("gemma3"),
+    "dropout": lambda: build("qwen3", attention_dropout=0.2),
+    "states": lambda: zoo.build("mamba2", torch.float32),
+}
+
+
+@pytest.mark.fast("packed-nothing-windows", "plain-offloaded-states", "left-padded-tiles-dropout", "plain-shared-windows")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("mode", ["plain", "packed", "left-padded"])
+def test_steps_are_the_same_with_another_default_device(name, settings, mode):
+    """meta stands for the GPU that a program has made its default: what ends up there has no values."""
+    found, batch = [], make_batch(mode)
+    for default in ("cpu", "meta"):
+        gradients.counts_when_alone.cache_clear()
+        model = MODELS[name]()
+        with torch.device(default):
+            streambp.patch(model, streambp.StreamConfig(chunk_size=5, **{"share_prefixes": False, **SETTINGS[settings]}))
+            for _ in range(2):
+                seed_torch(3)
+                model.zero_grad(set_to_none=True)
+                loss = model(**batch, use_cache=False).loss
+                loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert_same(*found)
