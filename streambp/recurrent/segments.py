@@ -35,7 +35,7 @@ from streambp.nested import rebuilt
 from streambp.recurrent.documents import Segment, kind_of
 from streambp.recurrent.scans import StartingFrom, in_torch, scans_of
 from streambp.recurrent.states import StateCache, States
-from streambp.source import written_forward
+from streambp.source import written, written_forward
 
 Part = tuple[Segment, Any, States]  # a segment, what the mixer returned for it, the states it ended with
 
@@ -60,7 +60,7 @@ def _names(module: nn.Module) -> set[str]:
         if klass is nn.Module:
             break
         for value in vars(klass).values():
-            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+            code = getattr(written(value), "__code__", None) if callable(value) else None
             found |= set() if code is None else set(code.co_names)
     return found
 
