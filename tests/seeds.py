@@ -6,7 +6,9 @@ Tests number their draws; `seed_of` makes a seed of such a number. Subprocesses 
 from __future__ import annotations
 
 import os
+import random
 
+import numpy as np
 import torch
 
 BASE = int(os.environ.get("STREAMBP_TEST_SEED", "0"))
@@ -20,6 +22,12 @@ def seed_of(number: int) -> int:
 def seed_torch(number: int = 0) -> None:
     """Seed torch's global generator."""
     torch.manual_seed(seed_of(number))
+
+
+def seed_others(number: int = 0) -> None:
+    """Seed the generators that `random` and `numpy.random` share with the whole program."""
+    random.seed(seed_of(number))
+    np.random.seed(seed_of(number))
 
 
 def seeded(number: int = 0) -> torch.Generator:

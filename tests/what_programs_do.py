@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +32,7 @@ from transformers.models.llama import modeling_llama
 import streambp
 from tests.families import LENGTH, build, make_batch
 from tests.oracle import EXACT, worst_error
-from tests.seeds import seed_torch, seeded
+from tests.seeds import seed_others, seed_torch, seeded
 
 CHUNK = 5
 WRONG = "WRONG"
@@ -182,6 +183,19 @@ def _(t: Trial) -> None:
     loss = t.forward()
     t.layer.mlp.forward = halved(t.layer.mlp.forward)
     loss.backward()
+
+
+@program(BETWEEN, "replaces the forward of the layers' class by one without its signature")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    kind = type(t.layer)
+    forward = kind.forward
+    try:
+        kind.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 0.5
+        t.step()
+    finally:
+        kind.forward = forward
 
 
 @program(BETWEEN, "replaces an activation module by another")
@@ -593,6 +607,55 @@ def _(t: Trial) -> None:
 def _(t: Trial) -> None:
     t.layer.mlp = Noisy(t.layer.mlp)
     t.patch()
+    t.step()
+
+
+class Skipping(nn.Module):
+    """Stochastic depth, by Python's random numbers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x * (0.5 + random.random()) if self.training else x)
+        return y
+
+
+@program(BEFORE, "has a module that draws from Python's `random` (stochastic depth)")
+def _(t: Trial) -> None:
+    seed_others(4)
+    t.layer.mlp = Skipping(t.layer.mlp)
+    t.patch()
+    t.step()
+    t.step()
+
+
+class Centred(nn.Module):
+    """Takes the mean over all tokens off."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x - 0.5 * x.mean(-2, keepdim=True))
+        return y
+
+
+@program(BEFORE, "replaces the final norm by a module that mixes tokens")
+def _(t: Trial) -> None:
+    t.model.model.norm = Centred(t.model.model.norm)
+    t.patch()
+    t.step()
+
+
+@program(BETWEEN, "replaces the final norm's forward by one that mixes tokens")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    forward = t.model.model.norm.forward
+    t.model.model.norm.forward = lambda x: forward(x - 0.5 * x.mean(-2, keepdim=True))
     t.step()
 
 

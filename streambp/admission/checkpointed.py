@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from streambp.admission.generators import generator_states, generators_of, set_generators
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
-from streambp.fingerprint.looks import Look, changed, generator_states, set_generators, versions_of
+from streambp.fingerprint.looks import Look, changed, versions_of
 from streambp.known_names import CACHES
 from streambp.layer.arguments import refuse_written
 from streambp.layer.recompute import check_mode, checkpointable, checkpointing_off, parametrizations_computed
@@ -73,13 +74,13 @@ class Repeatable:
     """A layer's forward for torch's checkpoint, which would recompute another model or batch without a word.
 
     The recomputation raises if parameters, arguments, the mode or what the layer is made of are others than before, and
-    starts from the same buffers and the same states of the layer's own generators. [Note: fingerprint]
+    starts from the same buffers and the same states of the generators that it may draw from. [Note: fingerprint]
     """
 
     def __init__(self, site: LayerSite, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         self._layer, self._run, self._fingerprint = site.layer, run, site.fingerprint
         self._look = self._fingerprint.look(site.layer)
-        self._training = site.layer.training
+        self._generators, self._training = generators_of(site, self._look), site.layer.training
         given = [(name, x) for name, value in {"input": args, **kwargs}.items() for x in tree_leaves(value)]
         tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
         self._parameters = Parameters(site.layer, tensors[0][1].device)
@@ -89,7 +90,7 @@ class Repeatable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is None:
             before, versions = copies(buffers_of(self._layer)), versions_of(self._look)
-            self._generators = generator_states(self._look.body.generators)
+            self._states = generator_states(self._generators)
             with watching(self._look.hooks) as acted:
                 result = self._run(*args, **kwargs)
             self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
@@ -110,13 +111,12 @@ class Repeatable:
         Raise if a hook changes what it is given now alone. The other way round tells nothing: torch stops a recomputation
         before its end, so that some hooks do not run again.
         """
-        generators = self._look.body.generators
-        later = generator_states(generators)
-        set_generators(generators, self._generators)
+        later = generator_states(self._generators)
+        set_generators(self._generators, self._states)
         try:
             with again(self._look.hooks.routing), watching(now.hooks) as acted:
                 yield
         finally:
-            set_generators(generators, later)
+            set_generators(self._generators, later)
             for key in sorted(acted - self._seen.acted):
                 raise changed(self._layer, f"{described(key)} changes what it is given, and changed nothing in forward")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import agree, coarsest
+from streambp.admission.generators import generator_states, generators_kept, generators_of, has_drawn
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import OtherModelError, OwnRun, gradients_of, own_run, small_ones, why_unlike_unpatched
 from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
@@ -40,7 +41,6 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
-from streambp.fingerprint.looks import generator_states, generators_kept
 from streambp.layer.call import LayerCall
 from streambp.layer.graphs import Origin, is_kept, nodes_behind
 from streambp.layer.outputs import ChunkOutput
@@ -51,7 +51,7 @@ from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
-DRAWS = "it draws random numbers of its own, from a torch.Generator"
+DRAWS = "it draws random numbers elsewhere than from torch's default generators"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
 
@@ -108,7 +108,7 @@ def can_stream(call: LayerCall) -> Verdict:
 def _judged(call: LayerCall, x: Tensor) -> tuple[str | None, bool]:
     """Why the layer cannot be cut, None if it can; and whether that holds for calls of this kind to come."""
     site, kind = call.site, call.arguments.kind
-    with generators_kept(call.look.body.generators), Restored(call.layer) as restored:
+    with generators_kept(generators_of(site, call.look)), Restored(call.layer) as restored:
         because, certain = _why_not(call, x)
         set_once = restored.set_once()
         if not set_once:
@@ -155,9 +155,10 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
             named, length = call.arguments.named, x.shape[-2]
             documents, rows = call.packing.tried(x)
             with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
-                states = generator_states(call.look.body.generators)
+                generators = generators_of(call.site, call.look)
+                states = generator_states(generators)
                 because = _try(call, x, upstream, chunk_size)
-                if not all(map(torch.equal, states, generator_states(call.look.body.generators))):
+                if has_drawn(generators, states):
                     return DRAWS, True
                 if because is not None:
                     return because, certain

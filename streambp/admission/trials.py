@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import coarsest
+from streambp.admission.generators import generators_kept, generators_of
 from streambp.admission.rehearsal import CHUNK, TOKENS, Restored, as_trained, nothing_cached, nothing_masked, random_like
 from streambp.attention.kv import KVBuffer
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import has_data
-from streambp.fingerprint.looks import generators_kept
 from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.data_flow import trace_unread
@@ -67,7 +67,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     chunks = call.first_chunks(TOKENS)
     failed: Exception | None = None
     for turned in (True, False):  # a layer may count its keys by their positions, and find none at the highest
-        kept, restored = generators_kept(call.look.body.generators), Restored(call.layer)
+        kept, restored = generators_kept(generators_of(site, call.look)), Restored(call.layer)
         buffers = in_place_of_buffers(copies(buffers_of(call.layer)))
         try:
             with (

@@ -14,15 +14,16 @@ modules (`of`) is asked again only when a look differs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +52,7 @@ NAMED_AT_MOST = 3
 WANTS_GRADIENT = operator.attrgetter("requires_grad")
 VERSION = Tensor._version.__get__  # type: ignore[attr-defined]  # of a tensor: how often it was written to
 ALL_OF, VALUES = itertools.chain.from_iterable, operator.methodcaller("values")  # of all modules in one go
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 CLASSES = "~"  # stands for a module's name where it is the modules' classes that something is of
 
 
@@ -71,7 +73,7 @@ class Body:
         self._lists: list[Any] = []
         self._live: list[tuple[str, dict[str, Any], str]] = []  # attributes that hold what no container does
         self.exact: dict[tuple[str, str, str], Any] = {}
-        self.generators: list[torch.Generator] = []
+        self.generators: list[Generator] = []
         self.parameters: list[Tensor] = []
         self.tensors: list[Tensor] = []  # whose versions count
         self.keys: list[Key] = []  # and where they are
@@ -151,7 +153,7 @@ class Body:
         if holds_more(value):
             self._live.append((key[1], own, key[1]))
         for inner in (value, *(part for _, part in contents(value) or ())):
-            if isinstance(inner, torch.Generator):
+            if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
                 self.generators.append(inner)
             if contents(inner) is not None:
                 (self._tables if isinstance(inner, dict) else self._lists).append(inner)
@@ -333,24 +335,3 @@ def _value(exact: Any, other: Any = None) -> str:
     if isinstance(exact, Mark) and isinstance(other, Mark) and repr(exact) == repr(other):
         return f"another {exact.kind}"
     return f"the function {exact.co_name}" if hasattr(exact, "co_name") else repr(exact)
-
-
-def generator_states(generators: list[torch.Generator]) -> list[Tensor]:
-    """What `set_generators` takes: each generator's state, a tensor [n] of uint8 on the CPU."""
-    return [generator.get_state() for generator in generators]
-
-
-@contextlib.contextmanager
-def generators_kept(generators: list[torch.Generator]) -> Iterator[None]:
-    """Within, what is drawn from them does not count."""
-    states = generator_states(generators)
-    try:
-        yield
-    finally:
-        set_generators(generators, states)
-
-
-def set_generators(generators: list[torch.Generator], states: list[Tensor]) -> None:
-    """Put generators back to the states [n] that `generator_states` gave for them; what was drawn since is drawn again."""
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from streambp.cache import ChunkCache
 from streambp.chunks import Chunk, Forks
-from streambp.errors import BackwardError, StreamBPError
+from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.known_names import CACHES, PAGED_CACHE, PICKED, STATE, TOKEN_DIMS
 from streambp.nested import Slot, rebuilt
 from streambp.recurrent.documents import Documents, PackedRows, documents_of
@@ -88,6 +88,11 @@ class Arguments:
         self.named = _bind(forward, layer, args, kwargs)
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
         given: Tensor = self.named.pop(first)
+        if not isinstance(given, Tensor):
+            raise UnsupportedModelError(
+                f"The forward of {type(layer).__name__} takes hidden states as *{first}, without a name. Give it the "
+                "original's signature (functools.wraps), or replace `forward` on the layer itself."
+            )
         self.token_shape = given.shape[-1:] if given.dim() < 4 else _token_shape(given, self.named.get("position_ids"))
         self.folds = len(self.token_shape) > 1
         self.hidden_states = given.flatten(-2) if self.folds else given  # [..., B, T, h]

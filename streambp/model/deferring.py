@@ -7,9 +7,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from streambp.admission.insides import foreign_parts
 from streambp.head.recipe import HeadRequest, Recipe
-from streambp.instance_forward import InstanceForward
+from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.known_names import FORWARD_HOOKS
 from streambp.lazy.deferred import Deferred
+
+TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)  # of torch's modules; the last is inside of peft's wrappers
+
+
+def can_be_deferred(norm: nn.Module) -> bool:
+    """Whether a final norm may be called with some tokens [n, h] at a time, and once more in backward, for its parameters'
+    gradients alone. What others wrote may mix tokens, count, draw, or train a tensor that is none of its parameters."""
+    if wants_gradients(norm) or foreign_parts(norm, norm.__dict__.get("forward")) or any(True for _ in norm.buffers()):
+        return False
+    inner = [module for module in norm.modules() if module is not norm]
+    hooked = any(getattr(module, name) for module in inner for name in FORWARD_HOOKS)
+    return not hooked and all(_is_known(type(module)) for module in norm.modules())
+
+
+def _is_known(kind: type[nn.Module]) -> bool:
+    return kind in TORCHS or kind.__module__.partition(".")[0] != "torch"
 
 
 class DeferredNorm(InstanceForward):

@@ -25,11 +25,11 @@ from streambp.distributed.host import engine_host_use
 from streambp.distributed.zero import make_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
-from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.instance_forward import InstanceForward
 from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, REPLICATE
 from streambp.layer.arguments import has_cache
 from streambp.layer.site import LayerSite
-from streambp.model.deferring import DeferredNorm
+from streambp.model.deferring import DeferredNorm, can_be_deferred
 from streambp.model.packing import warn_of_documents
 from streambp.model.split import refuse_lone_layer, shards_of
 from streambp.model.state import PatchState, wants_cache
@@ -104,7 +104,7 @@ class LayerForward(InstanceForward):
 
     def _defers(self, norm: nn.Module) -> bool:
         request = self.state.defer_norm
-        return request is not None and any(norm is own for own in request.norms) and not wants_gradients(norm)
+        return request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm)
 
 
 def refuse_replicas() -> NoReturn:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import HALF
+from streambp.admission.generators import OF_ALL, generators_kept
 from streambp.admission.rehearsal import Restored
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, has_data
 from streambp.errors import UnsharedError
-from streambp.fingerprint.looks import Body, generators_kept
+from streambp.fingerprint.looks import Body
 from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
@@ -214,7 +215,7 @@ def _trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[
 @contextlib.contextmanager
 def _leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
     """Within, nothing in it is random, and what its modules count, draw and set does not stay."""
-    buffers, generators = copies(buffers_of(module)), Body(module, set()).generators
+    buffers, generators = copies(buffers_of(module)), (*Body(module, set()).generators, *OF_ALL)
     with _in_eval(module), in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
         yield restored
 

@@ -1,6 +1,6 @@
 """What a program changes in a layer: between a forward and its backward it raises, between two steps it is tried anew.
 
-covers: fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py, fingerprint/reads.py
+covers: admission/generators.py, fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py, fingerprint/reads.py
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import copy
 import dataclasses
 import io
 import itertools
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ from tests.conftest import SHARING
 from tests.families import build, make_batch, mix_neighbours
 from tests.layer.test_side_effects import CONFIG, Wrapped, around_mlp, pair, paths, reasons
 from tests.oracle import EXACT, gradients, worst_error
-from tests.seeds import seed_torch, seeded
+from tests.seeds import seed_of, seed_others, seed_torch, seeded
 from tests.test_contract import check_agree
 from tests.tiers import thinned
 
@@ -588,6 +590,52 @@ def test_a_generator_of_a_modules_own():
     assert reasons(ours) == {probe.DRAWS}
     check_agree(stock.eval(), ours.eval(), **batches[0])
     assert paths(ours) == {"streams"}
+
+
+class Skipping(Wrapped):
+    """Stochastic depth in train mode, by random numbers that are not torch's. shared: with the whole program."""
+
+    def __init__(self, inner, library, shared):
+        super().__init__(inner)
+        self.library, self.own = library, None
+        if not shared:
+            self.own = random.Random(seed_of(5)) if library == "python" else np.random.default_rng(seed_of(5))
+
+    def forward(self, x):
+        numbers = self.own or (random if self.library == "python" else np.random)
+        return self.inner(x * (numbers.random() if self.training else 0.5))
+
+
+class SkippingHook:
+    """The same in a hook."""
+
+    def __call__(self, module, args, out):
+        return out * (random.random() if module.training else 0.5)
+
+
+def skipping(library, shared):
+    if library != "hook":
+        return around_mlp(Skipping, library=library, shared=shared)
+    return lambda layer: layer.mlp.register_forward_hook(SkippingHook())
+
+
+@pytest.mark.parametrize(("library", "shared"), [*itertools.product(["python", "numpy"], [False, True]), ("hook", True)])
+def test_numbers_of_python_and_numpy(library, shared):
+    """Their generators are where they are unpatched after each step, and a recomputation draws as forward did."""
+    found = []
+    for model in pair(skipping(library, shared)):
+        seed_others(6)
+        found.append([])
+        for seed in (1, 2):
+            model.zero_grad()
+            loss = model(**make_batch("plain", seed=seed), use_cache=False).loss
+            loss.backward()
+            found[-1].append({name: p.grad.clone() for name, p in model.named_parameters()})
+            found[-1][-1] |= {"loss": loss.detach(), "next": torch.tensor([random.random(), np.random.random()])}
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert worst_error(ours, theirs) <= EXACT
+        assert torch.equal(ours["next"], theirs["next"])
+    assert reasons(model) == {probe.DRAWS}
 
 
 def lora(**settings):

@@ -1,0 +1,81 @@
+"""Random numbers that a layer draws elsewhere than from torch's default generators, whose states are kept for each chunk.
+
+A module may hold a generator, of torch, Python or NumPy; code that others wrote may draw from those that `random` and
+`numpy.random` share with the whole program (stochastic depth, say). Chunks and recomputations would draw other numbers, so
+that a layer that draws there runs whole, and draws once more the same in backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from streambp.admission.insides import foreign_parts
+from streambp.fingerprint.looks import Generator, Look
+from streambp.layer.products import hooked_everywhere
+from streambp.layer.site import LayerSite
+
+# transformers' own layers never draw from these, and other threads may at any time.
+OF_ALL: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
+
+
+def generators_of(site: LayerSite, look: Look) -> list[Generator]:
+    """Those that the layer may draw from: its own, and if others wrote a part or a hook of it, those that all share."""
+    shared = site.previous is not None or look.hooks.places or hooked_everywhere() or site.of(_has_foreign_parts)
+    return [*look.body.generators, *(OF_ALL if shared else ())]
+
+
+def _has_foreign_parts(layer: nn.Module) -> bool:
+    return bool(foreign_parts(layer, None))
+
+
+def generator_states(generators: Sequence[Generator]) -> list[Any]:
+    """What `set_generators` takes: each generator's state, of torch's a tensor of uint8 on the CPU."""
+    return [_state(generator) for generator in generators]
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    """Put generators back to what `generator_states` gave for them; what was drawn since is drawn again."""
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif isinstance(generator, torch.Generator | np.random.RandomState):
+            generator.set_state(state)
+        else:
+            generator.bit_generator.state = state
+
+
+def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
+    """Whether one of them is no longer in its state of these."""
+    return not all(map(_same, states, generator_states(generators)))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else pickle.dumps(one) == pickle.dumps(other)
+
+
+@contextlib.contextmanager
+def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
+    """Within, what is drawn from them does not count."""
+    states = generator_states(generators)
+    try:
+        yield
+    finally:
+        set_generators(generators, states)
