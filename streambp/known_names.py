@@ -97,7 +97,7 @@ PREDICTION = ("prediction_step", "prediction_loss_only")  # a Trainer's function
 
 # ---- kernels of fla, mamba_ssm and causal_conv1d, and transformers' own code in their place
 
-NEW_KERNEL = "is_new_implementation"  # in the closure of a kernel's wrapper: False where it is transformers' own code
+CALLED_KERNEL = "implementation"  # in the closure of a kernel's wrapper: what it calls, be it transformers' own code
 # Parameters by which a function is known, wherever a modeling file has it from.
 DELTA_RULE = frozenset({"initial_state", "output_final_state"})
 STATE_SCAN = frozenset({"initial_states", "return_final_states", "A"})  # Mamba 2

@@ -35,7 +35,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.chunks import Chunk
-from streambp.known_names import LINEAR_CACHE, NEW_KERNEL, OWN_SCAN, SELECTIVE_SCAN
+from streambp.known_names import CALLED_KERNEL, LINEAR_CACHE, OWN_SCAN, SELECTIVE_SCAN
 from streambp.recurrent.documents import Documents, parameters_of, telling
 from streambp.recurrent.states import Key, StateCache
 from streambp.source import written_forward
@@ -72,8 +72,10 @@ def in_torch(function: Any) -> bool:
     """Whether it is transformers' own code, for want of a kernel; its wrapper alone knows."""
     function = function.forward if isinstance(function, nn.Module) else function
     function = getattr(function, "__func__", function)
-    known = inspect.isfunction(function)
-    return known and inspect.getclosurevars(function).nonlocals.get(NEW_KERNEL) is False
+    if not inspect.isfunction(function):
+        return False
+    called = inspect.getclosurevars(function).nonlocals.get(CALLED_KERNEL)
+    return called is not None and called is getattr(function, "__wrapped__", None)
 
 
 def scans_selectively(layer: nn.Module) -> bool:

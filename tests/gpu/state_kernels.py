@@ -187,9 +187,9 @@ def fallbacks(module: str, kernels: tuple[str, ...]) -> list[str]:
 def is_from_its_package(function: Function) -> bool:
     """Whether transformers' wrapper calls another function than its own. It takes its own where an import fails."""
     while function is not None:
-        new = inspect.getclosurevars(function).nonlocals.get("is_new_implementation")
-        if new is not None:
-            return bool(new)
+        called = inspect.getclosurevars(function).nonlocals.get("implementation")
+        if called is not None:
+            return called is not function.__wrapped__
         function = getattr(function, "__wrapped__", None)
     return False
 
