@@ -132,5 +132,5 @@ def test_without_the_look_a_first_step_breaks(monkeypatch):
     """The mutant."""
     monkeypatch.setattr(stacks, "_wrapped", lambda module: None)
     model = streambp.patch(wrap(build("qwen3"), NO_REENTRANT), streambp.StreamConfig(chunk_size=5))
-    with pytest.raises(AttributeError):
+    with pytest.raises(UnsupportedModelError, match="without a name"):
         model(**make_batch("plain"), use_cache=False)
