@@ -46,8 +46,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks `full` what `@pytest.mark.fast(...)` leaves out."""
+    """Marks `full` what `@pytest.mark.fast(...)` leaves out, and skips what needs a GPU where there is none."""
     tiers.leave_out(items)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:

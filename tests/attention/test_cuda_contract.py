@@ -103,7 +103,7 @@ def test_every_block_has_head_sizes_that_its_kernel_takes(case, monkeypatch):
             assert tuple(pair) in takes, operator
         cudnn = any(operator.startswith("cudnn") for operator, *_ in recorder.sizes)
         native = (machine is H200 and sizes != (512, 512)) or (machine is B200 and sizes == (192, 128))
-        assert cudnn == (native and "window" not in name)
+        assert cudnn == (native and name not in ("window", "small window"))  # the end of padding leaves larger blocks
         if machine is MI300 and sizes != (512, 512):
             assert not {operator for operator, *_ in recorder.sizes} - {"flash", "flash backward"}
 

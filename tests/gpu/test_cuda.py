@@ -27,11 +27,8 @@ from tests.families import build, make_batch
 from tests.gpu import offload_rows, report, script
 from tests.oracle import relative_l2
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("spans", report.SPANS)
 def test_gradients_are_as_precise_as_unpatched_ones(spans):
     rows = list(report.report(arguments(row=[f"{spans} *"], device="cuda", tiny=False)))
@@ -187,7 +184,6 @@ def gradient_of(**settings):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("gpu_memory", [None, 1])
 def test_offloading_changes_nothing(gpu_memory):
     """As close to a run without it as two such runs are to each other (FlashAttention's backward adds in any order)."""
@@ -196,7 +192,6 @@ def test_offloading_changes_nothing(gpu_memory):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("gpu_memory", [None, 1, "1GiB"])
 def test_offloading_changes_no_bit_of_deterministic_kernels(gpu_memory, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -211,7 +206,6 @@ def test_offloading_changes_no_bit_of_deterministic_kernels(gpu_memory, monkeypa
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("gpu_memory", [None, 1])
 def test_no_growth_and_stalls_are_counted_on_a_device(gpu_memory):
     model, batch = model_and_batch(offload="cpu", gpu_memory=gpu_memory)
@@ -228,7 +222,6 @@ def test_no_growth_and_stalls_are_counted_on_a_device(gpu_memory):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.full
 @pytest.mark.parametrize("name", offload_rows.ROWS)
 def test_rows(name):

@@ -24,8 +24,6 @@ from tests.gpu import state_rows
 from tests.layer import reference_kernels
 from tests.versions import needs_mixer_functions
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def rows(name, device="cpu", tiny=True):
     _, *found = state_rows.report(argparse.Namespace(device=device, tiny=tiny, row=[name], minutes=8.0))
@@ -33,7 +31,6 @@ def rows(name, device="cpu", tiny=True):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @needs_mixer_functions
 @pytest.mark.parametrize("name", state_rows.ROWS)
 def test_rows(name):
