@@ -18,6 +18,8 @@ from torch import nn
 
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import (
+    COMPILED,
+    COMPILED_CALL,
     COMPILED_FROM,
     DEPRECATION,
     FORWARDS_ARE_PLAIN,
@@ -110,6 +112,22 @@ def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if isinstance(forward, MethodType) or not home_of(forward).startswith("torch._dynamo"):
         return forward
     return getattr(forward, COMPILED_FROM, forward)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `Module.compile` or `torch.compile` compiles the module, or its forward."""
+    own = vars(module)
+    forward = own.get("forward")
+    return (
+        own.get(COMPILED_CALL) is not None
+        or COMPILED in module._modules
+        or (forward is not None and eager(forward) is not forward)
+    )
+
+
+def compiled_inside(module: nn.Module) -> list[nn.Module]:
+    """The modules in it that are compiled."""
+    return [inner for inner in module.modules() if inner is not module and is_compiled(inner)]
 
 
 def name_of(function: Any) -> str:

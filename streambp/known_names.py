@@ -140,6 +140,7 @@ TENSOR_HOOKS = ("register_hook", "retain_grad")  # methods that ask for a tensor
 UNSEEN_WRITES = frozenset({"data", "numpy", "data_ptr", "set_", "untyped_storage"})  # ways to write past a version
 REPLICATE = "_replicate_for_data_parallel"  # of a module, called by DataParallel, which is refused
 COMPILED = "_orig_mod"  # of what `torch.compile` makes of a module
+COMPILED_CALL = "_compiled_call_impl"  # of a module that `Module.compile` has compiled; None of others
 COMPILED_FROM = "_torchdynamo_orig_callable"  # of what it makes of a function
 USE_COUNT = "_use_count"  # of a tensor: who refers to it. Without it no gradient is written over
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.probe import can_stream
+from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
 from streambp.attention.masks import LazyMask
@@ -107,7 +108,8 @@ def admit(
     if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):
         return call
     try:
-        failed, verdict = look_for_writes(call), can_stream(call)
+        with nothing_compiled():
+            failed, verdict = look_for_writes(call), can_stream(call)
     except torch.OutOfMemoryError as error:
         raise explained(error, site, call.plan) from error
     if not verdict.streams:

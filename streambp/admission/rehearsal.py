@@ -105,6 +105,15 @@ def nothing_cached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cache)
 
 
+def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
+    """Within, compiled modules and functions run as they were written.
+
+    A trial judges what a layer computes. Compiled, its few tokens would each time be one more shape to compile for, of the
+    eight that torch allows before it compiles no more, and the backward of compiled code frees what a second one reads.
+    """
+    return torch.compiler.set_stance("force_eager")
+
+
 @contextlib.contextmanager
 def evaluated(call: LayerCall) -> Iterator[None]:
     """Dropout draws other numbers for other chunks; without it the two runs must agree.

@@ -28,7 +28,16 @@ from torch import Tensor, nn
 
 from streambp.admission.agreement import coarsest
 from streambp.admission.generators import generators_kept, generators_of
-from streambp.admission.rehearsal import CHUNK, TOKENS, Restored, as_trained, nothing_cached, nothing_masked, random_like
+from streambp.admission.rehearsal import (
+    CHUNK,
+    TOKENS,
+    Restored,
+    as_trained,
+    nothing_cached,
+    nothing_compiled,
+    nothing_masked,
+    random_like,
+)
 from streambp.attention.kv import KVBuffer
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
@@ -50,7 +59,7 @@ def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input:
     """Which Linear products this layer's refill and recomputation can leave out."""
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
-    with call.autocast.restored():  # [Note: autocast in backward]
+    with call.autocast.restored(), nothing_compiled():  # [Note: autocast in backward]
         return _find_unread(call, linears, needs_input)
 
 

@@ -28,6 +28,7 @@ OURS = (AttentionPoint, LazyMask)  # what streamed models have for masks
 UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS})
 
 
+@torch.compiler.disable  # compiled code around it breaks here: the blocks of a chunk differ from chunk to chunk
 def stream_attention(
     module: nn.Module,
     query: Tensor,

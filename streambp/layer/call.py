@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -22,6 +23,7 @@ from streambp.chunks import Chunk, merged, plan_chunks
 from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, SeenBefore
+from streambp.foreign import compiled_inside
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
@@ -203,6 +205,9 @@ class LayerCall:
             states = None if states is None else {key: state.clone() for key, state in states.items()}
             if prefix is not None or stage is not Stage.FORWARD:
                 hidden_chunk = hidden_chunk.clone()
+        if prefix is None and self.site.of(compiled_inside):
+            # A chunk is a view at an offset, of a row as long as the sequence: compiled code would be made anew for these.
+            hidden_chunk = hidden_chunk.clone(memory_format=torch.contiguous_format)
         prefix = prefix or self.carried.prefix
         prefix.overwritten |= overwritten.attended
         mask = ChunkMask(prefix, chunk, stage, saved, picks)

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.indexers import indexers_of
 from streambp.distributed.engines import drops_masks
+from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
 
 Labels = frozenset[str]
@@ -68,15 +69,17 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
 
     {} if anything watches the inside of the layer: a forward hook must see true values in recomputations too. Without those
     of indexers, which are called for a few queries at a time. [Note: indexers]
+    Without those inside of compiled modules: a forward that changes between passes would be compiled anew for each.
     """
     inner = [module for module in layer.modules() if module is not layer]
     if any(not drops_masks(hook) for m in inner for table in MODULE_HOOKS for hook in getattr(m, table).values()):
         return {}
-    picking = {id(module) for indexer in indexers_of(layer) for module in indexer.modules()}
+    apart = [*indexers_of(layer), *compiled_inside(layer)]
+    inside = {id(module) for found in apart for module in found.modules()}
     return {
         name: module
         for name, module in layer.named_modules()
-        if id(module) not in picking
+        if id(module) not in inside
         and type(module) is nn.Linear
         and "forward" not in module.__dict__
         and type(module.weight) in PLAIN

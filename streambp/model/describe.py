@@ -17,7 +17,7 @@ from streambp.chunks import AUTO_RULE
 from streambp.distributed.engines import belongs_to_engine
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.foreign import foreign_forward, trls_head, wrapped_functions
+from streambp.foreign import foreign_forward, is_compiled, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
 from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
 from streambp.layer.site import LayerSite
@@ -336,6 +336,13 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         )
     if found.state.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran as unpatched")
-    if hasattr(model, COMPILED) or any(m._compiled_call_impl is not None for m in model.modules()):
+    layers = [wrapper.module for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward)]
+    named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
+    inside = {name for name, module in named if is_compiled(module)}
+    insides = {id(module) for _, module in named}
+    if hasattr(model, COMPILED) or any(is_compiled(m) for m in model.modules() if id(m) not in insides):
         notes.append("streamed layers stay eager under torch.compile; the rest of the model is compiled")
+    if inside:
+        names = ", ".join(sorted({name.removesuffix(f".{COMPILED}") for name in inside}))
+        notes.append(f"{names} run compiled inside of streamed layers; outputs of Linears in there are not saved")
     return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))
