@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import json
-import math
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,18 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streambp.chunks import plan_chunks
-from streambp.config import StreamConfig
+from streambp.config import StreamConfig, parse_bytes
 from streambp.errors import ConfigError, StreamBPError
 from streambp.launch.command import add_launch, split
-from streambp.planner.devices import DEFAULT, DEVICES, Rates, rates_of, write_rates
+from streambp.planner.devices import DEFAULT, DEVICES, Rates, device_of, rates_of, write_rates
 from streambp.planner.measure import compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.mixers import CHOICES
 from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
 from streambp.planner.profile import Profile, Setting
-from streambp.planner.report import Progress, comparison_table, plan_table, rates_table
+from streambp.planner.remedies import Remedy, Training, remedies, with_options
+from streambp.planner.report import Progress, as_json, comparison_table, plan_table, rates_table, remedies_table
 from streambp.planner.rollouts import COMPLETIONS, Rollouts, Way, both_ways, rollouts_table
 from streambp.verify.compare import verify
 
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     `streambp launch` returns the exit code of its program.
     """
     ours, program = split(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(ours, argparse.Namespace(program=program))
+    arguments = _parser().parse_args(ours, argparse.Namespace(program=program, given=ours))
     try:
         code: int = arguments.run(arguments)
     except StreamBPError as error:
@@ -102,7 +101,7 @@ def _run_verify(arguments: argparse.Namespace) -> int:
     result = verify(
         model, arguments.seq_len, arguments.chunk_size, saves, arguments.seed, left_padding=arguments.left_padding
     )
-    print(_to_json(result) if arguments.json else result.table(max(arguments.top, 0)))
+    print(as_json(result) if arguments.json else result.table(max(arguments.top, 0)))
     return EXACT if result.exact else NOT_EXACT
 
 
@@ -127,8 +126,12 @@ def _add_plan(commands: Any) -> None:
     _add_ranks(command)
     command.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage, 3 for FSDP2")
     command.add_argument("--batch-size", type=int, default=1, help="rows on each GPU (default %(default)s)")
-    command.add_argument(
+    trained = command.add_mutually_exclusive_group()
+    trained.add_argument(
         "--lora", type=int, metavar="RANK", help="train adapters of this rank on every Linear of the layers"
+    )
+    trained.add_argument(
+        "--full", action="store_true", help="train every parameter (default: plan that, and LoRA beside it)"
     )
     command.add_argument("--bits", type=int, choices=(4, 8, 16), default=16, help="of a frozen base (default %(default)s)")
     command.add_argument(
@@ -184,7 +187,7 @@ def _add_seconds(command: argparse.ArgumentParser) -> None:
         "--device",
         metavar="NAME",
         help=f"whose rates seconds are computed from: {', '.join(DEVICES)}, or a file of --measure-device (default: "
-        f"{DEFAULT})",
+        f"a usual one with so much memory, else {DEFAULT})",
     )
     command.add_argument(
         "--measure-device",
@@ -208,7 +211,9 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     if not arguments.model and arguments.measure_device is not None:
         return FITS
     if not arguments.model or arguments.gpu_memory is None:
-        raise ConfigError("A plan needs MODEL and --gpu-memory, such as `streambp plan Qwen/Qwen3-8B --gpu-memory 80GiB`.")
+        raise ConfigError(
+            "A plan needs MODEL and --gpu-memory, such as `streambp plan Qwen/Qwen3-8B --gpu-memory 80GiB --lora 16`."
+        )
     setting = Setting(
         gpus=max(arguments.ulysses, arguments.context_parallel) if arguments.gpus is None else arguments.gpus,
         ulysses=arguments.ulysses,
@@ -245,10 +250,31 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         _write_page(arguments, found, *([one.profile for one in some] for some in (others, switched)))
     if arguments.group is not None:
         ways = list(_rollouts(arguments, found))
-        print(_to_json({"group": ways}) if arguments.json else rollouts_table(found, ways))
+        print(as_json({"group": ways}) if arguments.json else rollouts_table(found, ways))
         return FITS if all(shared.fits for _, shared in ways) else DOES_NOT_FIT
-    print(_to_json(found) if arguments.json else plan_table(found))
+    print(as_json(found) if arguments.json else plan_table(found))
+    if not arguments.json:
+        _print_what_fits(arguments, found, counted)
     return FITS if found.choice is not None else DOES_NOT_FIT
+
+
+def _print_what_fits(arguments: argparse.Namespace, found: Plan, counted: Callable[..., Plan]) -> None:
+    """Commands with which a plan fits that does not; beside one that does, LoRA where no training was named."""
+    training = Training(arguments.lora, arguments.bits)
+
+    def count(how: Training) -> Profile:
+        return counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers).profile
+
+    if found.choice is None:
+        others = list(remedies(found, parse_length(arguments.seq_len), training, count))
+    elif training == Training() and not arguments.full:
+        how = next(training.smaller())
+        adapters = counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers)
+        others = [Remedy(str(how), how.options, adapters)] if adapters.choice is not None else []
+    else:
+        return
+    commands = [shlex.join(["streambp", *with_options(arguments.given, other.options)]) for other in others]
+    print("\n".join(remedies_table(found, others, commands)))
 
 
 def _rollouts(arguments: argparse.Namespace, found: Plan) -> Iterator[tuple[Way, Way]]:
@@ -264,7 +290,8 @@ def _rollouts(arguments: argparse.Namespace, found: Plan) -> Iterator[tuple[Way,
 def _rates(arguments: argparse.Namespace) -> Rates:
     """Of the device that was named or measured."""
     if arguments.measure_device is None:
-        return rates_of(arguments.device or DEFAULT)
+        memory = None if arguments.gpu_memory is None else device_of(parse_bytes("gpu_memory", arguments.gpu_memory))
+        return rates_of(arguments.device or memory or DEFAULT)
     if arguments.device is not None:
         raise ConfigError("--device names rates and --measure-device measures them: pass one of the two.")
     rates = measure_device("cuda" if torch.cuda.is_available() else "cpu")
@@ -327,7 +354,7 @@ def _run_profile(arguments: argparse.Namespace) -> int:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, (1, length), device=arguments.device)  # [B, T]
     rows = compare_step(model, ids, config, chunk, arguments.snapshot)
-    print(_to_json({"phases": rows}) if arguments.json else comparison_table(rows, length, chunk))
+    print(as_json({"phases": rows}) if arguments.json else comparison_table(rows, length, chunk))
     return FITS
 
 
@@ -357,18 +384,3 @@ def _load(path_or_id: str, dtype: str) -> PreTrainedModel:
             "save_pretrained wrote, or an id on the Hub that this machine can reach."
         ) from error
     return model
-
-
-def _to_json(result: Any) -> str:
-    """Of a dataclass, or of dicts and lists of such. JSON has no NaN or infinity: they become null."""
-
-    def finite(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return finite(dataclasses.asdict(value))
-        if isinstance(value, dict):
-            return {name: finite(inner) for name, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(inner) for inner in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(result), indent=2, allow_nan=False)

@@ -98,7 +98,8 @@ CHECKED = {
         HUB_KERNEL MASK_MAKERS FOREIGN_ARGUMENTS PICKS SINKS UPDATE INDEX_UPDATE INDEXER_CALLS INDEX_HEADS INDEX_TOPK
         QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN
         CONV_UPDATE RECURRENT_UPDATE STATE_PROTOCOL
-        SHARES_LAYERS SHARED_LAYERS FINAL_NORMS READ_ALWAYS CHECKPOINTING PREDICTION CALLED_KERNEL DELTA_RULE STATE_SCAN
+        SHARES_LAYERS SHARED_LAYERS FINAL_NORMS READ_ALWAYS CHECKPOINTING CHECKPOINTING_SWITCHES PREDICTION CALLED_KERNEL
+        DELTA_RULE STATE_SCAN
         SELECTIVE_SCAN CONVOLUTION CONVOLUTION_STATE PLANNED_CONVOLUTION PLANNED_DELTA_RULE PLANNED_MAMBA1 PLANNED_SCAN
         PLANNED_MAMBA2 KERNEL_IMPORTS SHARED_INPUTS SAYS_NOTHING_OF_TOKENS LABELS
         NOISY_EMBEDDINGS NO_PART_OF_A_STEP ROTARY GATED_MLP ACTIVATIONS NORM""",
@@ -124,7 +125,12 @@ CHECKED = {
 }
 CHECKS = {constant: check for check, listed in CHECKED.items() for constant in listed.split()}
 # Names that are made of others: DeepSpeed's ds_ starts many, and autograd calls the node of a Function by its class.
-STARTS = {"ds_": "ds_id", "PreBackwardFunctionForModuleBackward": "PreBackwardFunctionForModule"}
+STARTS = {
+    "ds_": "ds_id",
+    "activation_checkpointing_": "activation_checkpointing_enable",
+    "gradient_checkpointing_": "gradient_checkpointing_enable",
+    "PreBackwardFunctionForModuleBackward": "PreBackwardFunctionForModule",
+}
 
 
 def constants():

@@ -100,6 +100,13 @@ TABLE = (
 )  # fmt: skip
 DEVICES: Mapping[str, Rates] = {rates.name: rates for rates in TABLE}
 DEFAULT = "H200"
+USUAL = {"RTX4090": 24, "RTX5090": 32, "A100-40GB": 40, "L40S": 48, "H100": 80, "H200": 141, "B200": 192}  # GB
+
+
+def device_of(memory: int) -> str | None:
+    """The usual device with so many bytes of memory, in GB or GiB; None: none has."""
+    near = (name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30)
+    return next(near, None)
 
 
 def rates_of(name: str | Path | Rates) -> Rates:

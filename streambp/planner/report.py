@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from streambp.planner.devices import Rates
 from streambp.planner.measure import Compared
 from streambp.planner.plan import Choice, Plan
 from streambp.planner.profile import Node, Peak, Profile, Setting
+from streambp.planner.remedies import Remedy, too_large
 from streambp.planner.seconds import throughput
 
 GIB = 2**30
@@ -21,8 +25,10 @@ def plan_table(plan: Plan) -> str:
     lines = [headline(plan.profile, plan.setting), _budget(plan)]
     lines += [f"Recurrent and convolutional layers: assuming {plan.profile.mixers}"] if plan.profile.mixers else []
     lines.append("")
-    lines += [*_choice(plan), ""]
-    lines += _methods(plan)
+    lines += [*_choice(plan)]
+    if not any(row.seq_len for row in plan.longest):
+        return "\n".join(lines)  # rows of zeros would say nothing more
+    lines += ["", *_methods(plan)]
     if plan.choice is not None:
         lines += ["", f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB on each GPU:"]
         lines += bars(plan.choice.peak, plan.memory.usable)
@@ -53,7 +59,11 @@ def _budget(plan: Plan) -> str:
 
 def _choice(plan: Plan) -> list[str]:
     if plan.choice is None:
-        lines = [f"{plan.seq_len:,} tokens do not fit." if plan.seq_len else "Not even one token fits."]
+        because = too_large(plan)
+        lines = [
+            (f"{plan.seq_len:,} tokens do not fit" if plan.seq_len else "Not even one token fits")
+            + (f": {because}." if because is not None else ".")
+        ]
     else:
         choice = plan.choice
         offload = f", offload={choice.offload!r}" if choice.offload != "none" else ""
@@ -73,6 +83,22 @@ def _choice(plan: Plan) -> list[str]:
         f"What binds the longest sequence: {plan.binds if plan.binds == 'host memory' else f'GPU memory ({plan.binds})'}"
     )
     lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
+    return lines
+
+
+def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
+    """Other plans that fit, each with the command that prints it."""
+    lines = [] if not others else ["", "What fits:" if plan.choice is None else "Beside it:"]
+    for other, command in zip(others, commands, strict=True):
+        choice = other.plan.choice
+        assert choice is not None
+        lines += [
+            f"  {other.change}: {choice.seq_len:,} tokens, {choice.peak.total / GIB:.1f} GiB of each GPU, "
+            f"{choice.peak.host / GIB:.1f} GiB of host memory, {duration(choice.seconds.total)} a step",
+            f"    {command}",
+        ]
+    if plan.choice is None and not others:
+        lines += ["", "Nothing that was tried fits: LoRA on 4-bit weights, the optimizer state on the host, 1,024 GPUs."]
     return lines
 
 
@@ -208,3 +234,18 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f}{letter}"
     return str(number)
+
+
+def as_json(result: Any) -> str:
+    """Of a dataclass, or of dicts and lists of such. JSON has no NaN or infinity: they become null."""
+
+    def finite(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return finite(dataclasses.asdict(value))
+        if isinstance(value, dict):
+            return {name: finite(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(result), indent=2, allow_nan=False)

@@ -201,12 +201,18 @@ class QuantisedLinear(nn.Module):
         size = int(linear.weight.numel() * bytes_per_parameter)
         device = linear.weight.device
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False)
+        self.weight.stands_for = linear.weight.numel()  # type: ignore[attr-defined]
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
         result: Tensor = Dequantised.apply(x, self.out_features)
         return result if self.bias is None else result + self.bias
+
+
+def parameters_of(parameter: Tensor) -> int:
+    """The model's parameters in this tensor [...], however few bytes store them."""
+    return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
 class Dequantised(torch.autograd.Function):

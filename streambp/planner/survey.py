@@ -16,6 +16,7 @@ from streambp.admission.stacks import find_stacks, kind_of, states_argument
 from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import LAST, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
+from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
@@ -35,7 +36,7 @@ from streambp.planner.profile import (
     Node,
     Profile,
 )
-from streambp.planner.skeleton import Reduced, Skeleton, reduce_layers
+from streambp.planner.skeleton import Reduced, Skeleton, parameters_of, reduce_layers
 from streambp.planner.splits import SplitCount, fewest_ranks, lines_of_keys, split_of, split_over
 from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
 from streambp.planner.tree import module_tree
@@ -170,7 +171,7 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     for name in ("dense", "expert"):
         mine = [p for path, p in model.named_parameters() if (".experts." in path) == (name == "expert")]
         trained = [p for p in mine if p.requires_grad]
-        sizes = [sum(p.numel() for p in mine), sum(p.nbytes for p in mine)]
+        sizes = [sum(map(parameters_of, mine)), sum(p.nbytes for p in mine)]
         if mine:
             groups.append(Group(name, sizes[0], sizes[1], sum(p.numel() for p in trained), sum(p.nbytes for p in trained)))
     return tuple(groups)
@@ -296,8 +297,9 @@ class Counter:
                 if self.skeleton.device == "cuda":
                     stack.enter_context(fused_attention(model))
                 if recipe.checkpointing:
-                    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-                    stack.callback(causal_lm.gradient_checkpointing_disable)
+                    switch = next(start for start in CHECKPOINTING_SWITCHES if hasattr(causal_lm, f"{start}enable"))
+                    getattr(causal_lm, f"{switch}enable")({"use_reentrant": False})
+                    stack.callback(getattr(causal_lm, f"{switch}disable"))
                 yield CountingManager()
                 return
             patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))

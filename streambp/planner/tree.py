@@ -11,7 +11,7 @@ from torch import nn
 from streambp.admission.stacks import find_stacks
 from streambp.planner.count import StepCount
 from streambp.planner.profile import Node
-from streambp.planner.skeleton import Reduced, Skeleton
+from streambp.planner.skeleton import Reduced, Skeleton, parameters_of
 from streambp.planner.step import fused_attention
 
 LENGTH = 4096
@@ -73,7 +73,7 @@ def _node(
             label = same[0][0] if len(same) == 1 else f"{same[0][0]}-{same[-1][0]}"
             children.append(_node(label, same[0][1], len(same), found, layers, reduced))
     children = [child for child in children if child.parameters or child.activation]  # dropouts, empty lists and the like
-    own = sum(p.numel() for p in module._parameters.values() if p is not None)
+    own = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
     parameters = own + sum(child.count * child.parameters for child in children)
     activation = found.get(module, 0.0)
     if isinstance(module, nn.ModuleList) or _holds(module, layers):

@@ -1,0 +1,127 @@
+"""Where a plan does not fit: options of `streambp plan` with which it does. Each one was planned before it is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from streambp.planner.plan import Memory, Plan, plan_profile
+from streambp.planner.profile import Profile, Setting, static
+
+RANK, BITS = 16, 4  # of the adapters and the frozen weights that are proposed
+MOST_GPUS = 1024
+
+
+class Training(NamedTuple):
+    """The parameters that are trained: adapters of rank `lora` (None: all), beside frozen weights of so many bits."""
+
+    lora: int | None = None
+    bits: int = 16
+
+    def __str__(self) -> str:
+        if self.lora is None:
+            return "full training"
+        return f"LoRA of rank {self.lora}" + (f" on {self.bits}-bit weights" if self.bits < 16 else "")
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For the command line."""
+        given = ("--full",) if self.lora is None else ("--lora", str(self.lora))
+        return (*given, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
+
+    def smaller(self) -> Iterator[Training]:
+        """Trainings that keep less on the device, the nearest first."""
+        rank = self.lora or RANK
+        if self.lora is None:
+            yield Training(rank)
+        if self.bits > BITS:
+            yield Training(rank, BITS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """A change, the options that make it, and the plan with them, which fits."""
+
+    change: str
+    options: tuple[str, ...]
+    plan: Plan
+
+
+def remedies(
+    found: Plan, seq_len: int | Literal["max"], training: Training, count: Callable[[Training], Profile]
+) -> Iterator[Remedy]:
+    """What makes a plan fit that does not: on the same GPUs, with more of them, or with fewer tokens; at most one of each.
+
+    Args:
+        seq_len: the length that was asked for. count: profiles of the model by training; only those that are needed.
+    """
+    for how, setting in _on_the_same_gpus(found.setting, training):
+        profile = found.profile if how == training else count(how)
+        plan = plan_profile(profile, seq_len, found.memory, setting, found.rates)
+        if plan.choice is not None:
+            on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
+            parts = ([str(how)] if how != training else []) + (["the optimizer state on the host"] if on_host else [])
+            yield Remedy(" and ".join(parts), _options(how, training, on_host), plan)
+            break
+    for setting, memory in _with_more_gpus(found.setting, found.memory):
+        plan = plan_profile(found.profile, seq_len, memory, setting, found.rates)
+        if plan.choice is not None:
+            on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
+            change = f"{setting.gpus} GPUs with ZeRO-3" + (" and the optimizer state on the host" if on_host else "")
+            options = ("--gpus", str(setting.gpus), "--zero", "3", *_options(training, training, on_host))
+            yield Remedy(change, options, plan)
+            break
+    longest = max(row.seq_len for row in found.longest if found.profile.method(row.method).chunked)
+    if seq_len != "max" and 0 < longest < seq_len:
+        plan = plan_profile(found.profile, longest, found.memory, found.setting, found.rates)
+        yield Remedy(f"{longest:,} tokens at most", ("--seq-len", str(longest)), plan)
+
+
+def too_large(plan: Plan) -> str | None:
+    """Weights, gradients and optimizer state by share, where they alone take more than the device has; None otherwise."""
+    kept = static(plan.profile, plan.setting)
+    shares = {"weights": kept.weights, "gradients": kept.gradients, "optimizer state": kept.optimizer}
+    total = sum(shares.values())
+    if total <= plan.memory.usable:
+        return None
+    parts = " + ".join(f"{name} {size / 2**30:.1f}" for name, size in shares.items() if size)
+    return f"{parts} = {total / 2**30:.1f} GiB, and {plan.memory.usable / 2**30:.1f} GiB of each GPU are usable"
+
+
+def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:
+    """A command line with these options in place of those that it gives for the same."""
+    names = {option for option in options if option.startswith("--")}
+    names |= {"--lora", "--full"} if names & {"--lora", "--full"} else set()
+    kept, values = [], iter(given)
+    for word in values:
+        name, _, value = word.partition("=")
+        if name not in names:
+            kept.append(word)
+        elif not value and name not in ("--full", "--optimizer-on-host"):
+            next(values, None)
+    return [*kept, *options]
+
+
+def _options(how: Training, asked: Training, on_host: bool) -> tuple[str, ...]:
+    return (*(how.options if how != asked else ()), *(("--optimizer-on-host",) if on_host else ()))
+
+
+def _on_the_same_gpus(setting: Setting, training: Training) -> Iterator[tuple[Training, Setting]]:
+    """The least change of the training first; of each, with the optimizer's state on the device and on the host."""
+    for how in (training, *training.smaller()):
+        if how != training:
+            yield how, setting
+        if setting.optimizer and not setting.optimizer_on_host:
+            yield how, dataclasses.replace(setting, optimizer_on_host=True)
+
+
+def _with_more_gpus(setting: Setting, memory: Memory) -> Iterator[tuple[Setting, Memory]]:
+    """ZeRO-3 over as many GPUs and over twice, four times as many; each has a smaller part of the machine's memory."""
+    gpus = setting.gpus if setting.gpus > 1 and setting.zero < 3 else 2 * setting.gpus
+    while gpus <= MOST_GPUS:
+        host = None if memory.host is None else memory.host * setting.gpus // gpus
+        for on_host in dict.fromkeys((setting.optimizer_on_host, True)):
+            wider = dataclasses.replace(setting, gpus=gpus, zero=3, optimizer_on_host=on_host)
+            yield wider, dataclasses.replace(memory, host=host)
+        gpus *= 2

@@ -1,0 +1,176 @@
+"""A plan that does not fit names commands that do, on the same card, with more GPUs, or with fewer tokens.
+
+covers: planner/remedies.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shlex
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from streambp import cli
+from streambp.planner import Memory, Setting, plan
+from streambp.planner.devices import DEVICES, USUAL, device_of
+from streambp.planner.plan import plan_profile
+from streambp.planner.profile import Group, Method, Phase, static
+from streambp.planner.remedies import Training, remedies, too_large, with_options
+from tests.planner.laws import made_work
+from tests.planner.test_estimates import made_up
+
+GIB = 2**30
+TINY = Qwen3Config(
+    hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=2,
+    head_dim=128, vocab_size=1024, tie_word_embeddings=False,
+)  # fmt: skip
+MODELS = {
+    "Qwen3-0.6B": Qwen3Config(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+                              num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True),
+    "Qwen3-4B": Qwen3Config(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+                            num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True),
+    "Qwen3-8B": Qwen3Config(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+                            num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),
+    "Llama-3.1-8B": LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                                num_key_value_heads=8, vocab_size=128256),
+    "Mistral-7B": MistralConfig(),
+    "Qwen2.5-14B": Qwen2Config(hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40,
+                               num_key_value_heads=8, vocab_size=152064),
+    "Qwen3-30B-A3B": Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48,
+                                    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+                                    num_experts_per_tok=8, vocab_size=151936),
+    "Llama-3.1-70B": LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+                                 num_key_value_heads=8, vocab_size=128256),
+}  # fmt: skip
+TRAININGS = (Training(), Training(16), Training(16, 4))
+LENGTHS = (8192, 65536, 262144)
+
+
+@functools.cache
+def counted_profile(name, training):
+    if name == "made up":  # 8 bytes a token in chunks of 1,024 at 5; adapters have a tenth of the parameters trained
+        trained = 500_000 if training.lora is None else 50_000
+        born = Phase("backward 0", 2 * trained, 8, 5, gradients=2 * trained)
+        method = Method("streambp", (), "none", False, True, (born,), (born,), 0, 0, made_work(3, 0.5))
+        group = Group("dense", 500_000, 500_000 * training.bits // 8, trained, 2 * trained)
+        return made_up(groups=(group,), methods=(method,))
+    config = TINY if name == "tiny" else MODELS[name]
+    return plan(config, gpu_memory="80GiB", lora=training.lora, bits=training.bits).profile
+
+
+def check_cell(name, memory, training, length, setting=None):
+    """A plan, and that it fits or that commands are named which do. Returns the remedies."""
+    profile = counted_profile(name, training)
+    found = plan_profile(profile, length, memory, setting or Setting())
+    if found.choice is not None:
+        return None
+    named = list(remedies(found, length, training, functools.partial(counted_profile, name)))
+    assert named, (name, memory, training, length)
+    for remedy in named:
+        assert remedy.plan.choice is not None
+        again = replanned(name, remedy, memory, training, length)
+        assert again.choice == remedy.plan.choice
+    return named
+
+
+def replanned(name, remedy, memory, training, length):
+    """The plan of the command that the remedy gives, read by the command line's own parser."""
+    given = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu), *training.options]
+    line = with_options(given, remedy.options)
+    read = cli._parser().parse_args(line)
+    setting = Setting(gpus=read.gpus or 1, zero=read.zero, optimizer_on_host=read.optimizer_on_host)
+    host = None if memory.host is None else memory.host // setting.gpus
+    profile = counted_profile(name, Training(read.lora, read.bits))
+    return plan_profile(profile, cli.parse_length(read.seq_len), dataclasses.replace(memory, host=host), setting)
+
+
+def test_every_kind_of_remedy_fits():
+    """From a card that holds a part of the weights to one that lacks a little of the optimizer's state."""
+    kinds = set()
+    for memory in (700_000, 900_000, 1_300_000, 2_500_000, 8_200_000):
+        for length in (1024, 65536):
+            for remedy in check_cell("made up", Memory(memory, None, 0.0), Training(), length) or ():
+                kinds |= {kind for kind in ("LoRA", "4-bit", "optimizer", "GPUs", "tokens") if kind in remedy.change}
+    assert kinds == {"LoRA", "4-bit", "optimizer", "GPUs", "tokens"}
+
+
+@pytest.mark.full
+def test_a_grid_of_models_and_cards():
+    cells = failing = 0
+    for name in MODELS:
+        for training in TRAININGS:
+            for size in (24, 32, 40, 48, 80, 141):
+                for length in LENGTHS:
+                    cells += 1
+                    failing += check_cell(name, Memory(size * GIB), training, length) is not None
+    print(f"{cells} plans, {failing} do not fit and name a command that does")
+    assert cells == len(MODELS) * len(TRAININGS) * 6 * len(LENGTHS)
+    assert 0 < failing < cells
+
+
+def test_what_is_too_large_is_told_by_share():
+    profile = counted_profile("made up", Training())
+    kept = static(profile, Setting())
+    found = plan_profile(profile, 1024, Memory(int(kept.weights), None, 0.0), Setting())
+    total = kept.weights + kept.gradients + kept.optimizer
+    said = too_large(found)
+    assert said is not None
+    assert said.endswith(f"= {total / GIB:.1f} GiB, and {kept.weights / GIB:.1f} GiB of each GPU are usable")
+    assert too_large(plan_profile(profile, 1024, Memory(int(2 * total)), Setting())) is None
+
+
+def model_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY.to_dict(), "architectures": ["Qwen3ForCausalLM"]}))
+    return str(tmp_path / "config.json")
+
+
+@pytest.mark.full
+def test_the_command_that_is_printed_fits(tmp_path, capsys):
+    kept = static(counted_profile("tiny", Training()), Setting())
+    given = ["plan", model_folder(tmp_path), f"--gpu-memory={int(2.4 * kept.weights)}", "--seq-len", "1k", "--no-cache"]
+    assert cli.main(given) == cli.DOES_NOT_FIT
+    shown = capsys.readouterr().out
+    assert "do not fit: weights" in shown
+    assert "longest sequence  tokens" not in shown
+    commands = [line.strip() for line in shown.splitlines() if line.startswith("    streambp plan")]
+    assert commands
+    for command in commands:
+        assert cli.main(shlex.split(command)[1:]) == cli.FITS, command
+
+
+@pytest.mark.full
+def test_without_a_training_both_are_planned(tmp_path, capsys):
+    given = ["plan", model_folder(tmp_path), "--gpu-memory", "80GiB", "--seq-len", "1k", "--no-cache"]
+    assert cli.main(given) == cli.FITS
+    both = capsys.readouterr().out
+    assert "Beside it:\n  LoRA of rank 16: 1,024 tokens" in both
+    assert cli.main([*given, "--full"]) == cli.FITS
+    assert "LoRA" not in capsys.readouterr().out
+    assert cli.main([*given, "--lora", "8", "--bits", "4"]) == cli.FITS
+    adapters = capsys.readouterr().out
+    assert "Beside it" not in adapters
+    parameters = sum(group.parameters for group in counted_profile("tiny", Training()).groups)
+    stored = counted_profile("tiny", Training(16, 4)).groups
+    assert sum(group.parameters - group.trainable for group in stored) == parameters
+
+
+def test_the_device_follows_from_the_memory():
+    assert set(USUAL) <= set(DEVICES)
+    for name, size in USUAL.items():
+        assert device_of(size * GIB) == name
+        assert device_of(int(size * 1e9)) == name
+    assert device_of(16 * GIB) is None
+    assert device_of(60 * GIB) is None
+
+
+def test_options_replace_what_was_given():
+    given = ["plan", "M", "--lora", "8", "--seq-len=64k", "--gpu-memory", "24GiB", "--optimizer-on-host"]
+    assert with_options(given, ("--seq-len", "4096")) == [
+        "plan", "M", "--lora", "8", "--gpu-memory", "24GiB", "--optimizer-on-host", "--seq-len", "4096",
+    ]  # fmt: skip
+    assert with_options(given, ("--lora", "16", "--bits", "4", "--optimizer-on-host")) == [
+        "plan", "M", "--seq-len=64k", "--gpu-memory", "24GiB", "--lora", "16", "--bits", "4", "--optimizer-on-host",
+    ]  # fmt: skip
