@@ -126,14 +126,7 @@ def _add_plan(commands: Any) -> None:
     _add_ranks(command)
     command.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage, 3 for FSDP2")
     command.add_argument("--batch-size", type=int, default=1, help="rows on each GPU (default %(default)s)")
-    trained = command.add_mutually_exclusive_group()
-    trained.add_argument(
-        "--lora", type=int, metavar="RANK", help="train adapters of this rank on every Linear of the layers"
-    )
-    trained.add_argument(
-        "--full", action="store_true", help="train every parameter (default: plan that, and LoRA beside it)"
-    )
-    command.add_argument("--bits", type=int, choices=(4, 8, 16), default=16, help="of a frozen base (default %(default)s)")
+    _add_training(command)
     command.add_argument(
         "--optimizer-bytes",
         type=float,
@@ -168,6 +161,18 @@ def _add_plan(commands: Any) -> None:
     )
     _add_seconds(command)
     command.set_defaults(run=_run_plan)
+
+
+def _add_training(command: argparse.ArgumentParser) -> None:
+    """The parameters that are trained, and how many bits the others have."""
+    trained = command.add_mutually_exclusive_group()
+    trained.add_argument(
+        "--lora", type=int, metavar="RANK", help="train adapters of this rank on every Linear of the layers"
+    )
+    trained.add_argument(
+        "--full", action="store_true", help="train every parameter (default: plan that, and LoRA beside it)"
+    )
+    command.add_argument("--bits", type=int, choices=(4, 8, 16), default=16, help="of a frozen base (default %(default)s)")
 
 
 def _add_ranks(command: argparse.ArgumentParser) -> None:
