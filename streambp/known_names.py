@@ -129,6 +129,7 @@ KERNEL_IMPORTS = {
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # a module's tables
 FORWARD_HOOKS = MODULE_HOOKS[:2]
+WITH_KWARGS = "_forward_pre_hooks_with_kwargs"  # the table of those that are given keyword arguments
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # of what a module holds
 GLOBAL_HOOKS = (  # tables in torch.nn.modules.module, of hooks on every module
     "_global_forward_hooks",
@@ -181,6 +182,7 @@ ULYSSES_GROUP, ULYSSES_ATTENTION, ULYSSES_NOT_IN_EVAL = "process_group", "attn",
 
 # The function that hangs hooks on attention under context parallelism, which take its mask away.
 DROPS_MASKS = "_attach_context_parallel_hooks"
+ACCELERATE_ORIGINAL = "_original_forward"  # of a module: what stands inside of its mixed precision
 ACCELERATE_HOOK, ACCELERATE_FORWARD = "_hf_hook", "_old_forward"  # of a module with device_map: its hook, its own forward
 
 # ---- peft

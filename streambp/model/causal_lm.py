@@ -141,8 +141,7 @@ class CausalLMForward(InstanceForward):
         finally:
             self.state.position_ids, self.state.labels = before
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.retired:
             return self.original(*args, **kwargs)
         want_log_probs = kwargs.pop("output_log_probs", False)

@@ -12,7 +12,7 @@ from streambp.admission.registry import refuse_foreign_attention
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
 from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
-from streambp.instance_forward import InstanceForward, forwards
+from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, AsUnpatched, InstanceForward, forwards, unmark
 from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import matching
 from streambp.model.causal_lm import CausalLMForward
@@ -70,6 +70,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         if head is not None:
             head.add()
     model._streambp = Patch(state, found.left_alone, fused)  # type: ignore[assignment]
+    model.__dict__.setdefault(REDUCES, AsUnpatched(model))
     return model
 
 
@@ -149,11 +150,16 @@ class Patch:
 def unpatch(model: Model) -> Model:
     """Take off everything `patch` put on; the model is exactly what it was. Nothing happens to an unpatched model."""
     for module in model.modules():
-        found = module.__dict__.pop("_streambp", None)
+        found = module.__dict__.pop(PATCH, None)
         if found is not None:
+            for own in dict.fromkeys((module, found.state.root)):  # they differ in what `copy.copy` has made
+                own.__dict__.pop(PATCH, None)
+                for wrapper in reversed(own.__dict__.pop(WRAPPERS, ())) if own is not found.state.root else ():
+                    wrapper.leave(own.__dict__)
             for wrapper in reversed(found.state.wrappers):
                 wrapper.remove()
             found.fused.take_off()
+            unmark(module)
     return model
 
 
