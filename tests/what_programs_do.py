@@ -371,6 +371,32 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
+def turn(t: Trial) -> Any:
+    """As an intervention that begins as the identity."""
+    t.extra["turn"] = torch.eye(32, dtype=torch.float64).requires_grad_()
+    return t.layer.mlp.register_forward_hook(lambda m, args, out: out @ t.extra["turn"])
+
+
+@program(WITHIN, "takes away a hook through which a tensor trains, and which changes no value yet")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    handle = turn(t)
+    loss = t.forward()
+    handle.remove()
+    loss.backward()
+
+
+@program(BEFORE, "trains a tensor through a hook inside, and takes the hook away between forward and backward")
+def _(t: Trial) -> None:
+    handle = turn(t)
+    t.patch()
+    loss = t.forward()
+    handle.remove()
+    loss.backward()
+
+
 @program(BEFORE, "adds a loss of outputs that a hook collects with their graph")
 def _(t: Trial) -> None:
     kept: list[Tensor] = []
