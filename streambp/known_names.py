@@ -54,6 +54,7 @@ DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for Fla
 
 # ---- transformers: the attention interface
 
+ATTENTION = "Attention"  # a part of the class's name of what attends, whatever its forward is
 ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"  # read by the forward of an attention that goes through the interface
 EAGER = "eager"  # the implementation that is no entry of the table
 SDPA = "sdpa"  # the one that is torch's own
@@ -191,6 +192,11 @@ ALORA_OFFSETS = "alora_offsets"  # handed to modules by hooks: counts tokens fro
 FOR_ONE_FORWARD = (ALORA_OFFSETS, "adapter_names")  # all that peft hands its modules by hooks for one forward
 CPT_FORWARD = "_cpt_forward"  # the function that computes a loss of its own from logits
 PEFT_CHECKPOINTING = "_peft_gradient_checkpointing_forward_hooks"  # of modules, changed while a step runs
+
+# ---- opacus, which no environment of the tests has
+
+OPACUS = "opacus"  # the package whose hooks compute a gradient for each sample
+OPACUS_MODULE = "GradSampleModule"  # a part of the name of its class around a model
 
 # ---- TRL
 

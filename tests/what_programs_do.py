@@ -918,6 +918,35 @@ def _(t: Trial) -> None:
         modeling_llama.eager_attention_forward = real
 
 
+def by_hand(
+    self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Of an attention, as research code writes it: its own scores, the model's mask."""
+    q, k, v = (
+        project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )  # [B, H or H_kv, T, D]
+    q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+    k, v = (modeling_llama.repeat_kv(x, self.num_key_value_groups) for x in (k, v))
+    scores = q @ k.mT * self.scaling - 0.1 * (q - k).square().mean(-1, keepdim=True)
+    allowed = torch.ones_like(scores).tril().bool() if attention_mask is None else attention_mask
+    scores = scores.masked_fill(~allowed, -1e30) if allowed.dtype == torch.bool else scores + allowed
+    return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None
+
+
+@program(BEFORE, "replaces the forward of the attention's class by one that attends by itself")
+def _(t: Trial) -> None:
+    real = modeling_llama.LlamaAttention.forward
+    modeling_llama.LlamaAttention.forward = by_hand
+    try:
+        t.patch()
+        t.step()
+        t.clear()
+        t.forward(attention_mask=make_batch("left-padded")["attention_mask"]).backward()
+    finally:
+        modeling_llama.LlamaAttention.forward = real
+
+
 @program(BETWEEN, "switches between transformers' own attention implementations")
 def _(t: Trial) -> None:
     t.patch()

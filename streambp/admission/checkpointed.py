@@ -60,7 +60,9 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
             raise
         raise UnsupportedModelError(
             f"{type(site.layer).__name__} cannot stream: {report.because}. Nor can it run whole, because it reads the "
-            f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
+            f"attention mask itself ({error}). If its attention's forward was replaced after streambp.patch, call that "
+            "again: the layer then gets the model's own mask. Otherwise use gradient checkpointing "
+            "(streambp.unpatch(model))."
         ) from error
 
 

@@ -14,7 +14,7 @@ from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, AsUnpatched, InstanceForward, forwards, unmark
 from streambp.known_names import FINAL_NORMS
-from streambp.layer.products import matching
+from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
 from streambp.model.fused_layers import Fused, put_on
@@ -128,10 +128,18 @@ def _check_products(found: Found, config: StreamConfig) -> None:
             raise ConfigError(
                 f"saves names {name!r}, the last {count} layers; the model has {most}. Leave {LAST} out for all."
             )
-    names = {name: None for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear}
+    linears = {name: m for layer in layers for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
+    names = [name for name, module in linears.items() if computes_plainly(module)]
     for glob in config.products:
         if not matching(names, [glob]):
-            shown = ", ".join(name.removesuffix(".base_layer") for name in list(names)[:16])
+            shown = ", ".join(name.removesuffix(".base_layer") for name in names[:16])
+            others = sorted({type(linears[name]).__name__ for name in matching(linears, [glob])})
+            if others:
+                raise ConfigError(
+                    f"saves names {glob!r}, and these Linears compute in their own way ({', '.join(others)}): what their "
+                    "forward computes inside is needed in backward, so that a saved product would save nothing. Leave the "
+                    f"name out of saves. Linears whose products can be saved: {shown or 'none'}."
+                )
             raise ConfigError(
                 f"saves names {glob!r}, which is neither of {list(SAVES)} nor the name of a Linear in the model's layers. "
                 f"These are: {shown or 'none'}."
