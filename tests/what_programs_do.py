@@ -14,10 +14,13 @@ import dataclasses
 import pickle
 import random
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -952,6 +955,88 @@ def _(t: Trial) -> None:
     t.patch()
     t.step()
     t.model.set_attn_implementation("eager")
+    t.step()
+
+
+# Functions of torch, and forwards that libraries bind.
+
+
+@contextlib.contextmanager
+def z_loss() -> Iterator[None]:
+    """Within, a wrapper stands in the place of `F.cross_entropy`, and calls it."""
+    own = nn.functional.cross_entropy
+
+    def around(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return own(x, *args, **kwargs) + 0.1 * x.logsumexp(-1).pow(2).mean()
+
+    nn.functional.cross_entropy = around  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.functional.cross_entropy = own
+
+
+@program(BEFORE, "wraps `F.cross_entropy` (a z-loss)")
+def _(t: Trial) -> None:
+    with z_loss():
+        t.patch()
+        t.step()
+
+
+@program(BETWEEN, "wraps `F.cross_entropy` (a z-loss)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    with z_loss():
+        t.step()
+
+
+@program(BETWEEN, "wraps `F.log_softmax`, of which its own loss is made")
+def _(t: Trial) -> None:
+    t.patch(lazy_logits=True)
+    t.step()
+    own = nn.functional.log_softmax
+    nn.functional.log_softmax = lambda *args, **kwargs: own(*args, **kwargs) * 1.5
+    try:
+        t.clear()
+        logits = t.model(input_ids=t.batch["input_ids"], use_cache=False).logits
+        nn.functional.log_softmax(logits, -1).square().mean().backward()
+    finally:
+        nn.functional.log_softmax = own
+
+
+def accelerated(t: Trial, first: str) -> None:
+    """A step of a model that accelerate has prepared for mixed precision and unwrapped, and a generation."""
+    try:
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        if first == "patch":
+            t.patch()
+        t.model = accelerator.prepare(t.model)
+        if first == "prepare":
+            t.patch()
+        t.step()
+        t.model = accelerator.unwrap_model(t.model, keep_fp32_wrapper=False)
+        t.model.generate(t.batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False)
+        t.step()
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+@program(BEFORE, "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)")
+def _(t: Trial) -> None:
+    accelerated(t, "prepare")
+
+
+@program(AFTER, "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)")
+def _(t: Trial) -> None:
+    accelerated(t, "patch")
+
+
+@program(BETWEEN, "binds its own forward to the model (`types.MethodType(model.forward, model)`)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.model.forward = types.MethodType(t.model.forward, t.model) if t.streamed else t.model.forward
     t.step()
 
 
