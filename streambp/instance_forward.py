@@ -4,14 +4,19 @@
 pickling the module carries it along, pointing at the copy; a closure would go on running the original, and a bound method
 of a function that the class does not have cannot be pickled. Libraries that take a bound method apart and bind its function
 again, inside of wrappers of their own, get an `Unbound`, which finds the wrapper of the module that it is called with.
+A wrapper that is called with a module first was bound to it as if it were a function, and does the same.
 `module.__call__` and all hooks stay as they are. The class and its name stay, so that everything that looks for layers by
 class finds them.
+
+[Note: models in files] `torch.save` writes the unpatched module: where the file is read there may be no streambp. `pickle`,
+by which processes send models to each other, and `copy` keep the patch.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -19,9 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, FSDP_UNIT
+from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE_ORIGINAL, FSDP_UNIT
 
 WRAPPERS = "_streambp_forwards"  # a module's attribute: its wrappers, outermost last
+PATCH = "_streambp"  # what `unpatch` takes off, on the module that was given to `patch`
+REDUCES = "__reduce_ex__"  # on modules that have one of these: `AsUnpatched`
 
 
 class Unbound:
@@ -52,7 +59,8 @@ def forwards(module: nn.Module) -> Iterator[Any]:
         if isinstance(forward, Unbound):
             forward = forward.of(module)
         yield forward
-        forward = getattr(forward, "__wrapped__", None) or getattr(forward, "previous", None)
+        within = None if isinstance(forward, InstanceForward) else getattr(forward, "__wrapped__", None)
+        forward = within or getattr(forward, "previous", None)
 
 
 def wants_gradients(module: nn.Module) -> bool:
@@ -83,8 +91,33 @@ def _slot(module: nn.Module) -> str:
     return ACCELERATE_FORWARD if ACCELERATE_HOOK in module.__dict__ else "forward"
 
 
+class AsUnpatched:
+    """What stands in for a patched module's `__reduce_ex__`. [Note: models in files]"""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, protocol: Any) -> Any:
+        """As the class has it; in a file of `torch.save` without what `patch` put on the module."""
+        made: Any = type(self.module).__reduce_ex__(self.module, protocol)
+        if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
+            return made
+        own = {name: value for name, value in made[2].items() if name not in (PATCH, REDUCES)}
+        for wrapper in reversed(own.pop(WRAPPERS, ())):
+            wrapper.leave(own)
+        return (*made[:2], own, *made[3:])
+
+
+def unmark(module: nn.Module) -> None:
+    """A module on which nothing of ours is left is written to files as it is."""
+    if WRAPPERS not in module.__dict__ and PATCH not in module.__dict__:
+        module.__dict__.pop(REDUCES, None)
+
+
 class InstanceForward:
     """Base of the wrappers: stands in for `module.forward` and can be taken off again. [Note: instance forward]
+
+    A wrapper says what it does in `call`.
 
     retired: it was to be taken off while another library's wrapper stood around it, as accelerate's does under mixed
         precision. It stays there, and passes every call on to the original.
@@ -93,9 +126,31 @@ class InstanceForward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.slot = _slot(module)
-        self.previous: Callable[..., Any] | None = module.__dict__.get(self.slot)
+        self.stood: Callable[..., Any] | None = module.__dict__.get(self.slot)
+        self.unwrapped: Any = module.__dict__.get(ACCELERATE_ORIGINAL)
         self.retired = False
         self.index = 0
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound_to = args[0] if args and isinstance(args[0], nn.Module) else None
+        if bound_to is self.module:
+            return self.call(*args[1:], **kwargs)
+        if bound_to is not None and WRAPPERS in bound_to.__dict__:  # a copy
+            return bound_to.__dict__[WRAPPERS][self.index].call(*args[1:], **kwargs)
+        return self.call(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What stands in for the forward."""
+        raise NotImplementedError
+
+    @property
+    def previous(self) -> Callable[..., Any] | None:
+        """What stood there before: another's forward on the instance. If that is accelerate's mixed precision, and
+        `unwrap_model` was to take it off since, what stood inside."""
+        if self.unwrapped is not None and self.module.__dict__.get(ACCELERATE_ORIGINAL) is not self.unwrapped:
+            self.stood, self.unwrapped = self.unwrapped, None
+        return self.stood
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call what this wrapper stands in for: a forward that was set on the module before, or its class's."""
@@ -112,25 +167,40 @@ class InstanceForward:
     def __func__(self) -> Unbound:
         return Unbound(self.index, self.__signature__)
 
+    @property
+    def __wrapped__(self) -> Unbound:
+        """For libraries that follow it to the innermost function, and bind that."""
+        return self.__func__
+
     def install(self) -> None:
         """Stand in for the module's forward from now on; the module's list of wrappers gets this one."""
         wrappers = self.module.__dict__.setdefault(WRAPPERS, [])
         self.index = len(wrappers)
         wrappers.append(self)
         setattr(self.module, self.slot, self)
+        self.module.__dict__.setdefault(REDUCES, AsUnpatched(self.module))
 
     @property
     def installed(self) -> bool:
         """False as well if another library set the module's forward afterwards, as Liger does."""
-        forward = self.module.__dict__.get(self.slot)
-        if isinstance(forward, MethodType) and isinstance(forward.__func__, Unbound):
-            return forward.__func__.index == self.index
+        return self.stands_as(self.module.__dict__.get(self.slot))
+
+    def stands_as(self, forward: Any) -> bool:
+        """Whether a module's forward is this wrapper, be it bound to the module."""
+        if isinstance(forward, MethodType):
+            return isinstance(forward.__func__, Unbound | InstanceForward) and forward.__func__.index == self.index
         return forward is self
 
     @property
     def reached(self) -> bool:
         """Whether a call of the module comes here, be it through wrappers of others."""
         return any(forward is self for forward in forwards(self.module))
+
+    def leave(self, own: dict[str, Any]) -> None:
+        """Take what it has put on its module off a copy's attributes."""
+        if self.stands_as(own.get(self.slot)):
+            own.pop(self.slot)
+            own |= {} if self.previous is None else {self.slot: self.previous}
 
     def remove(self) -> None:
         """Put back what stood there before. If another forward stands there now, retire instead."""
@@ -146,3 +216,4 @@ class InstanceForward:
             wrappers.pop()
         if not wrappers:
             del self.module.__dict__[WRAPPERS]
+        unmark(self.module)

@@ -54,6 +54,7 @@ DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for Fla
 
 # ---- transformers: the attention interface
 
+ATTENTION = "Attention"  # a part of the class's name of what attends, whatever its forward is
 ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"  # read by the forward of an attention that goes through the interface
 EAGER = "eager"  # the implementation that is no entry of the table
 SDPA = "sdpa"  # the one that is torch's own
@@ -130,6 +131,7 @@ KERNEL_IMPORTS = {
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # a module's tables
 FORWARD_HOOKS = MODULE_HOOKS[:2]
+WITH_KWARGS = "_forward_pre_hooks_with_kwargs"  # the table of those that are given keyword arguments
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # of what a module holds
 GLOBAL_HOOKS = (  # tables in torch.nn.modules.module, of hooks on every module
     "_global_forward_hooks",
@@ -183,6 +185,7 @@ ULYSSES_GROUP, ULYSSES_ATTENTION, ULYSSES_NOT_IN_EVAL = "process_group", "attn",
 
 # The function that hangs hooks on attention under context parallelism, which take its mask away.
 DROPS_MASKS = "_attach_context_parallel_hooks"
+ACCELERATE_ORIGINAL = "_original_forward"  # of a module: what stands inside of its mixed precision
 ACCELERATE_HOOK, ACCELERATE_FORWARD = "_hf_hook", "_old_forward"  # of a module with device_map: its hook, its own forward
 
 # ---- peft
@@ -191,6 +194,11 @@ ALORA_OFFSETS = "alora_offsets"  # handed to modules by hooks: counts tokens fro
 FOR_ONE_FORWARD = (ALORA_OFFSETS, "adapter_names")  # all that peft hands its modules by hooks for one forward
 CPT_FORWARD = "_cpt_forward"  # the function that computes a loss of its own from logits
 PEFT_CHECKPOINTING = "_peft_gradient_checkpointing_forward_hooks"  # of modules, changed while a step runs
+
+# ---- opacus, which no environment of the tests has
+
+OPACUS = "opacus"  # the package whose hooks compute a gradient for each sample
+OPACUS_MODULE = "GradSampleModule"  # a part of the name of its class around a model
 
 # ---- TRL
 

@@ -14,10 +14,13 @@ import dataclasses
 import pickle
 import random
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -366,6 +369,32 @@ def _(t: Trial) -> None:
     t.step()
     t.clear()
     handle = t.layer.mlp.register_forward_hook(steer(t))
+    loss = t.forward()
+    handle.remove()
+    loss.backward()
+
+
+def turn(t: Trial) -> Any:
+    """As an intervention that begins as the identity."""
+    t.extra["turn"] = torch.eye(32, dtype=torch.float64).requires_grad_()
+    return t.layer.mlp.register_forward_hook(lambda m, args, out: out @ t.extra["turn"])
+
+
+@program(WITHIN, "takes away a hook through which a tensor trains, and which changes no value yet")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    handle = turn(t)
+    loss = t.forward()
+    handle.remove()
+    loss.backward()
+
+
+@program(BEFORE, "trains a tensor through a hook inside, and takes the hook away between forward and backward")
+def _(t: Trial) -> None:
+    handle = turn(t)
+    t.patch()
     loss = t.forward()
     handle.remove()
     loss.backward()
@@ -892,11 +921,122 @@ def _(t: Trial) -> None:
         modeling_llama.eager_attention_forward = real
 
 
+def by_hand(
+    self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Of an attention, as research code writes it: its own scores, the model's mask."""
+    q, k, v = (
+        project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )  # [B, H or H_kv, T, D]
+    q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+    k, v = (modeling_llama.repeat_kv(x, self.num_key_value_groups) for x in (k, v))
+    scores = q @ k.mT * self.scaling - 0.1 * (q - k).square().mean(-1, keepdim=True)
+    allowed = torch.ones_like(scores).tril().bool() if attention_mask is None else attention_mask
+    scores = scores.masked_fill(~allowed, -1e30) if allowed.dtype == torch.bool else scores + allowed
+    return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None
+
+
+@program(BEFORE, "replaces the forward of the attention's class by one that attends by itself")
+def _(t: Trial) -> None:
+    real = modeling_llama.LlamaAttention.forward
+    modeling_llama.LlamaAttention.forward = by_hand
+    try:
+        t.patch()
+        t.step()
+        t.clear()
+        t.forward(attention_mask=make_batch("left-padded")["attention_mask"]).backward()
+    finally:
+        modeling_llama.LlamaAttention.forward = real
+
+
 @program(BETWEEN, "switches between transformers' own attention implementations")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
     t.model.set_attn_implementation("eager")
+    t.step()
+
+
+# Functions of torch, and forwards that libraries bind.
+
+
+@contextlib.contextmanager
+def z_loss() -> Iterator[None]:
+    """Within, a wrapper stands in the place of `F.cross_entropy`, and calls it."""
+    own = nn.functional.cross_entropy
+
+    def around(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return own(x, *args, **kwargs) + 0.1 * x.logsumexp(-1).pow(2).mean()
+
+    nn.functional.cross_entropy = around  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.functional.cross_entropy = own
+
+
+@program(BEFORE, "wraps `F.cross_entropy` (a z-loss)")
+def _(t: Trial) -> None:
+    with z_loss():
+        t.patch()
+        t.step()
+
+
+@program(BETWEEN, "wraps `F.cross_entropy` (a z-loss)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    with z_loss():
+        t.step()
+
+
+@program(BETWEEN, "wraps `F.log_softmax`, of which its own loss is made")
+def _(t: Trial) -> None:
+    t.patch(lazy_logits=True)
+    t.step()
+    own = nn.functional.log_softmax
+    nn.functional.log_softmax = lambda *args, **kwargs: own(*args, **kwargs) * 1.5
+    try:
+        t.clear()
+        logits = t.model(input_ids=t.batch["input_ids"], use_cache=False).logits
+        nn.functional.log_softmax(logits, -1).square().mean().backward()
+    finally:
+        nn.functional.log_softmax = own
+
+
+def accelerated(t: Trial, first: str) -> None:
+    """A step of a model that accelerate has prepared for mixed precision and unwrapped, and a generation."""
+    try:
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        if first == "patch":
+            t.patch()
+        t.model = accelerator.prepare(t.model)
+        if first == "prepare":
+            t.patch()
+        t.step()
+        t.model = accelerator.unwrap_model(t.model, keep_fp32_wrapper=False)
+        t.model.generate(t.batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False)
+        t.step()
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+@program(BEFORE, "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)")
+def _(t: Trial) -> None:
+    accelerated(t, "prepare")
+
+
+@program(AFTER, "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)")
+def _(t: Trial) -> None:
+    accelerated(t, "patch")
+
+
+@program(BETWEEN, "binds its own forward to the model (`types.MethodType(model.forward, model)`)")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.model.forward = types.MethodType(t.model.forward, t.model) if t.streamed else t.model.forward
     t.step()
 
 

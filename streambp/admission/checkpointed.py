@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from streambp.admission.generators import generator_states, generators_of, set_generators
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Chunk
-from streambp.errors import UnsupportedModelError
+from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.looks import Look, changed, versions_of
 from streambp.known_names import CACHES
@@ -59,7 +60,9 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
             raise
         raise UnsupportedModelError(
             f"{type(site.layer).__name__} cannot stream: {report.because}. Nor can it run whole, because it reads the "
-            f"attention mask itself ({error}). Use gradient checkpointing for this model (streambp.unpatch(model))."
+            f"attention mask itself ({error}). If its attention's forward was replaced after streambp.patch, call that "
+            "again: the layer then gets the model's own mask. Otherwise use gradient checkpointing "
+            "(streambp.unpatch(model))."
         ) from error
 
 
@@ -91,7 +94,7 @@ class Repeatable:
         if self._buffers is None:
             before, versions = copies(buffers_of(self._layer)), versions_of(self._look)
             self._states = generator_states(self._generators)
-            with watching(self._look.hooks) as acted:
+            with watching(self._look.hooks) as acted, self._mismatch_named():
                 result = self._run(*args, **kwargs)
             self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
             self._buffers = written_since(before)
@@ -103,6 +106,26 @@ class Repeatable:
         self._fingerprint.check(self._layer, self._seen, now)
         with in_place_of_buffers(copies(self._buffers)), self._as_in_forward(now):
             return self._run(*args, **kwargs)
+
+    def _mismatch_named(self) -> saved_tensors_hooks:
+        """Within, in forward, torch's checkpoint keeps what it kept, and its error in backward is a `BackwardError`."""
+        kept = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert kept is not None
+        layer, (pack, unpack) = type(self._layer).__name__, kept
+
+        def unpacked(held: Any) -> Any:
+            try:
+                return unpack(held)
+            except CheckpointError as error:
+                raise BackwardError(
+                    f"{layer} was recomputed in backward, and kept other tensors for it than in forward: something that "
+                    "the layer is made of has changed since. Most likely a hook is gone that handed on its values in "
+                    "forward, and through which a tensor trains (an intervention or an adapter that starts as the "
+                    "identity). Let hooks stay until backward is over. "
+                    f"Torch's checkpoint says: {str(error).strip().splitlines()[0]}"
+                ) from error
+
+        return saved_tensors_hooks(pack, unpacked)
 
     @contextlib.contextmanager
     def _as_in_forward(self, now: Look) -> Iterator[None]:

@@ -13,15 +13,16 @@ import contextlib
 import dis
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.leaves import version_of
 from streambp.foreign import home_of, name_of
 from streambp.instance_forward import InstanceForward
-from streambp.known_names import FORWARD_HOOKS, HOOKS_ARE_HARMLESS, MODULES_ARE_HARMLESS
+from streambp.known_names import FORWARD_HOOKS, HOOKS_ARE_HARMLESS, MODULES_ARE_HARMLESS, OPACUS
 from streambp.nested import tensors_in
 
 
@@ -43,6 +44,15 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None) -> list
     return list(dict.fromkeys(found))
 
 
+def refuse_opacus(where: str) -> NoReturn:
+    """Raises UnsupportedModelError: the hooks would see chunks, and gradients of whole batches."""
+    raise UnsupportedModelError(
+        f"{where} has hooks of opacus, which compute a gradient for each sample from what passes a module in one forward "
+        "and one backward. A streamed layer passes in chunks, whose gradients are no sample's. Train with opacus without "
+        "streambp: call streambp.unpatch(model), or leave streambp.patch out."
+    )
+
+
 @contextlib.contextmanager
 def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
     """Within, the hooks of others inside a layer are watched; yields those that change what passes by, or may, by name."""
@@ -53,6 +63,8 @@ def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
     before = [(table, dict(table)) for table in tables if table]
     for table, hooks in before:
         for key, hook in hooks.items():
+            if _is_own(hook, (OPACUS,)):
+                refuse_opacus(type(layer).__name__)
             if not _is_own(hook, HOOKS_ARE_HARMLESS):
                 table[key] = functools.partial(_watched, hook, changing)
                 changing += [_full_name(hook)] if _may_change(hook) else []

@@ -11,12 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from streambp.attention.carriers import NoAttention, OverCache, Picking, ThroughInterface
+from streambp.admission.insides import refuse_opacus
+from streambp.attention.carriers import NoAttention, OverCache, Picking, Replaced, ThroughInterface
 from streambp.attention.indexers import indexers_of
 from streambp.attention.own import biases_positions
 from streambp.errors import UnsupportedModelError
-from streambp.foreign import home_of, wrapped_functions
+from streambp.foreign import home_of, name_of, wrapped_functions
 from streambp.known_names import (
+    ATTENTION,
     ATTENTION_TABLE,
     CACHES,
     FSDP1,
@@ -25,6 +27,7 @@ from streambp.known_names import (
     INDEXER,
     INDEXER_CALLS,
     MASK_MAKERS,
+    OPACUS_MODULE,
     PICKED,
     PICKS,
     SEQUENCE_LENGTH,
@@ -67,6 +70,8 @@ def find_stacks(model: nn.Module) -> Found:
             f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
         )
     _refuse_fsdp1(model)
+    if any(OPACUS_MODULE in base.__name__ for base in type(model).__mro__):
+        refuse_opacus(type(model).__name__)
     _refuse_wrapped_layers(model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
@@ -173,6 +178,19 @@ def cache_argument(layer: nn.Module) -> str | None:
     return next((name for name in _locals(layer) if name in CACHES), None)
 
 
+def replaced_attention(layer: nn.Module) -> str | None:
+    """The function, by name, that a program or library has put in the place of the forward of an attention's class, where
+    the layer does not attend in one of the known ways and has no states; None if there is none."""
+    if attends(layer) or cache_argument(layer) or states_argument(layer):
+        return None
+    for module in layer.modules():
+        wrote = next((base for base in type(module).__mro__ if "forward" in vars(base)), nn.Module)
+        home = home_of(written_forward(module))
+        if ATTENTION in type(module).__name__ and home != wrote.__module__ and not home.startswith("transformers."):
+            return f"{home}.{name_of(written_forward(module))}"
+    return None
+
+
 def states_argument(layer: nn.Module) -> str | None:
     """The argument that takes the cache of a layer that keeps states there, or the states themselves; None if it has none.
 
@@ -186,7 +204,13 @@ def states_argument(layer: nn.Module) -> str | None:
 def kind_of(layer: nn.Module) -> LayerKind:
     """What passes from chunk to chunk of a layer, read off its forwards. [Note: carriers]"""
     cache, states = cache_argument(layer), states_argument(layer)
-    attention = OverCache(cache) if cache is not None else _interface(layer) if attends(layer) else NoAttention()
+    replaced = replaced_attention(layer)
+    if cache is not None:
+        attention: NoAttention = OverCache(cache)
+    elif attends(layer):
+        attention = _interface(layer)
+    else:
+        attention = NoAttention() if replaced is None else Replaced(replaced)
     carrier = NoStates() if states is None else StatesReturned(states) if states == STATE else StatesInCache(states)
     return LayerKind(attention, carrier, counts_positions(layer))
 
@@ -244,7 +268,8 @@ def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) ->
         indexer = next((m for m in layer.modules() if INDEXER in type(m).__name__), None)
         if indexer is not None and not any(_looks_at_keys(a) or _hands_picks(a) for a in attentions):
             return f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools in a cache of its own"
-    if not any(attends(layer) or cache_argument(layer) or states_argument(layer) for layer in layers):
+    known = (attends, cache_argument, states_argument, replaced_attention)
+    if not any(known_by(layer) for layer in layers for known_by in known):
         writing = next((layer for layer in layers if _takes_states(layer)), None)
         if writing is not None:
             return f"{type(writing).__name__} writes its states in place, where no gradient follows them to the next chunk"

@@ -155,6 +155,33 @@ class ThroughInterface(NoAttention):
         return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Replaced(NoAttention):
+    """A layer whose attention's class has another forward than it was written with: it runs whole, with the model's own
+    masks.
+
+    Args:
+        by: what stands there, by name.
+    """
+
+    by: str
+
+    readable_apart = False
+
+    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
+        """None: its attention stays its own."""
+        return []
+
+    @property
+    def why_not_split(self) -> str:  # type: ignore[override]
+        """It attends to this rank's shard alone."""
+        return f"{self.by} attends in its place, to this rank's shard"
+
+    def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str:
+        """It is never cut, whatever its hidden states x [..., B, T, h]."""
+        return f"{self.by} stands in the place of its attention's forward, and attends in its own way"
+
+
 PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})  # arguments that neither are masks of ours nor hold some
 THROUGH_INTERFACE = ThroughInterface()
 

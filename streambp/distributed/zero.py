@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from streambp.known_names import ENGINES, FULL_SHAPE, PARTITIONED, Z3_LEAF
+from streambp.known_names import ENGINES, FORWARD_HOOKS, FULL_SHAPE, PARTITIONED, WITH_KWARGS, Z3_LEAF
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -39,6 +39,13 @@ def unmake_leaf(layer: nn.Module, handle: RemovableHandle) -> None:
     """Undo `make_leaf`, which returned `handle`."""
     handle.remove()
     layer.__dict__.pop(Z3_LEAF, None)
+
+
+def no_leaf(own: dict[str, Any], handle: RemovableHandle) -> None:
+    """The attributes `own` of a copied layer without what `make_leaf`, which returned `handle`, has put there."""
+    own.pop(Z3_LEAF, None)
+    for table in (FORWARD_HOOKS[1], WITH_KWARGS):
+        own[table] = type(own[table])((key, hook) for key, hook in own[table].items() if key != handle.id)
 
 
 def _differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:

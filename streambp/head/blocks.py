@@ -19,6 +19,7 @@ from torch import Tensor
 from streambp.device import without_autocast
 from streambp.head.triton_fold import fold_rows, serves
 from streambp.head.triton_gradient import write_gradient
+from streambp.torchs_own import nn_own, torch_own
 
 LOGITS_PER_BLOCK = 2**25  # torch's blocks: 128 MiB of float32 logits, several times
 BYTES_PER_BLOCK = 2**29  # the kernels' blocks: 2**28 logits in half precision, once
@@ -65,7 +66,7 @@ class Projection:
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+            logits = torch_own.tanh(logits / self.softcap) * self.softcap
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class Products:
         """Raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
         weight, bias = self.weight(hidden.dtype), self._bias
         with without_autocast(hidden.device.type):  # the hidden states have its dtype, unless another is wanted
-            return torch.nn.functional.linear(hidden, weight[columns], None if bias is None else bias[columns])
+            return nn_own.linear(hidden, weight[columns], None if bias is None else bias[columns])
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """[V, h]; cast once for all blocks."""
@@ -129,9 +130,9 @@ class Fold:
 
     def merge(self, other: Fold) -> Fold:
         """Of both sets of entries; the other's come later in the vocabulary."""
-        top = torch.maximum(self.max, other.max)
+        top = torch_own.maximum(self.max, other.max)
         base = _finite(top)
-        mine, theirs = torch.exp(self.max - base), torch.exp(other.max - base)
+        mine, theirs = torch_own.exp(self.max - base), torch_own.exp(other.max - base)
         return Fold(
             top,
             self.sum * mine + other.sum * theirs,
@@ -139,7 +140,7 @@ class Fold:
             self.mean * mine + other.mean * theirs,
             self.squares * mine.square() + other.squares * theirs.square(),
             self.total + other.total,
-            torch.where(other.max > self.max, other.best, self.best),
+            torch_own.where(other.max > self.max, other.best, self.best),
         )
 
 
@@ -159,7 +160,7 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
     top, best = logits.max(-1)
     weights = (logits - _finite(top)[:, None]).exp_()  # [n, v]
     here, column = locate(labels, block)
-    target = torch.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+    target = torch_own.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     squares = torch.linalg.vecdot(weights, weights)
     total, summed = logits.sum(-1), weights.sum(-1)
     none = weights == 0.0
@@ -195,7 +196,7 @@ class Statistics:
 
     def lse(self) -> Tensor:
         """[n], the log of the sum of exp(logit) over the entries that were added."""
-        return self.so_far.max + torch.log(self.so_far.sum)
+        return self.so_far.max + torch_own.log(self.so_far.sum)
 
     def results(self) -> tuple[Tensor | None, ...]:
         """log_probs, then the fields of `Wanted` in order, [n] each; None for what is not wanted."""
@@ -207,7 +208,7 @@ class Statistics:
             mean_logits - lse if wanted.mean_log_probs else None,
             folded.best == self.labels if wanted.is_top1 else None,
             mean_logits if wanted.mean_logits else None,
-            torch.log(folded.squares) - 2.0 * torch.log(folded.sum) if wanted.log_sum_sq_probs else None,
+            torch_own.log(folded.squares) - 2.0 * torch_own.log(folded.sum) if wanted.log_sum_sq_probs else None,
         )
 
 
@@ -221,7 +222,7 @@ def nothing(wanted: Wanted, empty: Tensor) -> tuple[Tensor | None, ...]:
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """Which labels [n] lie in a vocabulary block, [n] in bool, and their column there, [n] (0 for the others)."""
     here = (labels >= block.start) & (labels < block.stop)
-    return here, torch.where(here, labels - block.start, 0)
+    return here, torch_own.where(here, labels - block.start, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,4 +298,4 @@ def logits_gradient(logits: Tensor, softmax: Softmax, block: slice, upstream: Up
     if upstream.log_probs is None:
         return grad
     here, column = locate(softmax.labels, block)
-    return grad.scatter_add_(-1, column[:, None], torch.where(here, upstream.log_probs, 0.0)[:, None])
+    return grad.scatter_add_(-1, column[:, None], torch_own.where(here, upstream.log_probs, 0.0)[:, None])

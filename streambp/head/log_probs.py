@@ -36,6 +36,7 @@ from streambp.head.blocks import (
 )
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import GradientSum, Parameters
+from streambp.torchs_own import torch_own
 
 ROWS = 4096
 METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
@@ -381,7 +382,7 @@ def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor) -> Tens
     one = factor.reshape(1)  # with a dimension, lest it be rounded to total's dtype before it multiplies
     parts, places = (torch.atleast_1d(x).split(ROWS) for x in (total, out))  # a CPU casts through a copy
     for part, place in zip(parts, places, strict=True):
-        torch.mul(part, one, out=place)
+        torch_own.mul(part, one, out=place)
     return out
 
 

@@ -28,6 +28,7 @@ from streambp.device import autocast_dtype
 from streambp.errors import BackwardError
 from streambp.head.blocks import Products, Softmax, Upstream, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
+from streambp.torchs_own import torch_own
 
 SMALLEST = 2.0**-64
 
@@ -62,7 +63,7 @@ class Pending:
         """
         if type(factor) is Tensor and not factor.is_meta:  # fake tensors would outlive their mode
             size = factor.abs()
-            self._factor = torch.where((size > SMALLEST) & (size < 1 / SMALLEST), factor, 1.0)
+            self._factor = torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), factor, 1.0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_work": None, "_factor": None}  # a copied or pickled model has nothing pending
@@ -114,7 +115,7 @@ class OnePassNLL(torch.autograd.Function):
                 with torch.no_grad():
                     product = products.of(normed, everything)  # [n, V]
                     folded = fold(product, inputs.projection, labels[block], everything)
-                    lse = folded.max + torch.log(folded.sum)  # [n]
+                    lse = folded.max + torch_own.log(folded.sum)  # [n]
                     total += (lse - folded.target).sum()
                     softmax = Softmax(labels[block], lse, None, weight.shape[0])
                     grad = product_gradient(product, inputs.projection, softmax, everything, upstream.at(block))

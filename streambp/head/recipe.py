@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.distributed.zero import full_shape
@@ -16,6 +15,7 @@ from streambp.head.blocks import Projection, Wanted
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
 from streambp.head.places import taken
+from streambp.torchs_own import nn_own, torch_own
 
 
 @dataclasses.dataclass
@@ -120,11 +120,11 @@ class Recipe:
         source = source if self.places is None else taken(source, self.places)
         value: Tensor = source if self.norm is None else self.norm.forward(source)  # its hooks ran in the model's own call
         if self.scale_hidden != 1.0:
-            value = value * self.scale_hidden
+            value = torch_own.mul(value, self.scale_hidden)
         if self.weight is not None:
-            value = F.linear(value, self.weight, self.bias)
-            value = value * self.before if self.before != 1.0 else value
-            value = torch.tanh(value) * self.after if self.tanh else value
+            value = nn_own.linear(value, self.weight, self.bias)
+            value = torch_own.mul(value, self.before) if self.before != 1.0 else value
+            value = torch_own.mul(torch_own.tanh(value), self.after) if self.tanh else value
         return value
 
 

@@ -19,7 +19,7 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +80,20 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
         name: module
         for name, module in layer.named_modules()
         if id(module) not in inside
-        and type(module) is nn.Linear
+        and computes_plainly(module)
         and "forward" not in module.__dict__
         and type(module.weight) in PLAIN
     }
+
+
+def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a Linear, or of a subclass that has a Linear's forward, and its weight and bias as they are: a subclass
+    that computes in its own way (torchao's for quantisation in training) has gradients that its product does not tell."""
+    kind = type(module)
+    if kind is nn.Linear or not isinstance(module, nn.Linear):
+        return kind is nn.Linear
+    overridden = any(getattr(kind, name) is not getattr(nn.Linear, name) for name in ("forward", "__call__", "__getattr__"))
+    return not overridden and not any(hasattr(kind, name) for name in ("weight", "bias"))
 
 
 def hooked_everywhere() -> bool:

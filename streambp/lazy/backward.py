@@ -30,6 +30,7 @@ from streambp.head.blocks import (
 )
 from streambp.head.log_probs import HeadGradients, HeadInputs
 from streambp.lazy.expression import Beside, Node, Reading, evaluate, leaves, readings
+from streambp.torchs_own import torch_own
 
 
 def rows_at_once(vocabulary: int) -> int:
@@ -127,7 +128,7 @@ class StatisticsTerm:
         labels, pick, lse, mean = (values[rows.positions] for values in (self.labels, self.pick, self.lse, self.mean))
         columns = product.shape[-1]
         folded = fold(product, self.projection, labels, slice(0, columns))
-        softmax = Softmax(labels, folded.max + torch.log(folded.sum), None, columns)
+        softmax = Softmax(labels, folded.max + torch_own.log(folded.sum), None, columns)
         # A label's log-probability takes its gradient off p's; `lse` is what p is to have in all.
         return softmax, Upstream(pick, None, mean if self.has_mean else None, lse + pick + mean)
 

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from streambp.distributed.zero import full_shape
@@ -29,6 +28,7 @@ from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss
 from streambp.lazy.standin import METADATA, SharedMemory, StandIn, note_use, takes
 from streambp.nested import tensors_in
+from streambp.torchs_own import torch_own
 
 
 class NoGradientHere(torch.autograd.Function):
@@ -96,7 +96,8 @@ class Deferred(StandIn):
         if self.written is not None:
             return self.written
         with torch.set_grad_enabled(self.requires_grad):
-            return self.recipe.build(self.source).to(self.dtype)
+            real = self.recipe.build(self.source)
+            return real if real.dtype == self.dtype else real.to(self.dtype)
 
     @property
     def tokens(self) -> Tensor:
@@ -151,7 +152,7 @@ class Deferred(StandIn):
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What a rule gives; NotImplemented where there is none."""
-        rule = RULES.get(func) or METHODS.get(name)
+        rule = RULES.get(name)
         if rule is None or (kwargs and not takes(rule, args, kwargs)):
             return NotImplemented
         return rule(*args, **kwargs)
@@ -192,7 +193,7 @@ def _take_along_dim(x: Deferred, indices: Any, dim: int | None = None) -> Any:
     """Positions [..., n, 1] of each row."""
     if dim is None or dim % x.dim() == x.dim() - 1 or indices.shape[-1] != 1:
         return NotImplemented
-    return x.derive(torch.take_along_dim(x.tokens, indices, dim % x.dim()))
+    return x.derive(torch_own.take_along_dim(x.tokens, indices, dim % x.dim()))
 
 
 def _same(x: Deferred, *args: Any, **kwargs: Any) -> Any:
@@ -280,17 +281,8 @@ def _cross_entropy(
     return blockwise_loss(x.source, x.recipe, target, ignore_index, reduction)
 
 
-RULES: dict[Any, Callable[..., Any]] = {
-    torch.mul: _multiply,
-    torch.div: _divide,
-    torch.tanh: _tanh,
-    torch.take_along_dim: _take_along_dim,
-    F.linear: _linear,
-    F.cross_entropy: _cross_entropy,
-}
-
-# By name: torch passes whatever stands under that name in `Tensor`, which others may have wrapped.
-METHODS: dict[str, Callable[..., Any]] = {
+# By name: of torch's functions and of the methods that are them. [Note: torch's own functions]
+RULES: dict[str, Callable[..., Any]] = {
     "__getitem__": _slice,
     "contiguous": _same,
     "float": _float,
@@ -304,4 +296,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "div": _divide,
     "__truediv__": _divide,
     "tanh": _tanh,
+    "take_along_dim": _take_along_dim,
+    "linear": _linear,
+    "cross_entropy": _cross_entropy,
 }

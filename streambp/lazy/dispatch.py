@@ -27,6 +27,7 @@ from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
 from streambp.lazy.standin import takes
 from streambp.lazy.tensor import LazyRows
 from streambp.nested import tensors_in
+from streambp.torchs_own import method
 
 
 class LazyLogits(LazyRows):
@@ -77,7 +78,7 @@ class LazyLogits(LazyRows):
         follow = all(x.follows_rules() for x in rows)
         if follow and (torch.is_grad_enabled() or not before.graded):
             plain = plain_name(name)
-            out_of_place = getattr(Tensor, plain, None)
+            out_of_place = method(plain)
             made = NotImplemented
             if out_of_place is not None and plain in ROW_RULES:
                 made = self.by_rule(out_of_place, plain, args, kwargs)
@@ -139,7 +140,7 @@ ELEMENTWISE = (
 )  # fmt: skip
 SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__", "__div__")
 
-# By name: torch passes whatever stands under that name in `Tensor`, which others may have wrapped.
+# By name: of torch's functions and of the methods that are them. [Note: torch's own functions]
 ROW_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(SCALING, scale),

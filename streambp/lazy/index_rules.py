@@ -11,6 +11,7 @@ from torch import Tensor
 from streambp.lazy.expression import Call
 from streambp.lazy.row_rules import gather
 from streambp.lazy.tensor import LazyRows
+from streambp.torchs_own import torch_own
 
 
 def index(x: LazyRows, at: Any) -> Any:
@@ -67,7 +68,7 @@ def _whole_last(where: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
 def _pick_each(x: LazyRows, parts: list[Tensor]) -> Any:
     """x[rows, labels]: one entry for each."""
     *rows, labels = torch.broadcast_tensors(*parts)
-    labels = torch.where(labels < 0, labels + x.width, labels)  # shaped as each of rows
+    labels = torch_own.where(labels < 0, labels + x.width, labels)  # shaped as each of rows
     tokens = x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False)
     found = gather(tokens, labels[..., None])
     return found if found is NotImplemented else found[..., 0]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from streambp.head.log_probs import check_labels
@@ -14,10 +13,14 @@ from streambp.lazy.expression import Call
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.row_rules import elementwise, last, log_softmaxed, nominal, note, of_all, picked, sample_of
 from streambp.lazy.tensor import LazyRows, flat
+from streambp.torchs_own import torch_own
 
 
 def kl_div(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Of distributions that are lazy rows, or of one that is real; the reductions are torch's own."""
+    """Of distributions that are lazy rows, or of one that is real; the reductions are torch's own. NotImplemented for
+    `torch.kl_div`, which numbers them."""
+    if func is torch_own.kl_div:
+        return NotImplemented
     return _kl_div(func, *args, **kwargs)
 
 
@@ -35,7 +38,7 @@ def _kl_div(
     each = elementwise("kl_div", func, (x, target), {"reduction": "none", "log_target": log_target})
     if each is NotImplemented or reduction == "none":
         return each
-    total = of_all("sum", torch.sum, each, [], {})
+    total = of_all("sum", torch_own.sum, each, [], {})
     return total if reduction == "sum" else total / (each.shape[0] if reduction == "batchmean" else each.numel())
 
 
@@ -48,10 +51,11 @@ def nll_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
     """
-    return _nll(*args, **kwargs)
+    return _nll(func, *args, **kwargs)
 
 
 def _nll(
+    func: Callable[..., Any],
     x: Any,
     target: Any,
     weight: Any = None,
@@ -63,7 +67,7 @@ def _nll(
     if weight is not None or not _is_reduction(size_average, reduce, reduction) or not _is_target(x, target):
         return NotImplemented
     note(x, "nll_loss")
-    dtype = nominal(F.nll_loss, (sample_of(x), target.reshape(-1)[:0]), {"reduction": "none"}).dtype
+    dtype = nominal(func, (sample_of(x), target.reshape(-1)[:0]), {"reduction": "none"}).dtype
     return _from_picked(last(x), target, ignore_index, reduction, 0.0, dtype)
 
 
@@ -76,10 +80,11 @@ def cross_entropy(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
     """
-    return _cross_entropy(*args, **kwargs)
+    return _cross_entropy(func, *args, **kwargs)
 
 
 def _cross_entropy(
+    func: Callable[..., Any],
     x: Any,
     target: Any,
     weight: Any = None,
@@ -92,9 +97,9 @@ def _cross_entropy(
     if weight is not None or not _is_reduction(size_average, reduce, reduction) or not _is_target(x, target):
         return NotImplemented
     each = {"reduction": "none", "label_smoothing": label_smoothing}
-    dtype = nominal(F.cross_entropy, (sample_of(x), target.reshape(-1)[:0]), each).dtype
+    dtype = nominal(func, (sample_of(x), target.reshape(-1)[:0]), each).dtype
     x = last(x)
-    log_probs = elementwise("log_softmax", F.log_softmax, (x,), {"dim": -1})
+    log_probs = elementwise("log_softmax", torch_own.log_softmax, (x,), {"dim": -1})
     note(x, "cross_entropy")
     return _from_picked(log_probs, target, ignore_index, reduction, label_smoothing, dtype)
 
@@ -133,6 +138,6 @@ def _smoothed(log_probs: LazyRows, labels: Tensor, smoothing: float) -> Tensor:
         return lse - target * (1.0 - smoothing) - mean * smoothing
     losses = -picked(log_probs, labels[:, None])[:, 0]
     if smoothing:
-        (mean,) = log_probs.compute(Function(flat(Call(torch.mean, (log_probs.node, -1), {}, True, "mean"))))
+        (mean,) = log_probs.compute(Function(flat(Call(torch_own.mean, (log_probs.node, -1), {}, True, "mean"))))
         losses = losses * (1.0 - smoothing) - mean * smoothing
     return losses

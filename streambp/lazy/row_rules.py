@@ -20,6 +20,7 @@ from streambp.lazy.expression import Beside, Call, Node, Reading, names
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.tensor import LazyRows, flat
 from streambp.nested import tensors_in
+from streambp.torchs_own import torch_own
 
 ROW_BY_ROW = frozenset({"log_softmax", "softmax", "softmin"})
 # Reductions of a row, by where their dim stands.
@@ -76,7 +77,7 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 def _graded(x: LazyRows, graded: bool) -> Node:
     """Its node, which passes a gradient on if `graded` and if it has one."""
-    return Call(torch.detach, (x.node,), {}, False, "detach") if graded and not x.graded else x.node
+    return Call(torch_own.detach, (x.node,), {}, False, "detach") if graded and not x.graded else x.node
 
 
 def _fitted(tensor: Tensor, x: LazyRows, width: int) -> tuple[Any, Tensor] | None:
@@ -146,7 +147,7 @@ def of_all(name: str, func: Callable[..., Any], x: LazyRows, rest: list[Any], kw
     if rest or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
-    return getattr(torch, OF_ALL[name])(of_rows)
+    return getattr(torch_own, OF_ALL[name])(of_rows)
 
 
 def _reduce(name: str, func: Callable[..., Any], x: LazyRows, rest: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +227,7 @@ def picked(x: LazyRows, index: Tensor) -> Tensor:
         return ((target - lse) * sign).view(index.shape)
     if index.shape[-1] == 1 and isinstance(x.node, Reading):
         return x.compute(Statistic(x.node, labels))[0].view(index.shape)
-    node = Call(torch.gather, (x.node, -1, Beside.of(index.clone())), {}, True, "gather")
+    node = Call(torch_own.gather, (x.node, -1, Beside.of(index.clone())), {}, True, "gather")
     return x.compute(Function(flat(node)))[0].view(index.shape)
 
 

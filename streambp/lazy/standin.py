@@ -24,12 +24,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import TensorBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
 from streambp.head.recipe import told
 from streambp.known_names import TENSOR_HOOKS
 from streambp.nested import tensors_in
+from streambp.torchs_own import asked_of, method, rule_name, torch_own
 
 
 class SharedMemory:
@@ -42,7 +44,7 @@ class SharedMemory:
     def watch(self, tensor: Tensor) -> None:
         """Remember the version of a tensor [...] that shares this memory; the tensor's values are not kept alive."""
         if type(tensor) is Tensor and not tensor.is_inference():
-            counter = tensor.detach()  # shares the version counter, and with the next line nothing else
+            counter = torch_own.detach(tensor)  # shares the version counter, and with the next line nothing else
             counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.watched.append((counter, counter._version))
 
@@ -106,11 +108,11 @@ class StandIn(Tensor):
     @classmethod
     @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs, func = dict(kwargs or {}), asked_of(func)
         if func in cls.metadata:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
+        name = rule_name(func)
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
         if isinstance(kwargs.get("out"), cls):
@@ -179,10 +181,10 @@ def takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 METADATA = frozenset(
     {
-        Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.stride, Tensor.__len__,
-        Tensor.nelement, Tensor.ndimension, Tensor.get_device, Tensor.is_complex, Tensor.is_inference, Tensor.is_contiguous,
-        torch.numel, torch.is_floating_point, torch.is_complex,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda",
+        *(method(name) for name in ("size", "dim", "numel", "element_size", "is_floating_point", "stride", "__len__",
+                                    "nelement", "ndimension", "get_device", "is_complex", "is_inference", "is_contiguous")),
+        torch_own.numel, torch_own.is_floating_point, torch_own.is_complex,
+        *(getattr(TensorBase, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda",
                                                      "is_cpu", "is_meta", "layout", "is_leaf", "grad_fn", "is_sparse",
                                                      "itemsize", "nbytes")),
     }
@@ -208,7 +210,7 @@ def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequenc
         func, name, args, kwargs: an operation; stand_ins: those among its arguments.
     """
     asked = stand_ins
-    if func is torch.autograd.grad:
+    if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
         wanted = tree_leaves(kwargs.get("inputs", args[1] if len(args) > 1 else None))
         asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
     elif name not in TENSOR_HOOKS:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import TensorBase
 
 from streambp.errors import BackwardError, StreamBPError
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, SCALING_HOOK, TENSOR_HOOKS
@@ -27,7 +28,9 @@ from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, resu
 from streambp.lazy.standin import METADATA, SharedMemory, StandIn
 from streambp.nested import tensors_in
 
-METADATA_OF_ROWS = METADATA | {getattr(Tensor, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")}
+METADATA_OF_ROWS = METADATA | {
+    getattr(TensorBase, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")
+}
 
 
 class Link(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streambp.lazy.expression import readings
 from streambp.lazy.tensor import LazyRows
+from streambp.torchs_own import torch_own
 
 
 def view(x: LazyRows, *shape: Any) -> Any:
@@ -94,7 +95,7 @@ def take_along_dim(x: LazyRows, indices: Any, dim: Any = None) -> Any:
     at = None if dim is None else _along(x, dim)
     if at is None or not isinstance(indices, Tensor) or indices.dim() != x.dim() or indices.shape[-1] != 1:
         return NotImplemented
-    return x.moved(lambda t: torch.take_along_dim(t, indices, at), unique=False, view=False)
+    return x.moved(lambda t: torch_own.take_along_dim(t, indices, at), unique=False, view=False)
 
 
 def squeeze(x: LazyRows, dim: Any = None) -> Any:

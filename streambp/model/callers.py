@@ -2,14 +2,13 @@
 
 Most read the loss alone, and test whether there are logits, as they have to with other libraries' fused losses. Two do not
 test: peft's CPT computes a loss of its own from them, and HF Trainer hands them to `compute_metrics` or returns them from
-`predict`. Neither says so in what it passes, so the functions that are running are asked.
+`predict`. Neither says so in what it passes, so the functions that are running are asked, and both get logits.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections.abc import Iterator
 from types import FrameType
 
@@ -24,19 +23,9 @@ def computes_its_own_loss() -> bool:
     return any(frame.f_code.co_name == CPT_FORWARD and _home(frame).startswith("peft.") for frame in near)
 
 
-def warn_of_missing_predictions() -> bool:
-    """Warn if a Trainer wants the logits of this evaluation, for metrics or as predictions; whether it did."""
-    wanted = any(
-        frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False for frame in _running()
-    )
-    if wanted:
-        warnings.warn(
-            "This Trainer evaluates a streamed model and wants its logits, for compute_metrics or as predictions, and gets "
-            "none: with labels the loss is computed without them. Set streambp.StreamConfig(eval_logits=True), which "
-            "builds them in eval mode.",
-            stacklevel=2,
-        )
-    return wanted
+def wants_predictions() -> bool:
+    """Whether a Trainer takes the logits of this evaluation, for metrics or as predictions."""
+    return any(frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False for frame in _running())
 
 
 def _running() -> Iterator[FrameType]:

@@ -30,7 +30,7 @@ from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
-from streambp.model.callers import computes_its_own_loss, warn_of_missing_predictions
+from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.deferring import DeferredHead, HeadLater
 from streambp.model.padding import warn_of_labels_after_padding
 from streambp.model.split import find_split
@@ -40,6 +40,7 @@ from streambp.model.unpatched import LossOfLabels
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
 AS_UNPATCHED = "as unpatched, from logits [B, T, V]: they fit many times over"
+PREDICTED = "evaluations build the logits, which a Trainer takes for metrics or as predictions"
 WITH_LOGITS = "builds the logits: the call had a cache"
 
 
@@ -89,7 +90,7 @@ class HeadUse:
     last: how the last call computed its loss, the last one in training if there was one.
     lazy: of that call, if its logits are computed where they are used, what became of them.
     trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
-    warned: that an evaluation has no logits for its metrics.
+    predicted: evaluations built their logits, because a Trainer takes them.
     left_out: fields of the last streamed call's output in training that hold no tensor; None: there was none, or a tuple.
     """
 
@@ -97,13 +98,14 @@ class HeadUse:
     lazy: HeadOutcome | None = None
     trained: int = 0
     unlabelled: int = 0
-    warned: bool = False
+    predicted: bool = False
     left_out: frozenset[str] | None = None
 
     @property
     def told(self) -> str | None:
         """What `describe` says of the head: the last call's loss and what became of its lazy logits; None before a call."""
-        return self.last if self.lazy is None else _how_lazily(self.lazy, self.last)
+        told = self.last if self.lazy is None else _how_lazily(self.lazy, self.last)
+        return f"{told}; {PREDICTED}" if told and self.predicted else told
 
     def note(self, how: str | None, training: bool, labelled: bool = True, lazy: HeadOutcome | None = None) -> None:
         """Count a call and remember how it computed its loss; evaluations only until a call in training."""
@@ -141,8 +143,7 @@ class CausalLMForward(InstanceForward):
         finally:
             self.state.position_ids, self.state.labels = before
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.retired:
             return self.original(*args, **kwargs)
         want_log_probs = kwargs.pop("output_log_probs", False)
@@ -341,8 +342,8 @@ class CausalLMForward(InstanceForward):
         """The output without deferred logits, or with real ones where they are to be seen; hidden states are real."""
         evaluates = not self.module.training
         logits_wanted = self.state.config.eval_logits and evaluates
-        if evaluates and not logits_wanted and not self.use.warned and not torch.is_grad_enabled():
-            self.use.warned = warn_of_missing_predictions()
+        if evaluates and not logits_wanted and not torch.is_grad_enabled() and wants_predictions():
+            logits_wanted = self.use.predicted = True
 
         def real(value: Any) -> Any:
             if not isinstance(value, Deferred) or (value.recipe.weight is not None and not logits_wanted):

@@ -37,7 +37,7 @@ class DeferredNorm(InstanceForward):
         super().__init__(module)
         self.request = request
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
+    def call(self, hidden_states: Tensor) -> Tensor:
         self.remove()  # `Deferred` calls the module itself, block by block
         return Deferred.make(hidden_states, Recipe(self.request, norm=self.module))
 
@@ -49,7 +49,7 @@ class DeferredHead(InstanceForward):
         super().__init__(module)
         self.request = request
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
+    def call(self, hidden_states: Tensor) -> Tensor:
         if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
             hidden_states = hidden_states.written
         if not isinstance(hidden_states, Deferred):

@@ -11,8 +11,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from streambp.foreign import trls_head, wrapped_functions
 from streambp.head.blocks import Wanted
 from streambp.instance_forward import InstanceForward
@@ -46,8 +44,7 @@ class FusedHead(InstanceForward):
         self.install()
         self.state.wrappers.append(self)
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def call(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if self.retired or not fused_lm_head:
             return self.original(*args, **kwargs)
         if args:

@@ -12,9 +12,9 @@ from streambp.admission.registry import refuse_foreign_attention
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
 from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
-from streambp.instance_forward import InstanceForward, forwards
+from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, AsUnpatched, InstanceForward, forwards, unmark
 from streambp.known_names import FINAL_NORMS
-from streambp.layer.products import matching
+from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
 from streambp.model.fused_layers import Fused, put_on
@@ -70,6 +70,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         if head is not None:
             head.add()
     model._streambp = Patch(state, found.left_alone, fused)  # type: ignore[assignment]
+    model.__dict__.setdefault(REDUCES, AsUnpatched(model))
     return model
 
 
@@ -127,10 +128,18 @@ def _check_products(found: Found, config: StreamConfig) -> None:
             raise ConfigError(
                 f"saves names {name!r}, the last {count} layers; the model has {most}. Leave {LAST} out for all."
             )
-    names = {name: None for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear}
+    linears = {name: m for layer in layers for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
+    names = [name for name, module in linears.items() if computes_plainly(module)]
     for glob in config.products:
         if not matching(names, [glob]):
-            shown = ", ".join(name.removesuffix(".base_layer") for name in list(names)[:16])
+            shown = ", ".join(name.removesuffix(".base_layer") for name in names[:16])
+            others = sorted({type(linears[name]).__name__ for name in matching(linears, [glob])})
+            if others:
+                raise ConfigError(
+                    f"saves names {glob!r}, and these Linears compute in their own way ({', '.join(others)}): what their "
+                    "forward computes inside is needed in backward, so that a saved product would save nothing. Leave the "
+                    f"name out of saves. Linears whose products can be saved: {shown or 'none'}."
+                )
             raise ConfigError(
                 f"saves names {glob!r}, which is neither of {list(SAVES)} nor the name of a Linear in the model's layers. "
                 f"These are: {shown or 'none'}."
@@ -149,11 +158,16 @@ class Patch:
 def unpatch(model: Model) -> Model:
     """Take off everything `patch` put on; the model is exactly what it was. Nothing happens to an unpatched model."""
     for module in model.modules():
-        found = module.__dict__.pop("_streambp", None)
+        found = module.__dict__.pop(PATCH, None)
         if found is not None:
+            for own in dict.fromkeys((module, found.state.root)):  # they differ in what `copy.copy` has made
+                own.__dict__.pop(PATCH, None)
+                for wrapper in reversed(own.__dict__.pop(WRAPPERS, ())) if own is not found.state.root else ():
+                    wrapper.leave(own.__dict__)
             for wrapper in reversed(found.state.wrappers):
                 wrapper.remove()
             found.fused.take_off()
+            unmark(module)
     return model
 
 

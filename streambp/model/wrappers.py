@@ -22,7 +22,7 @@ from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
-from streambp.distributed.zero import make_leaf, unmake_leaf
+from streambp.distributed.zero import make_leaf, no_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
 from streambp.instance_forward import InstanceForward
@@ -68,8 +68,13 @@ class LayerForward(InstanceForward):
         if self.leaf is not None:
             unmake_leaf(self.module, self.leaf)
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def leave(self, own: dict[str, Any]) -> None:
+        """Also no ZeRO-3 leaf there."""
+        super().leave(own)
+        if self.leaf is not None:
+            no_leaf(own, self.leaf)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         tree = self.state.tree
         if tree is not None:
             tell(tree, self.site, args, kwargs)
@@ -137,8 +142,7 @@ class BackboneForward(InstanceForward):
         super().install()
         setattr(self.module, REPLICATE, refuse_replicas)
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.retired:
             return self.original(*args, **kwargs)
         if args:
@@ -252,6 +256,11 @@ class BackboneForward(InstanceForward):
             if layer.__dict__.get(CHECKPOINTING[0]):
                 layer.gradient_checkpointing = False  # type: ignore[assignment]
                 self.checkpointed.append(layer)
+
+    def leave(self, own: dict[str, Any]) -> None:
+        """Also admits nn.DataParallel there."""
+        super().leave(own)
+        own.pop(REPLICATE, None)
 
     def remove(self) -> None:
         """Also admits nn.DataParallel again, and switches checkpointing on in layers where a call switched it off."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from transformers import MoshiConfig, MoshiForCausalLM, MoshiForConditionalGeneration
@@ -131,25 +132,41 @@ def trainer(tmp_path, config=CONFIG, **settings):
     return transformers.Trainer(streambp.patch(build("qwen3"), config), arguments, **settings)
 
 
+def predictions(act, trainer, seen):
+    """What the metrics were computed from, and what `predict` returns."""
+    made = getattr(trainer, act)(Rows())
+    return [*seen, *([made.predictions] if act == "predict" else [])]
+
+
 @pytest.mark.parametrize("act", ["evaluate", "predict"])
-def test_a_trainer_that_wants_predictions_is_warned_of(act, tmp_path):
-    """Once, where it asks for them."""
-    seen = []
-    measured = trainer(tmp_path, compute_metrics=lambda given: seen.append(given.predictions) or {})
-    with pytest.warns(UserWarning, match=r"wants its logits.*StreamConfig\(eval_logits=True\)"):
-        getattr(measured, act)(Rows())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        getattr(measured, act)(Rows())
-    assert [len(given) for given in seen] == [0, 0]
+def test_a_trainer_that_wants_predictions_gets_them(act, tmp_path):
+    found = []
+    for patched in (True, False):
+        seen = []
+        measured = trainer(tmp_path, compute_metrics=lambda given, seen=seen: seen.append(given.predictions) or {})
+        if not patched:
+            streambp.unpatch(measured.model)
+        found.append(predictions(act, measured, seen))
+        if patched:
+            assert streambp.describe(measured.model).head.endswith(causal_lm.PREDICTED)
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_a_trainer_that_wants_the_loss_or_gets_its_logits_is_not(tmp_path):
+def test_mutant_a_trainer_is_not_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr(causal_lm, "wants_predictions", lambda: False)
+    with pytest.raises(AssertionError):
+        test_a_trainer_that_wants_predictions_gets_them("evaluate", tmp_path)
+
+
+def test_a_trainer_that_wants_the_loss_has_no_logits(tmp_path):
     built = streambp.StreamConfig(chunk_size=5, eval_logits=True)
     seen = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert trainer(tmp_path).evaluate(Rows())["eval_loss"] > 0
+        plain = trainer(tmp_path)
+        assert plain.evaluate(Rows())["eval_loss"] > 0
+        assert causal_lm.PREDICTED not in streambp.describe(plain.model).head
         trainer(tmp_path, built, compute_metrics=lambda given: seen.append(given.predictions) or {}).evaluate(Rows())
         assert trainer(tmp_path, built).predict(Rows()).predictions.shape == (4, 17, VOCABULARY)
     assert seen[0].shape == (4, 17, VOCABULARY)

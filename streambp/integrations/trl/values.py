@@ -48,9 +48,9 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
 class PolicyAndValueHead(FusedHead):
     """`FusedHead` that also returns `state_values`, aligned with log_probs: the value of the state before each label."""
 
-    def __call__(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
+    def call(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
         self.with_values = values
-        return super().__call__(*args, **kwargs)
+        return super().call(*args, **kwargs)
 
     def output(self, scored: Scored, kwargs: dict[str, Any]) -> Any:
         """`FusedHead.output`; for a call with values=True also `state_values`, shaped as log_probs, in float32 or wider."""
