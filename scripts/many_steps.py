@@ -130,10 +130,12 @@ def told(mode: str, points: list[Point]) -> str:
         f"{name} {slope(points, name):+.3f}" + (" bytes" if name == "resident" else "")
         for name in ("objects", "calls", "resident")
     )
+    grown = (
+        "" if last.resident is None or first.resident is None else f", MiB {first.resident >> 20} to {last.resident >> 20}"
+    )
     return (
         f"{mode:9} a step, steps {points[len(points) // 2].step} to {last.step}: {slopes}; objects {first.objects:,} to "
-        f"{last.objects:,}, calls of a step {first.calls:,} to {last.calls:,}"
-        + ("" if last.resident is None or first.resident is None else f", MiB {first.resident >> 20} to {last.resident >> 20}")
+        f"{last.objects:,}, calls of a step {first.calls:,} to {last.calls:,}{grown}"
     )
 
 
