@@ -8,9 +8,9 @@ when it was watched, and whose source has no branch in which it would.
 
 [Note: who sees the rows] What changes which rows and positions the inside of a model sees (a packed row of shared prefixes,
 a mixer that is called for one document after the other, a trial's tokens) changes what others' hooks and forwards do there:
-one adds to a position, one keeps its output for the loss, one counts tokens. No trial can tell what becomes of what a hook
-keeps. So one question decides for all of them, `hooks_of_others`: hooks of libraries that are known to treat tokens alike and
-to keep nothing (`known_names.HOOKS_ARE_HARMLESS`) do not count, all others do.
+one adds to a position, one keeps its output for the loss, one counts tokens. No trial tells what becomes of it. So one
+question decides for all of them, `hooks_of_others`: hooks of libraries that are known to treat tokens alike and to keep
+nothing (`known_names.HOOKS_ARE_HARMLESS`) do not count, all others do.
 """
 
 from __future__ import annotations

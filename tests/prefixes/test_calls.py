@@ -47,7 +47,7 @@ def float64_everywhere(float64_oracle, monkeypatch):
 
 @pytest.fixture
 def trusted(monkeypatch):
-    """What tests put inside a model counts as a library's that treats tokens alike; trials and steps find that it does not."""
+    """What tests put inside a model counts as a library's that treats tokens alike; trials and steps find it out."""
     for name in ("HOOKS_ARE_HARMLESS", "MODULES_ARE_HARMLESS"):
         monkeypatch.setattr(insides, name, (*getattr(insides, name), "tests"))
 
