@@ -136,9 +136,9 @@ class LayerSite:
 
     [Note: hooks after a warm-up] A trial runs the layer's hooks, and a hook that adds something up keeps the trial's tokens
     and gradients. A hook that only looks on changes nothing of what a trial finds. So in a model that was warmed up hooks
-    that are new are not tried: each forward watches whether they change what they are given, as it always does,
-    and backward whether they keep it with its graph. A hook that does either ends the step with an error, and the layer is tried
-    with it from then on.
+    that are new are not tried: each forward watches whether they change what they are given, as it always does, and
+    backward whether they keep it with its graph. A hook that does either ends the step with an error, and the layer is
+    tried with it from then on.
     """
 
     layer: nn.Module
