@@ -8,6 +8,7 @@ from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
 from streambp.model.describe import describe
 from streambp.model.patching import unpatch
+from streambp.model.warming import warm_up
 from streambp.planner.auto import patch
 
-__all__ = ["StreamBPError", "StreamConfig", "describe", "patch", "unpatch"]
+__all__ = ["StreamBPError", "StreamConfig", "describe", "patch", "unpatch", "warm_up"]

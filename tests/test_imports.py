@@ -31,7 +31,7 @@ FOLDERS = {
     "head": ("distributed", "layer"),
     "lazy": ("distributed", "head"),
     "offload": ("layer",),
-    "prefixes": ("attention", "fingerprint", "layer", "admission", "lazy"),
+    "prefixes": ("attention", "layer", "admission", "lazy"),
     "model": (
         "attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload", "prefixes",
     ),

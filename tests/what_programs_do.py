@@ -436,6 +436,20 @@ def _(t: Trial) -> None:
     t.step()
 
 
+@program(BEFORE, "shares prefixes, and hooks a module inside: the hook changes tokens at absolute positions")
+def _(t: Trial) -> None:
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[:, 72:75] += 1.0
+        return out
+
+    t.model.model.embed_tokens.register_forward_hook(hook)
+    t.patch(share_prefixes=True)
+    ids = torch.randint(3, 50, (3, 80), generator=seeded(1))
+    ids[:, :70] = ids[0, :70]
+    t.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
 @program(BEFORE, "hooks a module inside: the hook applies a mask of the whole sequence")
 def _(t: Trial) -> None:
     mask = torch.ones(1, 23, 1, dtype=torch.float64)

@@ -11,20 +11,23 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from streambp.admission.checkpointed import run_whole
+from streambp.admission.insides import hooks_of_others
 from streambp.admission.probe import can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Forks
+from streambp.device import has_data
 from streambp.distributed.context_parallel import replaced_attention
 from streambp.distributed.engines import reduced_after_backward, reductions_of
 from streambp.errors import UnsupportedModelError
+from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.looks import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
-from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward
+from streambp.layer.function import NOBODY, Passes, StreamedLayer, run_backward, run_forward
 from streambp.layer.gradients import counts_when_alone
 from streambp.layer.graphs import can_keep_graph
 from streambp.layer.oom import explained
@@ -93,6 +96,7 @@ def admit(
     if rows is not None:
         _tell_of_documents(site, rows, arguments)
     marked = None if rows is None else rows.number
+    site.adopt(arguments.kind, look)
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
         or site.verdicts.get(arguments.kind)
@@ -107,11 +111,14 @@ def admit(
     kind = arguments.kind
     if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):
         return call
+    if look.hooks.ids and has_data(call.hidden_states):
+        site.shown |= hooks_of_others(call.layer)
     try:
         with nothing_compiled():
             failed, verdict = look_for_writes(call), can_stream(call)
     except torch.OutOfMemoryError as error:
         raise explained(error, site, call.plan) from error
+    site.hooks_tried |= call.look.hooks.places.keys()
     if not verdict.streams:
         if arguments.tells:  # its kernels do something else than they are told
             site.kernels_told = False
@@ -138,7 +145,9 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
         call.arguments.inputs = []
     else:
         versions = versions_of(call.look)
-        output, *extras = passes.forward(call, False)
+        with watching(call.look.hooks) if site.warm is not None else NOBODY as acted:
+            output, *extras = passes.forward(call, False)
+        site.refuse_untried(acted)
         if site.fingerprint.pending:
             site.fingerprint.learn(site.layer, call.look, versions)
     by_place = dict(zip(call.extras, extras, strict=True))

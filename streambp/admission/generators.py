@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.insides import foreign_parts
-from streambp.fingerprint.looks import Generator, Look
+from streambp.admission.rehearsal import Restored
+from streambp.fingerprint.looks import Body, Generator, Look
 from streambp.layer.products import hooked_everywhere
+from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
 from streambp.layer.site import LayerSite
 
 # transformers' own layers never draw from these, and other threads may at any time.
@@ -79,3 +81,11 @@ def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
         yield
     finally:
         set_generators(generators, states)
+
+
+@contextlib.contextmanager
+def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
+    """Within, what a module's parts count, set, write to buffers or draw does not stay, but for torch's own generators."""
+    buffers, generators = copies(buffers_of(module)), (*Body(module, set()).generators, *OF_ALL)
+    with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
+        yield restored

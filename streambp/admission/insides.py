@@ -5,6 +5,12 @@ Others may not: a hook that adds to positions 100 to 120, a mask over the whole 
 random tokens that a layer is tried on do not show it, so that layers with such insides are tried at the call's own length
 as well (`long_trial.py`). A hook that only looks on needs no such trial: one that gave nothing back and wrote to nothing
 when it was watched, and whose source has no branch in which it would.
+
+[Note: who sees the rows] What changes which rows and positions the inside of a model sees (a packed row of shared prefixes,
+a mixer that is called for one document after the other, a trial's tokens) changes what others' hooks and forwards do there:
+one adds to a position, one keeps its output for the loss, one counts tokens. No trial tells what becomes of it. So one
+question decides for all of them, `hooks_of_others`: hooks of libraries that are known to treat tokens alike and to keep
+nothing (`known_names.HOOKS_ARE_HARMLESS`) do not count, all others do.
 """
 
 from __future__ import annotations
@@ -19,11 +25,21 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import UnsupportedModelError
+from streambp.fingerprint.hooks import short_name
 from streambp.fingerprint.leaves import version_of
 from streambp.foreign import home_of, name_of
-from streambp.instance_forward import InstanceForward
-from streambp.known_names import FORWARD_HOOKS, HOOKS_ARE_HARMLESS, MODULES_ARE_HARMLESS, OPACUS
+from streambp.instance_forward import InstanceForward, forwards
+from streambp.known_names import (
+    FORWARD_HOOKS,
+    GLOBAL_HOOKS,
+    HOOKS_ARE_HARMLESS,
+    MODULE_HOOKS,
+    MODULES_ARE_HARMLESS,
+    OPACUS,
+)
 from streambp.nested import tensors_in
+
+NAMED_AT_MOST = 3  # hooks in a message
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None) -> list[str]:
@@ -51,6 +67,55 @@ def refuse_opacus(where: str) -> NoReturn:
         "and one backward. A streamed layer passes in chunks, whose gradients are no sample's. Train with opacus without "
         "streambp: call streambp.unpatch(model), or leave streambp.patch out."
     )
+
+
+def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
+    """Hooks on modules inside of a module, and torch's global ones, by name: the modules that each is on. Without those
+    that are known to treat tokens alike and to keep nothing. [Note: who sees the rows]"""
+    found: dict[str, list[str]] = {}
+    everywhere = vars(torch.nn.modules.module)
+    tables = [("all modules", everywhere[name]) for name in GLOBAL_HOOKS]
+    for path, inner in module.named_modules():
+        if inner is not module:
+            own = inner.__dict__
+            tables += [(path, own[name]) for name in MODULE_HOOKS if own.get(name)]
+    for path, table in tables:
+        for hook in table.values():
+            if not _is_own(hook, HOOKS_ARE_HARMLESS):
+                found.setdefault(short_name(hook), []).append(path)
+    return found
+
+
+def named_hooks(found: dict[str, list[str]]) -> str:
+    """`hooks_of_others` in words, such as: count (probe.py:12) on layers.0.mlp and 11 other modules."""
+    told = []
+    for hook, paths in list(found.items())[:NAMED_AT_MOST]:
+        others = len(set(paths)) - 1
+        told.append(f"{hook} on {paths[0]}" + (f" and {others} other module{'s' * (others > 1)}" if others else ""))
+    return ", ".join(told) + (f" and {len(found) - NAMED_AT_MOST} more" if len(found) > NAMED_AT_MOST else "")
+
+
+def why_rows(module: nn.Module) -> str | None:
+    """Why the inside of a backbone has to see a batch's rows as they are; None if it may see a packed row instead.
+    [Note: who sees the rows]"""
+    hooks = hooks_of_others(module)
+    if hooks:
+        return f"hooks would see another row than the batch's: {named_hooks(hooks)}"
+    home = {base.__module__ for base in type(module).__mro__}  # a modeling file's modules are its model's own
+    known = functools.partial(_is_known, home=home)
+    for path, inner in module.named_modules():
+        own = (forward for forward in forwards(inner) if not isinstance(forward, InstanceForward))
+        for function in (*own, getattr(type(inner), "forward", inner), type(inner)):
+            if not known(function):
+                what = type(inner).__name__ if function is type(inner) else f"the forward {_full_name(function)}"
+                return f"{what} (in {path or 'the model'}) is another's, and would see another row than the batch's"
+    return None
+
+
+def _is_known(function: Any, home: set[str]) -> bool:
+    """Whether a function or class comes from one of these modules, or from libraries whose modules treat tokens alike."""
+    found = function.__module__ if isinstance(function, type) else home_of(_innermost(function))
+    return found in home or found.partition(".")[0] in MODULES_ARE_HARMLESS
 
 
 @contextlib.contextmanager

@@ -59,6 +59,8 @@ def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input:
     """Which Linear products this layer's refill and recomputation can leave out."""
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
+    if call.arguments.kind in call.site.adopted:  # [Note: hooks after a warm-up]
+        return UnreadProducts(states=any(known.states for known in call.site.unread.values()))
     with call.autocast.restored(), nothing_compiled():  # [Note: autocast in backward]
         return _find_unread(call, linears, needs_input)
 

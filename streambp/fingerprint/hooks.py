@@ -67,7 +67,8 @@ class Hooks:
         return list(dict.fromkeys(told))
 
 
-def _name(hook: Any) -> str:
+def short_name(hook: Any) -> str:
+    """A hook as messages name it: its function, and where that stands."""
     hook = getattr(hook, "func", hook)
     code = getattr(hook, "__code__", None)
     name = name_of(hook).rpartition(".")[2]
@@ -110,7 +111,7 @@ def hooks_of(
             if _routes(hook):
                 found.routing.append((named[path], hook))
                 continue
-            name = _name(hook)
+            name = short_name(hook)
             same = sum(key[:3] == (path, sort, name) for key in found.places)
             key = (path, sort, name, same)
             found.places[key] = (table, number)

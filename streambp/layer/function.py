@@ -165,6 +165,7 @@ class StreamedLayer(torch.autograd.Function):
             hooks = call.look.hooks
             with watching(hooks) if hooks.places else NOBODY as acted:
                 outputs = passes.forward(call, True)
+            call.site.refuse_untried(acted)
         except torch.OutOfMemoryError as error:
             raise explained(error, call.site, call.plan) from error
         call.seen = call.site.fingerprint.seen(call.layer, call.look, versions, acted)

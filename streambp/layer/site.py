@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,9 @@ from streambp.attention.backend import AsSdpa, Used
 from streambp.attention.carriers import NoAttention, ThroughInterface
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
-from streambp.fingerprint.looks import Fingerprint
+from streambp.errors import StreamBPError
+from streambp.fingerprint.hooks import HookKey, described
+from streambp.fingerprint.looks import Fingerprint, Look
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.store import Chooser, Offloader
 from streambp.recurrent.carriers import NoStates
@@ -98,6 +101,16 @@ class CallReport:
 
 
 @dataclasses.dataclass
+class Warm:
+    """What `streambp.warm_up` leaves with the layers of a model. [Note: hooks after a warm-up]
+
+    on: hooks that are set from now on are watched, not tried. Off for all layers once one changed what it was given.
+    """
+
+    on: bool = True
+
+
+@dataclasses.dataclass
 class LayerSite:
     """A streamed layer: the module, how it streams, and what was found out about it.
 
@@ -117,6 +130,15 @@ class LayerSite:
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
         attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
+        warm: of a model that was warmed up. adopted: kinds of calls whose verdict is that of the same without some hooks.
+        hooks_tried: the inner hooks that were there when the layer was tried. shown: of others' hooks, by name, the modules
+            that they are on: these saw trials.
+
+    [Note: hooks after a warm-up] A trial runs the layer's hooks, and a hook that adds something up keeps the trial's tokens
+    and gradients. A hook that only looks on changes nothing of what a trial finds. So in a model that was warmed up hooks
+    that are new are not tried: each forward watches whether they change what they are given, as it always does, and
+    backward whether they keep it with its graph. A hook that does either ends the step with an error, and the layer is
+    tried with it from then on.
     """
 
     layer: nn.Module
@@ -141,6 +163,10 @@ class LayerSite:
     previous: Callable[..., Any] | None = None
     attended: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
+    warm: Warm | None = None
+    adopted: set[frozenset[tuple[str, Any]]] = dataclasses.field(default_factory=set)
+    hooks_tried: set[HookKey] = dataclasses.field(default_factory=set)
+    shown: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -160,6 +186,44 @@ class LayerSite:
         if len(plan.ends) == 1 or (tried is None and not self.foreign):
             return True
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
+
+    def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
+        """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed
+        up; give back what was taken where that does not hold any more. [Note: hooks after a warm-up]"""
+        if self.warm is None or not look.hooks.places:
+            return
+        if not self.warm.on:
+            for taken in self.adopted:
+                self.verdicts.pop(taken, None)
+            self.adopted.clear()
+        elif kind not in self.verdicts:
+            now = dict(kind)["state"]  # of modules, of hooks, and what trains
+            for known in list(self.verdicts):
+                before = dict(known)["state"]
+                same = known ^ kind == {("state", before), ("state", now)} and before[::2] == now[::2]
+                if same and set(before[1]) <= set(now[1]):
+                    # What others are taken from stays among the last entries.
+                    self.verdicts[known] = self.verdicts[kind] = self.verdicts[known]
+                    if known in self.tried:
+                        self.tried[known] = self.tried[kind] = self.tried[known]
+                    for made, autocast in [key for key in self.looked_at if key[0] == known]:
+                        self.looked_at[kind, autocast] = self.looked_at[made, autocast] = True
+                    self.adopted.add(kind)
+                    return
+
+    def refuse_untried(self, acted: AbstractSet[HookKey]) -> None:
+        """Asked when a forward is over, of the hooks that changed what they were given.
+
+        Raises:
+            StreamBPError: one of them was never tried. [Note: hooks after a warm-up]
+        """
+        for key in sorted(acted - self.hooks_tried if self.warm is not None and self.warm.on else ()):
+            self.warm.on = False  # type: ignore[union-attr]
+            raise StreamBPError(
+                f"{described(key)} of {type(self.layer).__name__} changes what it is given, and was set after "
+                "streambp.warm_up, which lets hooks that look on alone be set without a trial. Set it before warm_up, or "
+                "repeat the step: from now on layers are tried with the hooks that are on them."
+            )
 
     def of(self, question: Callable[[nn.Module], T]) -> T:
         """What a function says of the layer as of the last look; asked again when it has changed. [Note: fingerprint]"""

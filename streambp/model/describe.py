@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from streambp.admission.insides import hooks_of_others
 from streambp.admission.stacks import find_stacks
 from streambp.attention.backend import Used
 from streambp.attention.kernels import MATH
@@ -160,6 +161,7 @@ def _reason(site: LayerSite) -> str:
         parts.append(
             f"{last.rows.number} documents of packed rows, told by position_ids: its mixers are called for one "
             "after the other, which takes longer where they are short"
+            + (", and hooks inside see one document at a time" if hooks_of_others(site.layer) else "")
         )
     if last.longest is not None:
         parts.append(f"chunks of up to {last.longest} tokens: its attention mask has no end sooner (an image, a prefix)")

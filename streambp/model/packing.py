@@ -1,4 +1,5 @@
-"""What is said where position_ids make documents of a row that the unpatched model takes for one."""
+"""What is said where position_ids make documents of a row that the unpatched model takes for one, and where hooks have seen
+trials."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from streambp.admission.insides import named_hooks
 from streambp.device import has_data
 from streambp.known_names import DOCUMENT_ENDS, FLASH
+from streambp.layer.site import LayerSite
 
 
 def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None, cached: bool) -> bool:
@@ -55,3 +58,19 @@ def warn_of_documents(attention: bool, states: bool) -> None:
         f"{cure}",
         stacklevel=2,
     )
+
+
+def warn_of_trials(sites: list[LayerSite]) -> bool:
+    """Warn of others' hooks inside layers that were tried, and say whether there are any. [Note: who sees the rows]"""
+    shown: dict[str, list[str]] = {}
+    for site in sites:
+        for hook, paths in site.shown.items():
+            shown.setdefault(hook, []).extend(f"{type(site.layer).__name__} {site.index}: {path}" for path in paths)
+    if shown:
+        warnings.warn(
+            "Hooks inside decoder layers saw the trials of a first call, random tokens and their gradients, beside the "
+            f"batch: {named_hooks(shown)}. If they add up what they see, empty that once now, or call "
+            "streambp.warm_up(model, **inputs) before you set them: then no trial runs with them.",
+            stacklevel=2,
+        )
+    return bool(shown)

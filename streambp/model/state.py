@@ -47,6 +47,7 @@ class PatchState:
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
     asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
     warned_of_documents: that the unpatched model would not take a row for several documents.
+    warned_of_trials: that hooks saw the trials of layers.
     unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
     given_cache: a call in training was given a cache, and ran as unpatched.
     shares_through_cache: without a cache the unpatched model would compute something else.
@@ -72,6 +73,7 @@ class PatchState:
     warned_of_padding: bool = False
     warned_of_documents: bool = False
     asked_cache: bool = False
+    warned_of_trials: bool = False
     unasked_cache: bool = False
     given_cache: bool = False
     shares_through_cache: bool = False

@@ -30,7 +30,7 @@ from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAG
 from streambp.layer.arguments import has_cache
 from streambp.layer.site import LayerSite
 from streambp.model.deferring import DeferredNorm, can_be_deferred
-from streambp.model.packing import warn_of_documents
+from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, shards_of
 from streambp.model.state import PatchState, wants_cache
 from streambp.offload.manager import OffloadManager
@@ -176,6 +176,8 @@ class BackboneForward(InstanceForward):
                 output = self.original(**kwargs) if alone else self._over_rows_or_tree(kwargs)
             if torch.is_grad_enabled() and self.module.training:
                 self._warn_of_documents(masked)
+            if not self.state.warned_of_trials:
+                self.state.warned_of_trials = warn_of_trials(self._sites)
             return output
         finally:
             self.state.asked_cache = False

@@ -17,16 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import HALF
-from streambp.admission.generators import OF_ALL, generators_kept
-from streambp.admission.rehearsal import Restored
+from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, has_data
 from streambp.errors import UnsharedError
-from streambp.fingerprint.looks import Body
 from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
-from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
 from streambp.layer.site import LayerSite
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
@@ -145,7 +142,7 @@ class Trials:
         assert isinstance(tree, Tree), tree
         here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
         random = RandomState.capture(ids.device).replayed()
-        with torch.no_grad(), _leaving_no_trace(self.module) as restored, recording(()), random:
+        with torch.no_grad(), _in_eval(self.module), leaving_no_trace(self.module) as restored, recording(()), random:
             try:
                 expected = over(kwargs, None)[0][here]
                 found = spread_all(over(packed(kwargs, tree, self.takes_positions), tree), tree)[0][here]
@@ -210,14 +207,6 @@ def _trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[
     if positions is not None:
         changed[SHARED_INPUTS[2]] = (real.cumsum(1) - 1).clamp(min=0).to(positions)
     return {**{name: value for name, value in kwargs.items() if name not in LABELS}, **changed}
-
-
-@contextlib.contextmanager
-def _leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
-    """Within, nothing in it is random, and what its modules count, draw and set does not stay."""
-    buffers, generators = copies(buffers_of(module)), (*Body(module, set()).generators, *OF_ALL)
-    with _in_eval(module), in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
-        yield restored
 
 
 @contextlib.contextmanager

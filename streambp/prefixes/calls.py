@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streambp.admission.insides import why_rows
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import LABELS, SHARED_INPUTS
 from streambp.layer.site import LayerSite
@@ -81,10 +82,15 @@ class SharedPrefixes:
         reason = why_not(self.module, kwargs, layers, self.trials.takes_positions)
         if reason is not None:
             return reason
+        others = why_rows(self.module)
+        if others is not None and not _several_ranks():
+            return others  # before a trial, whose tokens hooks would see; other ranks may have no hooks, and make theirs
         apart = max((site.kind.states.least for site in layers), default=1)  # a chunk ends wherever rows part
         plain, padded = self.trials.verdicts_of(kwargs, on_trial, apart)
         if plain is not None and padded is not None:
             return plain
+        if others is not None:
+            return others
         if alone:  # other ranks may have more rows, and have made their trials with this one
             return ONE_ROW
         assert ids is not None

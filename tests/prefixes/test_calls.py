@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import streambp
+from streambp.admission import insides
 from streambp.attention.spans import Run
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.places import taken
@@ -42,6 +43,13 @@ def float64_everywhere(float64_oracle, monkeypatch):
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=LEAST_HERE))
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def trusted(monkeypatch):
+    """What tests put inside a model counts as a library's that treats tokens alike; trials and steps find it out."""
+    for name in ("HOOKS_ARE_HARMLESS", "MODULES_ARE_HARMLESS"):
+        monkeypatch.setattr(insides, name, (*getattr(insides, name), "tests"))
 
 
 def build(family):
@@ -319,13 +327,13 @@ def test_calls_that_compute_rows(what, why):
     assert why in rows_instead(build("qwen3"), changed(what))
 
 
-def test_layers_that_mix_tokens_compute_rows(monkeypatch):
+def test_layers_that_mix_tokens_compute_rows(monkeypatch, trusted):
     stock = build("llama")
     families.mix_neighbours(monkeypatch, stock)
     assert "does not run in chunks" in rows_instead(stock, make_batch("plain"))
 
 
-def test_a_model_that_mixes_tokens_outside_of_its_layers_computes_rows():
+def test_a_model_that_mixes_tokens_outside_of_its_layers_computes_rows(trusted):
     stock = build("llama")
 
     def mix(_, __, output):
@@ -383,7 +391,7 @@ def test_adapters_of_each_row_compute_rows():
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_a_layer_that_begins_to_mix_tokens_later(offload):
+def test_a_layer_that_begins_to_mix_tokens_later(offload, trusted):
     """What the trial found does not hold any more: the layer does not run in chunks, and its forward begins again."""
     stock, batch = build("llama"), make_batch("plain")
     ours = sharing(stock, offload=offload)
@@ -397,7 +405,7 @@ def test_a_layer_that_begins_to_mix_tokens_later(offload):
         assert "does not run in chunks" in told(ours)
 
 
-def test_one_rank_among_several_does_not_begin_again(monkeypatch):
+def test_one_rank_among_several_does_not_begin_again(monkeypatch, trusted):
     ours, batch = sharing(build("llama")), make_batch("plain")
     gradients(ours, **batch)
     ours.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
@@ -607,7 +615,7 @@ def test_mutants_are_found(mutant, monkeypatch):
 
 
 @pytest.mark.parametrize("module", [Reassigned, Running, Calibrated, Noisy])
-def test_a_trial_leaves_no_trace(module):
+def test_a_trial_leaves_no_trace(module, trusted):
     """Of modules that count, set and draw in eval mode, too; a layer with one runs whole, over rows."""
     stock, ours = build("llama"), build("llama")
     for model in (stock, ours):

@@ -1,0 +1,178 @@
+"""TRL's own tests, stock and under `streambp launch`: `python scripts/trl_tests.py --tests DIR [-k WORDS] [--files NAME ...]`
+
+DIR is the folder `tests` of a checkout of TRL whose release is the installed one or near it. The tests ask the hub for
+tiny models and data; nothing is downloaded. A cache of stand-ins is made first: models of the same classes with random
+weights, a tokenizer of bytes, and the texts of the checkout's own script. What has no stand-in (images, remote code) cannot run, and
+neither can what the stock run cannot do for another reason: both are counted with the reason. A test that passes in stock
+has to pass under launch, in chunks of 8 tokens, without saves, so that everything streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HUB = "trl-internal-testing"
+CHECKOUT = "STREAMBP_TRL_CHECKOUT"  # of the environment: where the plugin finds the data's script
+SIZES = {
+    "vocab_size": 272, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "max_position_embeddings": 2048, "rotary_dim": 4, "layer_types": None,
+}  # fmt: skip
+FILES = ("test_sft_trainer.py", "test_dpo_trainer.py", "test_kto_trainer.py", "test_reward_trainer.py")
+LAUNCH = ("-m", "streambp", "launch", "--chunk-size", "8", "--saves", "", "--no-unpatched-runs", "--")
+NO_HUB = re.compile(r"Offline|LocalEntryNotFound|couldn't connect|could not be found|does not appear to have|offline mode")
+
+
+def tokenizer() -> Any:
+    """One of bytes, with a template for chats."""
+    import trl
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    found.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
+    found.chat_template = template.read_text() if template.exists() else None
+    return found
+
+
+def stand_in(name: str, cache: Path) -> str | None:
+    """Puts a model of the class that its name tells into a hub cache; why there is none."""
+    import torch
+    import transformers
+
+    kind = getattr(transformers, name.split("-")[1], None)
+    if kind is None or not re.search("For(CausalLM|SequenceClassification)$", kind.__name__):
+        return "no stand-in for this class"
+    try:
+        config = kind.config_class()
+        for field, value in SIZES.items():
+            if hasattr(config, field):
+                setattr(config, field, value)
+        words = tokenizer()
+        ends = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+        config = kind.config_class(**{**config.to_dict(), **ends})
+        torch.manual_seed(0)
+        model = kind(config)
+        target = cache / f"models--{HUB}--{name}" / "snapshots" / "0"
+        model.save_pretrained(target)
+        words.save_pretrained(target)
+        (target.parent.parent / "refs").mkdir()
+        (target.parent.parent / "refs" / "main").write_text("0")
+    except Exception as error:
+        return f"no stand-in: {type(error).__name__}: {str(error)[:80]}"
+    return None
+
+
+def datasets_of(checkout: Path) -> dict[str, Any]:
+    """The sets of texts that the checkout's script makes, by their configuration's name."""
+    from datasets import DatasetDict
+
+    spec = importlib.util.spec_from_file_location("zen", checkout / "scripts" / "generate_zen_dataset.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module, found, real = importlib.util.module_from_spec(spec), {}, DatasetDict.push_to_hub
+    spec.loader.exec_module(module)
+    DatasetDict.push_to_hub = lambda self, *_, config_name, **__: found.setdefault(config_name, self)
+    try:
+        module.main(0.1, True, "")
+    finally:
+        DatasetDict.push_to_hub = real
+    return found
+
+
+def pytest_configure() -> None:
+    """As a plugin of pytest: `load_dataset` gives what the checkout's script makes, and TRL has the questions for packages
+    (`is_joblib_available`) that the checkout's release had."""
+    import datasets
+    import trl.import_utils
+
+    asked = (Path(os.environ[CHECKOUT]) / "tests" / "testing_utils.py").read_text("utf-8")
+    for name, package in set(re.findall(r"\b(is_(\w+)_available)\b", asked)):
+        if not hasattr(trl.import_utils, name):
+            there = importlib.util.find_spec(package) is not None
+            setattr(trl.import_utils, name, lambda there=there: there)
+    real, made = datasets.load_dataset, datasets_of(Path(os.environ[CHECKOUT]))
+
+    def load(path: str, name: str | None = None, split: str | None = None, **kwargs: Any) -> Any:
+        if path != f"{HUB}/zen" or name not in made:
+            return real(path, name, split=split, **kwargs)
+        return made[name] if split is None else made[name][split]
+
+    datasets.load_dataset = load
+
+
+def run(tests: Path, cache: Path, arguments: list[str], launched: bool, report: Path) -> dict[str, tuple[str, str]]:
+    """Each test's outcome and, if it did not pass, what it said last."""
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", CHECKOUT: str(tests.parent), "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(here), str(here.parent), os.environ.get("PYTHONPATH")))),
+    }  # fmt: skip
+    plugins = ("-p", Path(__file__).stem, "-p", "no:cacheprovider")
+    pytest = ("-m", "pytest", "-q", *plugins, "-o", "addopts=", f"--junitxml={report}")
+    command = [sys.executable, *(LAUNCH if launched else ()), *((sys.executable,) if launched else ()), *pytest, *arguments]
+    subprocess.run(command, cwd=tests.parent, env=environment, stdout=subprocess.DEVNULL, check=False)
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        bad = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        said = "" if bad is None else f"{bad.get('message', '')} {bad.text or ''}"
+        found[f"{case.get('classname')}::{case.get('name')}"] = ("passed" if bad is None else bad.tag, said)
+    return found
+
+
+def reason(outcome: str, said: str) -> str:
+    """Why the stock run could not do a test, in a few words."""
+    if NO_HUB.search(said):
+        return "asks the hub for what has no stand-in"
+    return f"{outcome}: {said.strip().splitlines()[0][:100] if said.strip() else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", type=Path, required=True, metavar="DIR", help="the folder tests of a checkout of TRL")
+    parser.add_argument("--files", nargs="*", default=FILES, metavar="NAME", help="of this folder")
+    parser.add_argument("-k", default="", metavar="WORDS", help="as pytest takes it")
+    args = parser.parse_args()
+    tests = args.tests.resolve()
+    paths = [tests / name for name in args.files]
+    arguments = [*map(str, paths), *(["-k", args.k] if args.k else [])]
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        text = "".join(path.read_text("utf-8") for path in paths)
+        asked = set(re.findall(rf"{HUB}/(tiny-[\w.-]+)", text))
+        missing = {name: why for name in sorted(asked) if (why := stand_in(name, scratch / "hub")) is not None}
+        print(
+            f"stand-ins for {len(asked) - len(missing)} of {len(asked)} models; none for {', '.join(missing) or 'no other'}"
+        )
+        stock, launched = (run(tests, scratch, arguments, how, scratch / f"{how}.xml") for how in (False, True))
+    passed, ours = ({name for name, (how, _) in found.items() if how == "passed"} for found in (stock, launched))
+    print(f"stock: {len(stock)} tests, {len(passed)} passed; under streambp launch: {len(ours)} passed")
+    others = Counter(reason(*stock[name]) for name in sorted(stock.keys() - passed))
+    for why, number in others.most_common():
+        print(f"  not runnable in stock: {number} x {why}")
+    for title, names in (("passed in stock alone", passed - ours), ("passed under launch alone", ours - passed)):
+        print(f"{title}: {len(names)}")
+        for name in sorted(names):
+            said = (launched if name in passed else stock).get(name, ("", "did not run"))[1]
+            print(f"  {name}: {said.strip().splitlines()[0][:160] if said.strip() else ''}")
+    sys.exit(bool(passed - ours))
+
+
+if __name__ == "__main__":
+    main()

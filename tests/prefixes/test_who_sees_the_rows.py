@@ -1,0 +1,259 @@
+"""Hooks, forwards and modules that others put inside a backbone see the batch's rows, not a packed row of their prefixes.
+
+Each program acts at positions that the short trial of sharing does not reach, or keeps for its loss what the trial cannot
+see. Loss and gradients are compared with the unpatched model's in float64.
+
+covers: admission/insides.py, prefixes/calls.py
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.prefixes import calls
+from streambp.prefixes.admission import Trials
+from streambp.prefixes.tree import find_tree
+from tests import families
+from tests.oracle import EXACT, worst_error
+from tests.prefixes.batches import counted, make_batch
+from tests.prefixes.test_calls import told
+
+PLACES = slice(43, 47)  # of rows of 49 tokens; the trial's packed row has 40
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle, monkeypatch):
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def steered(x):
+    x = x.clone()
+    x[:, PLACES] += 1
+    return x
+
+
+def after(module, _, output):
+    return (steered(output[0]), *output[1:]) if isinstance(output, tuple) else steered(output)
+
+
+def before(module, args):
+    return (steered(args[0]), *args[1:])
+
+
+def backward_after(module, grads, _):
+    return tuple(None if grad is None else steered(grad) for grad in grads)
+
+
+class Steering(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return steered(self.inner(x))
+
+
+def replace_forward(module):
+    own = module.forward
+    module.forward = lambda x: steered(own(x))
+
+
+def everywhere(model):
+    def hook(module, _, output):
+        return steered(output) if module is model.model.norm else None
+
+    return nn.modules.module.register_module_forward_hook(hook)
+
+
+PROGRAMS = {
+    "a layer": lambda m: m.model.layers[1].register_forward_hook(after),
+    "before a layer": lambda m: m.model.layers[1].register_forward_pre_hook(before),
+    "embeddings": lambda m: m.model.embed_tokens.register_forward_hook(after),
+    "attention": lambda m: m.model.layers[0].self_attn.register_forward_hook(after),
+    "a projection": lambda m: m.model.layers[0].self_attn.o_proj.register_forward_pre_hook(before),
+    "an MLP": lambda m: m.model.layers[0].mlp.register_forward_hook(after),
+    "an MLP's gradient": lambda m: m.model.layers[0].mlp.register_full_backward_hook(backward_after),
+    "the final norm": lambda m: m.model.norm.register_forward_hook(after),
+    "all modules": everywhere,
+    "a forward": lambda m: replace_forward(m.model.layers[0].mlp),
+    "a module": lambda m: setattr(m.model.layers[0], "mlp", Steering(m.model.layers[0].mlp)),
+}
+
+
+def collecting(model, kept, module):
+    """An auxiliary loss of what a hook collects."""
+    return module.register_forward_hook(lambda _, __, output: kept.append(output))
+
+
+def step(model, batch, kept=()):
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch, use_cache=False).loss
+    for x in kept:
+        loss = loss + x.pow(2).mean()
+    loss.backward()
+    if kept:
+        kept.clear()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def pair(chunk_size=1000):
+    config = streambp.StreamConfig(chunk_size=chunk_size, share_prefixes=True)
+    return families.build("llama", torch.float64), streambp.patch(families.build("llama", torch.float64), config)
+
+
+def batches():
+    return [make_batch("plain", seed, prompt=40) for seed in (1, 2)]
+
+
+def check(program, first, chunk_size=1000):
+    """Steps with a program on it; one before it is set, if it is not the first thing. A layer that is cut runs whole where
+    its inner hooks look at positions, so that one chunk shows what sharing alone does."""
+    (stock, ours), handles = pair(chunk_size), []
+    if not first:
+        step(ours, batches()[0])
+        assert told(ours) == counted(batches()[0])
+    try:
+        handles = [program(model) for model in (stock, ours)] if program is not everywhere else []
+        for batch in batches():
+            found = []
+            for model in (stock, ours):
+                handle = everywhere(model) if program is everywhere else None
+                found.append(step(model, batch))
+                if handle is not None:
+                    handle.remove()
+            (expected_loss, expected), (loss, gradients) = found
+            assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+            assert worst_error(gradients, expected) <= EXACT
+            assert isinstance(told(ours), str)
+    finally:
+        for handle in handles:
+            if handle is not None:
+                handle.remove()
+    return told(ours)
+
+
+@pytest.mark.fast("embeddings-True", "a projection-True", "the final norm-False", "a forward-False", "a module-True")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_at_positions(program, first):
+    why = check(PROGRAMS[program], first)
+    assert re.search("would see another row than the batch's", why), why
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - {"an MLP's gradient"}))
+def test_programs_at_positions_in_chunks(program):
+    check(PROGRAMS[program], first=True, chunk_size=7)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "model.norm",
+        pytest.param("model.embed_tokens", marks=pytest.mark.full),
+        pytest.param("model.layers.1", marks=pytest.mark.full),
+        "model.layers.0.mlp",
+    ],
+)
+def test_what_a_hook_collects_joins_the_loss(where):
+    stock, ours = pair()
+    found = []
+    for model in (stock, ours):
+        kept = []
+        collecting(model, kept, model.get_submodule(where))
+        found.append([])
+        for batch in batches():
+            kept.clear()  # of a first call's trials
+            model.zero_grad(set_to_none=True)
+            loss = model(**batch, use_cache=False).loss
+            loss = loss + kept[-1].pow(2).mean()
+            loss.backward()
+            found[-1].append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert all(worst_error(ours, stock) <= EXACT for stock, ours in zip(*found, strict=True))
+    assert "would see another row" in told(ours)
+
+
+def test_a_backbones_forward_that_stood_there_before():
+    def replace(model):
+        own = model.model.forward
+
+        def forward(input_ids, **kwargs):
+            ids = input_ids.clone()
+            ids[:, PLACES] = (ids[:, PLACES] + 1) % 50
+            return own(input_ids=ids, **kwargs)
+
+        model.model.forward = functools.wraps(own)(forward)
+        return model
+
+    stock, ours = (replace(families.build("llama", torch.float64)) for _ in range(2))
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=1000, share_prefixes=True))
+    (_, expected), (_, found) = (step(model, batches()[0]) for model in (stock, ours))
+    assert worst_error(found, expected) <= EXACT
+    assert "would see another row" in told(ours)
+
+
+def engines_hook(module, args):
+    return None
+
+
+ENGINES_HOOK = types.FunctionType(engines_hook.__code__, {"__name__": "deepspeed.runtime.engine"}, "engines_hook")
+
+
+def test_known_hooks_share():
+    """transformers' for inputs that want a gradient, and engines'; hooks on the backbone itself see the rows' output."""
+    (_, ours), batch = pair(), batches()[0]
+    ours.enable_input_require_grads()
+    ours.model.layers[0].register_forward_pre_hook(ENGINES_HOOK)
+    seen = []
+    ours.model.register_forward_hook(lambda _, __, output: seen.append(output.last_hidden_state.shape))
+    ours.lm_head.register_forward_hook(lambda _, __, ___: None)
+    step(ours, batch)
+    assert told(ours) == counted(batch)
+    assert seen == [(*batch["input_ids"].shape, 32)]
+
+
+def test_no_hook_sees_a_trial_of_sharing(monkeypatch):
+    (_, ours), shapes, tried = pair(), [], []
+    monkeypatch.setattr(Trials, "_try", lambda *_: tried.append(1))
+    ours.model.embed_tokens.register_forward_hook(lambda _, __, output: shapes.append(tuple(output.shape[:2])))
+    batch = batches()[0]
+    step(ours, batch)
+    assert shapes == [tuple(batch["input_ids"].shape)]
+    assert not tried
+
+
+def test_ranks_make_their_trials_together(monkeypatch):
+    """A hook may be on one rank alone, and a trial gathers the weights of all."""
+    (_, ours), batch, tried = pair(), batches()[0], []
+    real_try = Trials._try
+    monkeypatch.setattr(Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
+    monkeypatch.setattr(calls, "_several_ranks", lambda: True)
+    ours.model.embed_tokens.register_forward_hook(after)
+    step(ours, batch)
+    assert tried
+    assert "would see another row" in told(ours)
+
+
+@pytest.mark.fast("embeddings", "a module")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_mutants_are_found(program, monkeypatch):
+    """Sharing in spite of what others have put there."""
+    monkeypatch.setattr(calls, "why_rows", lambda _: None)
+    with pytest.raises(AssertionError):
+        check(PROGRAMS[program], first=True)
+
+
+def test_the_backbones_forward_has_a_mutant(monkeypatch):
+    monkeypatch.setattr(calls, "why_rows", lambda _: None)
+    with pytest.raises(AssertionError):
+        test_a_backbones_forward_that_stood_there_before()
