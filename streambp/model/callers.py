@@ -31,9 +31,9 @@ def warn_of_missing_predictions() -> bool:
     )
     if wanted:
         warnings.warn(
-            "This Trainer evaluates a streamed model and wants its logits, for compute_metrics or as predictions, and gets "
-            "none: with labels the loss is computed without them. Set streambp.StreamConfig(eval_logits=True), which "
-            "builds them in eval mode.",
+            "Set streambp.StreamConfig(eval_logits=True) to get logits in eval mode. This Trainer wants the logits of an "
+            "evaluation, for compute_metrics or as predictions, but a streamed model with labels computes the loss without "
+            "logits, and returns none.",
             stacklevel=2,
         )
     return wanted

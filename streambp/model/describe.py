@@ -37,7 +37,7 @@ BLOCKS = MappingProxyType(
         Kind.MASK: "attention masks that are no intervals",
     }
 )
-CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
+CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
 LIGERS = "Liger's kernels"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
@@ -318,14 +318,14 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:
-        how = "do not grow by one" if packed[0] == "position_ids" else "are given"
-        notes.append(f"{packed[0]} {how}: attention took the last call's rows for {packed[1]} documents")
+        how = "restart" if packed[0] == "position_ids" else "are given"
+        notes.append(f"{packed[0]} {how}: attention kept the {packed[1]} documents of the last call's rows apart")
     backbones = [w.prefixes for w in found.state.wrappers if isinstance(w, BackboneForward) and w.prefixes is not None]
     notes += [f"share_prefixes: {_shared(prefixes.last)}" for prefixes in backbones if prefixes.last is not None]
     if found.state.unasked_cache:
         notes.append(
-            "calls in eval mode with gradients and without use_cache ran as unpatched, because they return a cache; pass "
-            "use_cache=False to stream them"
+            "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran as "
+            "unpatched"
         )
     if found.state.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran as unpatched")

@@ -136,7 +136,7 @@ def test_a_trainer_that_wants_predictions_is_warned_of(act, tmp_path):
     """Once, where it asks for them."""
     seen = []
     measured = trainer(tmp_path, compute_metrics=lambda given: seen.append(given.predictions) or {})
-    with pytest.warns(UserWarning, match=r"wants its logits.*StreamConfig\(eval_logits=True\)"):
+    with pytest.warns(UserWarning, match=r"StreamConfig\(eval_logits=True\).* wants the logits"):
         getattr(measured, act)(Rows())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
