@@ -84,7 +84,7 @@ def main() -> None:
         for case in CASES:
             ratios = "   ".join(f"{found[case] / found[peer]:.3f} of {peer}" for peer in CASES[:2])
             print(f"T = {length:<6} {case:<14} {found[case]:9.1f} ms   {ratios}", flush=True)
-        print(streambp.describe(models[CASES[3]]).saves[0], flush=True)
+        print(streambp.last_step(models[CASES[3]]), flush=True)
 
 
 if __name__ == "__main__":

@@ -69,9 +69,13 @@ class Known:
 KNOWN = (
     Known("describe names the kernels that attention took", lines=r"^[-+]attention +auto"),
     Known(
+        "describe begins with the last step, and tells sizes in the unit that fits and the size of a chunk before its rule",
+        lines=r"^\+last step: |^[-+](chunk_size|saves|offload) |^\+ {12}(\S+|the graph) of \d+ layer|^\+ {12}auto:",
+    ),
+    Known(
         "describe says where attention takes a row for several documents",
         modes=("packed",),
-        lines=r"^\+note +position_ids do not grow by one: attention took the last call's rows for \d+ documents$",
+        lines=r"^[-+]note +position_ids (restart|do not grow by one): attention ",
     ),
     Known(
         "recurrences and convolutions start anew with each document of packed rows; with documents='as_given' they go on",

@@ -1,10 +1,12 @@
-"""TRL's own tests, stock and under `streambp launch`: `python scripts/trl_tests.py --tests DIR [-k WORDS] [--files NAME ...]`
+"""TRL's own tests, stock and under `streambp launch`.
+
+    python scripts/trl_tests.py --tests DIR [-k WORDS] [--files NAME ...]
 
 DIR is the folder `tests` of a checkout of TRL whose release is the installed one or near it. The tests ask the hub for
 tiny models and data; nothing is downloaded. A cache of stand-ins is made first: models of the same classes with random
-weights, a tokenizer of bytes, and the texts of the checkout's own script. What has no stand-in (images, remote code) cannot run, and
-neither can what the stock run cannot do for another reason: both are counted with the reason. A test that passes in stock
-has to pass under launch, in chunks of 8 tokens, without saves, so that everything streams.
+weights, a tokenizer of bytes, and the texts of the checkout's own script. What has no stand-in (images, remote code) cannot
+run, and neither can what the stock run cannot do for another reason: both are counted with the reason. A test that passes
+in stock has to pass under launch, in chunks of 8 tokens, without saves, so that everything streams.
 """
 
 from __future__ import annotations

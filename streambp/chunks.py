@@ -14,8 +14,8 @@ AUTO_MIN_TOKENS = 2048
 AUTO_MAX_TOKENS = 8192
 AUTO_RULE = (
     f"auto: an {AUTO_CHUNKS}th of the sequence, "
-    f"at least {AUTO_MIN_TOKENS} and at most {AUTO_MAX_TOKENS} tokens over all rows of the batch, rounded down to a power "
-    "of two in each row"
+    f"at least {AUTO_MIN_TOKENS:,} and at most {AUTO_MAX_TOKENS:,} tokens over all rows of the batch, rounded down to a "
+    "power of two in each row"
 )
 
 

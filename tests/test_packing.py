@@ -63,7 +63,7 @@ def test_a_call_that_the_unpatched_model_attends_across(kind):
     assert worst_error(found, gradients(stock, **batch)[1]) <= 1e-10
     assert step(ours, **batch)[0] == [], "once"
     number = {"restart": 4, "skip": 4, "stride": 46}[kind]
-    note = f"position_ids do not grow by one: attention took the last call's rows for {number} documents"
+    note = f"position_ids restart: attention kept the {number} documents of the last call's rows apart"
     assert note in str(streambp.describe(ours))
     step(ours, **make_batch("plain"))
     assert "documents" not in str(streambp.describe(ours))
@@ -99,7 +99,9 @@ def test_ends_of_documents_count_with_any_attention():
     loss, _ = gradients(stock, **ends)
     found_loss, _ = gradients(ours, **ends)
     assert abs(found_loss - loss) >= 1e-6
-    assert "cu_seq_lens_q are given: attention took the last call's rows for 2 documents" in str(streambp.describe(ours))
+    assert "cu_seq_lens_q are given: attention kept the 2 documents of the last call's rows apart" in str(
+        streambp.describe(ours)
+    )
     assert worst_error(gradients(ours, **batch)[1], alone) <= 1e-10
 
 

@@ -74,7 +74,7 @@ def paths(model):
     "name",
     thinned(["llama", "qwen3_moe", "cohere2", *EAGER], lambda name: name not in ("qwen3_moe", "cohere2", "vaultgemma")),
 )
-@pytest.mark.filterwarnings("ignore:The first token after left padding")
+@pytest.mark.filterwarnings("ignore:Set the label of the first token after left padding")
 def test_one_label_is_all_that_eager_attention_predicts_otherwise(name):
     stock = with_attention(zoo.build(name), "eager")
     ours = patched(stock)
@@ -114,7 +114,7 @@ def test_layers_that_attend_by_themselves_whatever_came_first(name, first):
         assert paths(ours) == {"streams"}
 
 
-@pytest.mark.filterwarnings("ignore:The first token after left padding")
+@pytest.mark.filterwarnings("ignore:Set the label of the first token after left padding")
 @pytest.mark.parametrize(
     "name",
     [name if name in ("bloom", "falcon", "gptj", "mpt") else pytest.param(name, marks=pytest.mark.full) for name in CACHED],
@@ -243,14 +243,14 @@ def test_warning_names_the_label_once():
         ours(**padded("others"), use_cache=False)
         ours(**make_batch("right-padded"), use_cache=False)
         patched(with_attention(stock, "sdpa"))(**padded(), use_cache=False)
-    with pytest.warns(UserWarning, match="first token after left padding is labelled"):
+    with pytest.warns(UserWarning, match="label of the first token after left padding to -100"):
         ours(**padded(), use_cache=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours(**padded(), use_cache=False)
     shifted = padded()
     labels = torch.nn.functional.pad(shifted["labels"][:, 1:], (0, 1), value=-100)
-    with pytest.warns(UserWarning, match="Set the label to -100"):
+    with pytest.warns(UserWarning, match="first token after left padding to -100"):
         patched(stock)(**{**shifted, "labels": labels, "shift_labels": labels}, use_cache=False)
 
 

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
 from streambp.launch.groups import keep_groups
+from streambp.launch.logs import StreamCallback
 from streambp.launch.report import Account, Model, leave, say, table
 from streambp.model.describe import describe
 from streambp.model.fused_head import add_head
@@ -48,6 +49,7 @@ class Launched:
         """Patch the model of an HF Trainer that has just been made, and see to those that come later."""
         self.streams(trainer.model, self.for_trainer(trainer))
         trainer.add_callback(Watcher(self, trainer))
+        StreamCallback.add_to(trainer)
         keep_groups(trainer)
 
     def for_trainer(self, trainer: Any) -> StreamConfig:

@@ -104,7 +104,7 @@ class LayerCall:
     def report(self) -> CallReport:
         """What `describe` says of this call, if it streams."""
         longest = self.plan.longest if self.plan.longest > self.plan.size else None
-        return CallReport(None, longest, self.packing.told, self.packing.rows, self.carried.layout.told)
+        return CallReport(None, longest, self.packing.told, self.packing.rows, self.carried.layout.told, self.plan)
 
     def limit_prefix(self, offloader: Offloader) -> None:
         """Of what is carried no more is on the device than the offloader allows."""

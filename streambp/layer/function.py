@@ -187,6 +187,8 @@ class StreamedLayer(torch.autograd.Function):
         """
         counts = None if grad is None else reference_counts(grad)
         call, parameters = _begin_backward(ctx)
+        if call.site.notes is not None:
+            call.site.notes.in_backward()
         grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
         needs_input, wanted = call.wanted
         sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)

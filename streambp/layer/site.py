@@ -19,7 +19,7 @@ from streambp.errors import StreamBPError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, Look
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
-from streambp.layer.store import Chooser, Offloader
+from streambp.layer.store import Chooser, Notes, Offloader
 from streambp.recurrent.carriers import NoStates
 from streambp.recurrent.documents import PackedRows
 
@@ -91,6 +91,7 @@ class CallReport:
         told: the arguments that told its kernels where documents of packed rows start. [Note: documents]
         rows: the documents of packed rows that position_ids mark for its mixers; None: they mark none. [Note: segments]
         documents: the argument that told attention of packed documents, and how many there were.
+        plan: the chunks that it streamed in.
     """
 
     because: str | None = None
@@ -98,6 +99,7 @@ class CallReport:
     told: tuple[str, ...] = ()
     rows: PackedRows | None = None
     documents: tuple[str, int] | None = None
+    plan: ChunkPlan | None = None
 
 
 @dataclasses.dataclass
@@ -129,6 +131,7 @@ class LayerSite:
         tried: for each kind of call and size of chunks, the tokens up to which these give what the whole sequence gives.
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
+        notes: on the steps of its model.
         attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
         warm: of a model that was warmed up. adopted: kinds of calls whose verdict is that of the same without some hooks.
         hooks_tried: the inner hooks that were there when the layer was tried. shown: of others' hooks, by name, the modules
@@ -161,6 +164,7 @@ class LayerSite:
     tried: dict[frozenset[tuple[str, Any]], dict[int, int]] = dataclasses.field(default_factory=Recent)
     foreign_until: int | None = None
     previous: Callable[..., Any] | None = None
+    notes: Notes | None = None
     attended: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
     warm: Warm | None = None

@@ -58,7 +58,7 @@ class Chooser(Protocol):
 
     @property
     def latest(self) -> object | None:
-        """What the last micro-batch chose; its str() tells."""
+        """What the last micro-batch chose."""
         ...
 
     def saves(self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]) -> tuple[str, ...]:
@@ -78,4 +78,12 @@ class Chooser(Protocol):
 
     def failed(self) -> None:
         """A step has run out of memory."""
+        ...
+
+
+class Notes(Protocol):
+    """Notes on the steps of a model. [Note: notes on a step]"""
+
+    def in_backward(self) -> None:
+        """The backward of a layer begins."""
         ...

@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from streambp.admission.insides import hooks_of_others
 from streambp.admission.stacks import find_stacks
@@ -17,16 +16,20 @@ from streambp.attention.spans import Kind
 from streambp.chunks import AUTO_RULE
 from streambp.distributed.engines import belongs_to_engine
 from streambp.distributed.host import HostUse, engine_host_use
-from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.foreign import foreign_forward, is_compiled, trls_head, wrapped_functions
+from streambp.errors import UnsupportedModelError
+from streambp.foreign import is_compiled
 from streambp.instance_forward import forwards
 from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
 from streambp.layer.site import LayerSite
-from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.fused_layers import fused_modules
+from streambp.model.last_step import head_of, patch_of, record_of
 from streambp.model.patching import Patch
+from streambp.model.record import NOT_TRIED, UNPATCHED, StepRecord, offloaded, sized
+from streambp.model.steps import latest_choice
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
+from streambp.offload.auto import OffloadChoice
+from streambp.prefixes.calls import Shared
 
 BLOCKS = MappingProxyType(
     {
@@ -36,7 +39,7 @@ BLOCKS = MappingProxyType(
         Kind.MASK: "attention masks that are no intervals",
     }
 )
-CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
+CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
 LIGERS = "Liger's kernels"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
@@ -56,7 +59,7 @@ class LayerDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a patched model does; `str()` is a table."""
+    """What a patched model does; `str()` is a table. last_step: None before the first micro-batch with gradients."""
 
     layers: tuple[LayerDescription, ...]
     chunk_size: str
@@ -65,49 +68,73 @@ class Description:
     attention: str
     head: str
     notes: tuple[str, ...]
+    last_step: StepRecord | None = None
 
     def __str__(self) -> str:
-        rows = [("layers", self._summary()), ("chunk_size", self.chunk_size)]
-        rows += [
-            ("saves", ", ".join(self.saves) or "nothing but each layer's input"),
+        whole_lines = self.last_step is not None and any(" " in name for name in self.saves)
+        peak = None if self.last_step is None else self.last_step.peak
+        saves = ("\n" + " " * 12 if whole_lines else ", ").join(self.saves)
+        rows = [
+            ("layers", self._summary()),
+            ("chunk_size", self.chunk_size),
+            ("saves", saves or "nothing but each layer's input"),
             ("offload", self.offload),
             ("attention", self.attention),
+            *((("memory", f"{sized(peak)} at the peak so far"),) if peak is not None else ()),
+            ("head", self.head),
+            *(("note", note) for note in self.notes),
         ]
-        rows += [("head", self.head), *(("note", note) for note in self.notes)]
-        return "\n".join(f"{name:<11} {value}" for name, value in rows)
+        called = any(not layer.reason.startswith(NOT_TRIED) for layer in self.layers if layer.path == "streams")
+        last = ("none with gradients yet" if called else NOT_TRIED) if self.last_step is None else str(self.last_step)
+        first = f"last step: {last}"
+        return "\n".join((first, *(f"{name:<11} {value}" for name, value in rows)))
 
     def _summary(self) -> str:
+        unpatched = self.last_step is not None and self.last_step.way == UNPATCHED
         groups: dict[tuple[str, str, str], list[str]] = {}
         for layer in self.layers:
             groups.setdefault((layer.path, layer.kind, layer.reason), []).append(layer.name)
         lines = []
         for (path, kind, reason), names in groups.items():
             span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+            if path == "streams" and reason.startswith(NOT_TRIED):
+                path, reason = NOT_TRIED, reason.removeprefix(NOT_TRIED).removeprefix("; ")
+            elif path == "streams" and unpatched:
+                path, reason = UNPATCHED, "; ".join(filter(None, ("longer steps stream", reason)))
             lines.append(f"{path}: {len(names)} x {kind} ({span})" + (f", {reason}" if reason else ""))
         return ("\n" + " " * 12).join(lines)
 
 
 def describe(model: nn.Module) -> Description:
-    """Which layers of a patched model stream, how large the chunks are, what is saved, and what costs memory.
+    """What the last step of a patched model did, and how the model runs: which layers stream, how large the chunks are,
+    what is saved, and what costs memory.
 
     Raises:
         StreamBPError: the model is not patched.
     """
-    found = next((m.__dict__["_streambp"] for m in model.modules() if "_streambp" in m.__dict__), None)
-    if found is None:
-        raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch(model) first.")
-    config = found.state.config
-    layers = _layers(model, found)
-    chunk = str(found.state.chunk_rule or AUTO_RULE) if config.chunk_size == "auto" else str(config.chunk_size)
+    found: Patch = patch_of(model)
+    record = record_of(found.state)
     return Description(
-        layers,
-        chunk,
-        _saves(found),
+        _layers(model, found),
+        _chunk_size(found, record),
+        _saves(found, record),
         _describe_offload(found),
-        _describe_attention(found),
-        _describe_head(found),
+        _describe_attention(found, record),
+        head_of(found.state),
         _notes(model, found),
+        record,
     )
+
+
+def _chunk_size(found: Patch, record: StepRecord | None) -> str:
+    """As configured; of "auto" the size in the last step, and the rule."""
+    if found.state.config.chunk_size != "auto":
+        return f"{found.state.config.chunk_size:,}"
+    rule = str(found.state.chunk_rule or AUTO_RULE)
+    if record is None:
+        return rule
+    size = f"{record.chunk_size:,}" if record.chunks > 1 else "the whole sequence"
+    return f"{size} ({rule})"
 
 
 def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
@@ -133,8 +160,10 @@ def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
 
 
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
-    path = "checkpoints" if wrapper.site.last.because else "streams"
-    return LayerDescription(name, type(wrapper.module).__name__, path, _reason(wrapper.site))
+    site = wrapper.site
+    tried = site.last.plan is not None or site.last.because or site.verdicts
+    reason = _reason(site) if tried else "; ".join(filter(None, (NOT_TRIED, _reason(site))))
+    return LayerDescription(name, type(wrapper.module).__name__, "checkpoints" if site.last.because else "streams", reason)
 
 
 def _decoder_layers(found: Patch) -> list[nn.Module]:
@@ -170,27 +199,25 @@ def _reason(site: LayerSite) -> str:
     return "; ".join(parts)
 
 
-def _saves(found: Patch) -> tuple[str, ...]:
-    """As configured, or as chosen for the last forward."""
-    manager, config = found.state.offloader, found.state.config
-    if manager is None and config.saves == "auto":
-        return (_chosen(found),)
-    if config.saves == "auto" and manager is not None and manager.auto is not None and manager.auto.latest is not None:
-        return manager.auto.latest.saves
-    return config.named_saves
-
-
-def _chosen(found: Patch) -> str:
-    """What saves="auto" did in the last micro-batch, if nothing is offloaded."""
+def _saves(found: Patch, record: StepRecord | None) -> tuple[str, ...]:
+    """As configured, or as chosen for the last step."""
+    config, choice = found.state.config, _offload_choice(found)
+    if config.saves != "auto":
+        return config.named_saves
+    if found.state.offloader is not None:
+        return () if choice is None else choice.saves
     if found.state.saves_rule is not None:
-        return f"auto: nothing ({found.state.saves_rule})"
-    choosers = (w.site.chooser for w in found.state.wrappers if isinstance(w, LayerForward))
-    chosen = next((chooser.latest for chooser in choosers if chooser is not None), None)
-    return "auto: nothing yet" if chosen is None else str(chosen)
+        return (f"nothing (auto: {found.state.saves_rule})",)
+    return (f"{NOT_TRIED} (auto)",) if record is None else record.saves()
 
 
-def _describe_attention(found: Patch) -> str:
-    """As configured, what "auto" does without, and which kernels attended in each layer's last call.
+def _offload_choice(found: Patch) -> OffloadChoice | None:
+    choice = latest_choice(None, found.state.offloader)
+    return choice if isinstance(choice, OffloadChoice) else None
+
+
+def _describe_attention(found: Patch, record: StepRecord | None) -> str:
+    """As configured, what "auto" does without, and which kernels attended in each layer's last streamed call.
 
     Plain products are named with the blocks that they attended: other kernels are faster.
     """
@@ -202,7 +229,8 @@ def _describe_attention(found: Patch) -> str:
         if isinstance(wrapper, LayerForward):
             for what in sorted({_attended(used) for used in wrapper.site.attended}):
                 counts[what] = counts.get(what, 0) + 1
-    return "; ".join((*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items())))
+    told = "; ".join((*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items())))
+    return f"the model's own; where layers stream: {told}" if record is not None and record.way == UNPATCHED else told
 
 
 def _attended(used: Used) -> str:
@@ -218,26 +246,27 @@ def _describe_offload(found: Patch) -> str:
     if manager is None:
         return "nothing leaves the device"
     limit = config.host_memory
-    budget = "nine tenths of the host memory available" if limit is None else f"{int(limit) / 2**30:.1f} GiB of host memory"
+    budget = "nine tenths of the host memory available" if limit is None else f"{sized(int(limit))} of host memory"
     ranks = local_ranks()
     if ranks > 1:
         budget += f", shared by the {ranks} ranks of this machine" if limit is None else f" on each of {ranks} ranks"
-    moved = ", ".join(("layer inputs", *_saves(found)))
+    choice = _offload_choice(found)
+    names = config.named_saves if config.saves != "auto" else () if choice is None else choice.saves
+    moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
-    parts = [f"{moved} to the host, at most {budget} ({stats['host_bytes'] / 2**30:.2f} GiB allocated){_beside(found)}"]
+    parts = [f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){_beside(found)}"]
     if manager.gpu_memory is not None:
         parts.append(
-            f"{manager.gpu_memory / 2**30:.2f} GiB on the device for keys, values and their gradients, which stream beyond "
+            f"{sized(manager.gpu_memory)} on the device for keys, values and their gradients, which stream beyond "
             f"that, and for the last layers"
         )
     if stats["left"]:
         parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
     if manager.auto is not None:
-        chosen = manager.auto.latest
-        if chosen is None:
+        if choice is None:
             parts.append("auto: the first step measures, with layer inputs alone on the host")
         elif config.saves == "auto":
-            parts.append(str(chosen))
+            parts.append(offloaded(choice))
     return "; ".join(parts)
 
 
@@ -245,55 +274,14 @@ def _beside(found: Patch) -> str:
     """What an engine's own offloading takes of the same host memory."""
     use = HostUse() if found.state.root is None else engine_host_use(found.state.root)
     parts = [
-        f"{size / 2**30:.2f} GiB of {what}"
+        f"{sized(size)} of {what}"
         for size, what in ((use.parameters, "parameters"), (use.optimizer, "optimizer state"))
         if size
     ]
     if not parts:
         return ""
-    coming = f", and {use.to_come / 2**30:.2f} GiB are set aside for its gradients and states" if use.to_come else ""
+    coming = f", and {sized(use.to_come)} are set aside for its gradients and states" if use.to_come else ""
     return f", beside the engine's {' and '.join(parts)}{coming}"
-
-
-def _describe_head(found: Patch) -> str:
-    heads = [wrapper for wrapper in found.state.wrappers if isinstance(wrapper, CausalLMForward)]
-    if not heads:
-        other = _other_head(found)
-        return f"builds the logits: the head is a {other}, costs memory" if other else "none (no language-model head)"
-    told = [_what_became_of(head) for head in heads]
-    if len(set(told)) == 1:
-        return told[0]
-    return "; ".join(f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True))
-
-
-def _other_head(found: Patch) -> str | None:
-    """The kind of a head that gives logits otherwise than by one weight (a ModuleList of several); None: there is none."""
-    models = [] if found.state.root is None else [m for m in found.state.root.modules() if isinstance(m, PreTrainedModel)]
-    heads = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
-    return next((type(head).__name__ for head in heads if not hasattr(head, "weight")), None)
-
-
-def _what_became_of(head: CausalLMForward) -> str:
-    """What a head did in the last step; before the first, what it will do."""
-    if not head.reached:
-        return f"as another library computes it: {_outermost(head)} replaced the model's forward after streambp.patch"
-    if head.foreign is not None:
-        return f"as another library computes it: {head.foreign}"
-    if not head.state.config.head:
-        return "builds the logits (head=False)"
-    use = head.use
-    if use.told is None:
-        return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
-    missing = f" ({use.unlabelled} of {use.trained} training calls came without labels)" if use.unlabelled else ""
-    return use.told + missing
-
-
-def _outermost(head: CausalLMForward) -> str:
-    """Who replaced the forward of a patched model: TRL's head is known, others tell by where they were written."""
-    forward = head.module.__dict__.get(head.slot)
-    if any(trls_head(function) is not None for function in wrapped_functions(forward)):
-        return "TRL's fused head"
-    return foreign_forward(type(head.module), forward) or "something"
 
 
 def _fused_layers(found: Patch) -> list[str]:
@@ -309,6 +297,12 @@ def _fused_layers(found: Patch) -> list[str]:
     ]
     left = found.fused.left
     return notes + ([f"{LIGERS} compute otherwise than {', '.join(left)}, which stay as they are"] if left else [])
+
+
+def _shared(last: Shared | str) -> str:
+    if isinstance(last, str):
+        return f"rows were computed: {last}"
+    return f"the last call's {last.rows} rows of {last.tokens_of_rows:,} tokens were computed as {last.tokens:,}"
 
 
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
@@ -327,14 +321,14 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:
-        how = "do not grow by one" if packed[0] == "position_ids" else "are given"
-        notes.append(f"{packed[0]} {how}: attention took the last call's rows for {packed[1]} documents")
-    backbones = (w.prefixes for w in found.state.wrappers if isinstance(w, BackboneForward))
-    notes += [f"share_prefixes: {prefixes.told}" for prefixes in backbones if prefixes is not None and prefixes.told]
+        how = "restart" if packed[0] == "position_ids" else "are given"
+        notes.append(f"{packed[0]} {how}: attention kept the {packed[1]} documents of the last call's rows apart")
+    backbones = [w.prefixes for w in found.state.wrappers if isinstance(w, BackboneForward) and w.prefixes is not None]
+    notes += [f"share_prefixes: {_shared(prefixes.last)}" for prefixes in backbones if prefixes.last is not None]
     if found.state.unasked_cache:
         notes.append(
-            "calls in eval mode with gradients and without use_cache ran as unpatched, because they return a cache; pass "
-            "use_cache=False to stream them"
+            "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran as "
+            "unpatched"
         )
     if found.state.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran as unpatched")

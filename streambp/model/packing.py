@@ -49,13 +49,11 @@ def warn_of_documents(attention: bool, states: bool) -> None:
         )
     if states:
         unpatched.append("let its recurrences and convolutions go on from one to the next")
-        cure = " StreamConfig(documents='as_given') lets recurrences and convolutions alone go on."
+        cure = " Set StreamConfig(documents='as_given') if recurrences and convolutions alone are to go on."
     warnings.warn(
-        "position_ids do not grow by one everywhere, which marks several documents in a row. Streamed layers compute them "
-        f"apart. The unpatched model would {' and '.join(unpatched)}. If a row is one document all the same (positions "
-        "that skip), pass attention_mask=torch.ones_like(input_ids): where there is a mask transformers looks for no "
-        "documents."
-        f"{cure}",
+        "position_ids restart, so streamed layers treat each row as several documents and keep the documents apart. The "
+        f"unpatched model would {' and '.join(unpatched)}. Pass attention_mask=torch.ones_like(input_ids) if each row is "
+        f"one document whose positions skip: transformers looks for no documents where a mask is given.{cure}",
         stacklevel=2,
     )
 

@@ -28,10 +28,10 @@ def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
     if not labels_after_padding(kwargs):
         return False
     warnings.warn(
-        "The first token after left padding is labelled. What predicts it is padding, which may read nothing: eager "
-        "attention, or one that adds a bias for each pair of positions, gives such a row the mean over all tokens, later "
-        "ones too; streamed layers give it 0, as sdpa does. The label's gradient differs from the unpatched model's, all "
-        "others are the same. Set the label to -100.",
+        "Set the label of the first token after left padding to -100. Its gradient differs from the unpatched model's; the "
+        "gradients of all other labels are equal. Padding predicts that token and may read nothing: eager attention, and "
+        "attention with a bias for each pair of positions, gives padding the mean over all tokens, streamed layers give it "
+        "0, as sdpa does.",
         stacklevel=2,
     )
     return True

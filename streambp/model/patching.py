@@ -19,6 +19,7 @@ from streambp.model.causal_lm import CausalLMForward
 from streambp.model.fused_head import replaces_trls_head
 from streambp.model.fused_layers import Fused, put_on
 from streambp.model.state import PatchState
+from streambp.model.steps import Steps
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
@@ -58,6 +59,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
     state = PatchState(config, root=model, shares_through_cache=shared)
     state.offloader = None if config.offload == "none" else _offloader(config, len(layers))
+    state.steps = Steps(state.offloader)
     _add_wrappers(state, model, found.stacks, layers)
     for wrapper in state.wrappers:
         if isinstance(wrapper, BackboneForward):
@@ -91,6 +93,8 @@ def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...]
             left = len(stack.layers) - stack.layers.index(layer)
             wrapper = LayerForward(layer, state, layers.index(layer), norm if left == 1 else None)
             wrapper.site.config = state.config.of_layer(left)
+            wrapper.site.notes = state.steps
+            state.steps.sites.append(wrapper.site)
             state.wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
     for module in model.modules():

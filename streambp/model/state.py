@@ -18,6 +18,7 @@ from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
 from streambp.model.deferring import DeferredNorm
 from streambp.model.packing import finds_other_documents
+from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.tree import Tree
@@ -36,6 +37,7 @@ class PatchState:
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
     chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
+    steps: notes on its steps. [Note: notes on a step]
     saves_rule: why saves="auto" saves nothing, if it cannot be decided.
     unpatched: decides which micro-batches run as unpatched, where saves="auto" decides. [Note: micro-batches as unpatched]
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
@@ -60,6 +62,7 @@ class PatchState:
     defer_norm: HeadRequest | None = None
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
+    steps: Steps = dataclasses.field(default_factory=Steps, repr=False)
     chunk_rule: object | None = None
     saves_rule: str | None = None
     unpatched: UnpatchedRuns | None = None

@@ -35,7 +35,7 @@ from streambp.model.split import refuse_lone_layer, shards_of
 from streambp.model.state import PatchState, wants_cache
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
-from streambp.prefixes.calls import SharedPrefixes
+from streambp.prefixes.calls import Shared, SharedPrefixes
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.layer import stream_shard
@@ -158,6 +158,7 @@ class BackboneForward(InstanceForward):
             self.state.check_cache(self._config, kwargs)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             if output is not None:
+                self._note(kwargs, output)
                 return output
             if self.state.offloader is not None:
                 self._set_host_memory_aside(self.state.offloader)
@@ -174,8 +175,10 @@ class BackboneForward(InstanceForward):
             with routed(self._configs()), self._layers_known():
                 alone = self.prefixes is None and self.state.tree is None
                 output = self.original(**kwargs) if alone else self._over_rows_or_tree(kwargs)
-            if torch.is_grad_enabled() and self.module.training:
-                self._warn_of_documents(masked)
+            if torch.is_grad_enabled():
+                self._note(kwargs)
+                if self.module.training:
+                    self._warn_of_documents(masked)
             if not self.state.warned_of_trials:
                 self.state.warned_of_trials = warn_of_trials(self._sites)
             return output
@@ -199,6 +202,12 @@ class BackboneForward(InstanceForward):
                 self.state.bypass = False
 
         return self.state.as_unpatched(run, kwargs, self._config.get_text_config())
+
+    def _note(self, kwargs: Mapping[str, Any], unpatched: Any = None) -> None:
+        """Forward is over. unpatched: what it returned, if it ran as unpatched. [Note: notes on a step]"""
+        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        shared = None if self.prefixes is None or not isinstance(self.prefixes.last, Shared) else self.prefixes.last
+        self.state.steps.forward_done(id(self.module), given, shared, unpatched)
 
     def _over_rows_or_tree(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward; what rows share is computed once if that is wanted."""

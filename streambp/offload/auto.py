@@ -21,7 +21,6 @@ from streambp.layer.cost import Cost
 from streambp.offload.engines import OUT, DeviceMemory, Engine
 from streambp.offload.transfers import Transfers
 
-GIB = 2**30
 OVERWRITTEN = "layers that overwrite it compute it again"
 FREE_SHARE = 0.9  # of what a step left free on the device; the rest is for fragments
 
@@ -52,20 +51,6 @@ class OffloadChoice:
     def copying(self) -> float:
         """Seconds."""
         return self.bytes / self.measured.link
-
-    def __str__(self) -> str:
-        m = self.measured
-        hidden = min(1.0, m.seconds / self.copying) if self.copying else 1.0
-        spared = [f"{self.spared_attention:.3g} s of attention"] if self.spared_attention else []
-        spared += [f"{self.spared_flops:.3g} FLOPs of Linears"] if self.spared_flops else []
-        kept_out = "; ".join(f"not {name}: {why}" for name, why in self.left_out.items())
-        rates = f"{m.link / 1e9:.3g} GB/s to the host, attention {m.attention / 1e12:.3g} TFLOP/s"
-        return (
-            f"auto chose {', '.join(self.saves) or 'layer inputs alone'} at {m.length} tokens "
-            f"({m.seconds:.3g} s of forward, {rates}): "
-            f"{self.bytes / GIB:.3g} GiB leave in {self.copying:.3g} s, {hidden:.0%} of it behind the compute, and spare "
-            f"{' and '.join(spared) or 'nothing'} in backward" + (f"; {kept_out}" if kept_out else "")
-        )
 
 
 def choose(cost: Cost, measured: Measured, host_bytes: float) -> OffloadChoice:

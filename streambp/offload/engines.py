@@ -192,8 +192,9 @@ class PinnedMemory:
             self.pinned = False
             forget_error(device)
             warnings.warn(
-                f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {error}): all copies are "
-                "synchronous from now on, and slow. Raise the limit on locked memory, or lower host_memory.",
+                "Raise the limit on locked memory (ulimit -l) or lower host_memory: "
+                f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {error}), so that copies are "
+                "synchronous, and slow, from now on.",
                 stacklevel=2,
             )
         return buffer

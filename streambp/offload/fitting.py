@@ -36,7 +36,6 @@ from streambp.layer.cost import Cost
 from streambp.layer.products import UnreadProducts, never_read
 from streambp.layer.saved import GRAPH, Kept
 
-GIB = 2**30
 KV_WORTH = 3.4  # seconds spared a byte, of outputs of Linears: norms, rotation and half of the refill come on top
 ATTENTION_PACE = 1.12  # seconds of a FLOP of attention, of a product's: an H200's rates (`planner/devices.py`)
 SLACK = 0.01  # of the free memory at first: less is no sign that the law is wrong
@@ -145,7 +144,7 @@ class Chosen:
     """What a micro-batch saves: by name the bytes, and the number of layers.
 
     tokens: of all rows. room: bytes that a step without saves leaves free. least: bytes that were free whenever the device
-    was asked. let_go: for want of memory nothing is saved any more.
+    was asked. let_go: why nothing is saved any more; None: it is.
     """
 
     tokens: int
@@ -153,7 +152,7 @@ class Chosen:
     bytes: dict[str, float]
     layers: dict[str, int]
     least: float = math.inf
-    let_go: bool = False
+    let_go: str | None = None
 
     @classmethod
     def of(cls, tokens: int, room: float, plan: dict[int, list[Candidate]]) -> Chosen:
@@ -166,15 +165,6 @@ class Chosen:
             layers[candidate.name] = layers.get(candidate.name, 0) + 1
         return cls(tokens, room, sizes, layers)
 
-    def __str__(self) -> str:
-        spare = f"{max(0.0, self.room) / GIB:.2f} GiB to spare beside a step without saves"
-        if not self.bytes:
-            return f"auto saved nothing at {self.tokens} tokens, with {spare}"
-        parts = (f"{name} of {self.layers[name]} layers ({size / GIB:.2f} GiB)" for name, size in self.bytes.items())
-        after = f"; at least {self.least / GIB:.2f} GiB stayed free" if self.least < math.inf else ""
-        after += "; memory ran short, and all of it was let go of" if self.let_go else ""
-        return f"auto saved, at {self.tokens} tokens, {', '.join(parts)}, with {spare}{after}"
-
 
 @dataclasses.dataclass
 class AsUnpatched:
@@ -184,12 +174,6 @@ class AsUnpatched:
     tokens: int
     bytes: float
     room: float
-
-    def __str__(self) -> str:
-        return (
-            f"auto ran {self.tokens} tokens as unpatched: with its logits that keeps {self.bytes / GIB:.2f} GiB, of "
-            f"{self.room / GIB:.2f} GiB to spare beside a step without saves"
-        )
 
 
 class FittingSaves:
@@ -247,12 +231,12 @@ class FittingSaves:
         if self._at_work > -math.inf and kept.device == self._device:
             free = self._look()
             if free is not None and free < self._at_work:
-                self._drop(kept)
+                self._drop(kept, "less memory was free than a chunk takes")
 
     def let_go(self, kept: Kept | None = None) -> bool:
         """The device has run out of memory, in this call or between layers: whether saves were there to be let go of."""
         self.failed()
-        return self._drop(kept)
+        return self._drop(kept, f"{'the loss' if kept is None else 'a chunk'} ran out of memory")
 
     def failed(self) -> None:
         """A step has run out of memory: later ones save half of what this one wanted to."""
@@ -291,7 +275,7 @@ class FittingSaves:
             self.latest.least = min(self.latest.least, free)
         return free
 
-    def _drop(self, kept: Kept | None) -> bool:
+    def _drop(self, kept: Kept | None, because: str) -> bool:
         """Let go of all that is saved; the call of `kept` is at work, and uses its buffers. Whether anything was there."""
         device = self._device if kept is None else kept.device
         there = [other for other in self._waiting if other.device == device and (other.saves or other.keeps_graph)]
@@ -299,7 +283,7 @@ class FittingSaves:
             other.give_up(at_work=other is kept)
         self._plan, self._at_work = {}, -math.inf
         if there and isinstance(self.latest, Chosen):
-            self.latest.let_go = True
+            self.latest.let_go = because
         return bool(there)
 
     def _begin(self, kept: Kept, rows: int) -> None:
@@ -347,6 +331,6 @@ class FittingSaves:
         later = range(kept.site.index, self.layers)
         planned = sum(candidate.bytes for i in later for candidate in self._plan.get(i, []))
         if short > planned:
-            self._drop(None)
+            self._drop(None, "less memory was free than planned")
         elif planned:
             self._fill(planned - short, later, tokens, kept.plan.length, len(kept.plan) == 1)

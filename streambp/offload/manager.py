@@ -202,6 +202,11 @@ class OffloadManager:
         return max(padded(size), holding.stack.used // done * max(0, self.layers - done - staying))
 
     @property
+    def moved(self) -> dict[str, float]:
+        """Bytes in each direction so far, without waiting for anything."""
+        return {} if self._transfers is None else dict(self._transfers.bytes)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory allocated."""
         return 0 if self._arena is None else self._arena.allocated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.config import LAST, StreamConfig
 from streambp.device import counted_bytes, memory_limit
 from streambp.distributed.zero import is_partitioned
+from streambp.model.last_step import record_of
 from streambp.model.state import PatchState
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.model.wrappers import LayerForward
@@ -126,6 +128,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     model = patching.patch(model, config)
     installed: patching.Patch = model._streambp  # type: ignore[assignment]
     state, device = installed.state, _device(model)
+    state.steps.name, state.steps.tell = type(model).__name__, functools.partial(record_of, state)
     cuts = state.config.chunk_size == "auto" and free_memory(device) is not None
     saves = state.config.saves == "auto" and state.offloader is None and device.type in ("cpu", "cuda")
     layers = [wrapper for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,16 +21,25 @@ IGNORED = -100  # a label that is none
 ONE_ROW = "the last call has one row or none"
 
 
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """So many rows of a call with so many tokens were computed as fewer tokens."""
+
+    rows: int
+    tokens_of_rows: int
+    tokens: int
+
+
 class SharedPrefixes:
     """How a backbone's calls share the prefixes of their rows.
 
-    told: what became of the last call's rows, for `describe`; None before the first call.
+    last: what became of the last call's rows, or why each of them was computed; None before the first call.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.trials = Trials(module)
         self.module = module
-        self.told: str | None = None
+        self.last: Shared | str | None = None
 
     def call(
         self,
@@ -64,11 +74,9 @@ class SharedPrefixes:
                 tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"
                 self.trials.settle(tree)
             else:
-                self.told = (
-                    f"the last call's {len(tree.rows)} rows of {tree.tokens_of_rows} tokens were computed as {tree.tokens}"
-                )
+                self.last = Shared(len(tree.rows), tree.tokens_of_rows, tree.tokens)
                 return output
-        self.told = f"rows were computed: {tree}"
+        self.last = tree
         return over(kwargs, None)
 
     def _find(

@@ -121,7 +121,7 @@ def default_row(args: argparse.Namespace, length: int, settings: dict[str, Any],
     told, problems = judged(found, truth, noise)
     latest = chooser_of(model).latest
     problems += [f"{latest!r} instead of {way.__name__}"] * (type(latest) is not way) + wrong_paths(model)
-    return f"{told}; {latest}", problems
+    return f"{told}; {streambp.last_step(model)}", problems
 
 
 def run_out(device: str) -> None:

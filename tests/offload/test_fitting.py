@@ -378,11 +378,12 @@ def test_free_memory_is_not_looked_up_for_each_chunk(monkeypatch):
 
 def test_describe_tells(patched):
     model, _ = patched(room=1e5)
-    assert "nothing yet" in str(streambp.describe(model))
+    assert streambp.describe(model).saves == ("not tried yet (auto)",)
     seeded(model)
     seeded(model)
-    (told,) = streambp.describe(model).saves
-    assert told.startswith(f"auto saved, at {2 * LENGTH} tokens, kv of")
+    *told, room = streambp.describe(model).saves
+    assert told[0] == "kv of 3 layers (17.2 KiB)"
+    assert room.startswith("auto: a step without saves leaves 97.7 KiB free; at least ")
 
 
 def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
@@ -391,7 +392,7 @@ def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
     expected = seeded(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5)))
     for _ in range(2):
         assert_same(seeded(model), expected)
-    assert streambp.describe(model).saves == ("auto: nothing (a reason of a test)",)
+    assert streambp.describe(model).saves == ("nothing (auto: a reason of a test)",)
 
 
 def test_copies_have_seen_nothing(patched):

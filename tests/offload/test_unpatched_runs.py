@@ -332,7 +332,7 @@ def test_describe_tells():
     model = patched()
     step(model)
     description = str(streambp.describe(model))
-    assert f"auto ran {2 * LENGTH} tokens as unpatched" in description
+    assert description.startswith(f"last step: {2 * LENGTH} tokens (2 rows) in one chunk, ran unpatched: it needs ")
     assert "as unpatched, from logits [B, T, V]" in description
 
 

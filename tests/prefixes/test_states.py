@@ -130,7 +130,7 @@ def test_they_share_without_padding(family):
     check(sharing(build(family)), family, "plain")
 
 
-@pytest.mark.filterwarnings("ignore:position_ids do not grow")
+@pytest.mark.filterwarnings("ignore:position_ids restart")
 def test_documents_that_a_models_positions_mark():
     """Its own positions start anew in each row, and its backbone takes none."""
     batch = make_batch("plain")

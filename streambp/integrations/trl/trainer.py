@@ -10,6 +10,7 @@ from streambp.integrations.trl.head import streamed_heads
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.known_names import SPLITS
 from streambp.launch.groups import keep_groups
+from streambp.launch.logs import StreamCallback
 from streambp.model.fused_head import FusedHead
 
 
@@ -17,7 +18,8 @@ class StreamedTrainer:
     """Comes before one of TRL's trainers among a class's bases; its arguments and everything else are TRL's.
 
     Policy and reference stream, and TRL's fused head is computed by ours. A model that was patched before keeps its own
-    settings. Where these share prefixes, a prompt's completions stay together. [Note: whole groups]
+    settings. Where these share prefixes, a prompt's completions stay together. [Note: whole groups] The logs get numbers of
+    the steps (`StreamCallback`).
 
     trl_module: where the TRL trainer is defined. head_class: what stands in for TRL's head. splits_sequences: whether TRL's
         trainer can train on sequences that are split over ranks.
@@ -39,6 +41,7 @@ class StreamedTrainer:
             super().__init__(*args, **kwargs)
         self._refuse_split(self.accelerator.parallelism_config)  # type: ignore[attr-defined]  # accelerate launch may ask
         keep_groups(self)
+        StreamCallback.add_to(self)
 
     def _refuse_split(self, parallelism: Any) -> None:
         """TRL's own trainer would fail in its first step, on a mask of whole rows beside a shard's values."""

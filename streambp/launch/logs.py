@@ -1,0 +1,86 @@
+"""What each step did, in a Trainer's logs: on its console, in its history, and in whatever its logs are reported to."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+from transformers import TrainerCallback
+
+from streambp.errors import StreamBPError
+from streambp.model.last_step import last_step
+from streambp.model.record import StepRecord
+
+logger = logging.getLogger(__name__)
+LOSS = "loss"  # what the logs of training have, and those of evaluations have not
+
+
+class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Adds numbers of the last step (`last_step(model)`) to the logs of a Trainer whose model is patched.
+
+    They are `stream_tokens`, `stream_chunks`, `stream_chunk_size`, `stream_kept_gib`, `stream_free_gib`, `stream_peak_gib`,
+    `stream_host_gib`, `stream_shared_tokens` and `stream_whole_layers`, each where it is known; and since the log before,
+    `stream_unpatched` (the share of micro-batches that ran as unpatched), `stream_let_go` (how many let go of saved
+    tensors) and `stream_stall_s` (seconds that compute waited for copies). Nothing else of the logs changes, and nothing
+    is raised.
+
+    Pass it as one of a Trainer's `callbacks`; Stream trainers and `streambp launch` have it already. The callbacks of
+    wandb, trackio and TensorBoard come before those of a Trainer's user, so it takes the first place when training begins.
+    """
+
+    def __init__(self) -> None:
+        self._before: StepRecord | None = None
+
+    @classmethod
+    def add_to(cls, trainer: Any) -> None:
+        """Give it to a Trainer that has none, in the first place."""
+        callbacks = trainer.callback_handler.callbacks
+        if not any(isinstance(callback, StreamCallback) for callback in callbacks):
+            callbacks.insert(0, cls())
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Comes before the callbacks that report logs: transformers hands a callback the logs, and no other callback."""
+        self._before = _last_step(kwargs.get("model"))
+        for holder in gc.get_referrers(self):
+            if isinstance(holder, list) and holder[0] is not self and all(isinstance(c, TrainerCallback) for c in holder):
+                holder.remove(self)
+                holder.insert(0, self)  # while it is gone through: those behind keep their places
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+        """Adds to the logs of training, and to their copy in the Trainer's history."""
+        try:
+            found = self._found(logs, model)
+            history = state.log_history[-1] if state.log_history else {}
+            same = all(history.get(name) == value for name, value in logs.items()) if found else False
+            for entry in (logs, history) if same else (logs,):
+                entry.update({name: value for name, value in found.items() if name not in entry})
+        except Exception:  # it only reports
+            logger.warning("The numbers of the last step could not be added to the logs.", exc_info=True)
+
+    def _found(self, logs: Any, model: Any) -> dict[str, float]:
+        if not isinstance(logs, dict) or LOSS not in logs:
+            return {}
+        record, before = _last_step(model), self._before
+        if record is None or (before is not None and record.number == before.number):
+            return {}
+        self._before = record
+        steps, unpatched, short, stalls = (now - then for now, then in zip(_counts(record), _counts(before), strict=True))
+        found = {**record.numbers(), "stream_unpatched": unpatched / max(1.0, steps), "stream_let_go": short}
+        return found if record.host is None else {**found, "stream_stall_s": stalls}
+
+
+def _last_step(model: Any) -> StepRecord | None:
+    """None for a model that is not patched, too."""
+    try:
+        return None if model is None else last_step(model)
+    except StreamBPError:
+        return None
+
+
+def _counts(record: StepRecord | None) -> tuple[float, float, float, float]:
+    """Steps so far, those that ran as unpatched, those that let go of saved tensors; seconds of stalls."""
+    if record is None:
+        return 0.0, 0.0, 0.0, 0.0
+    stalls = 0.0 if record.host is None else record.host.stalls
+    return float(record.number), float(record.unpatched_steps), float(record.short_steps), stalls

@@ -1,0 +1,167 @@
+"""`last_step`: the record of what a patched model's last micro-batch with gradients did."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from streambp.errors import StreamBPError
+from streambp.foreign import foreign_forward, trls_head, wrapped_functions
+from streambp.layer.saved import GRAPH
+from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
+from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, WHOLE, HostTraffic, Saved, StepRecord
+from streambp.model.state import PatchState
+from streambp.model.steps import Choice, Step
+from streambp.offload.auto import OffloadChoice
+from streambp.offload.engines import BACK, OUT
+from streambp.offload.fitting import AsUnpatched, Chosen
+
+
+def last_step(model: nn.Module) -> StepRecord | None:
+    """What the last micro-batch with gradients of a patched model did: as data, and as a sentence by `str()`.
+
+    Returns:
+        None before the first one. With offloading, asking waits for the device: ask between steps.
+
+    Raises:
+        StreamBPError: the model is not patched.
+    """
+    return record_of(patch_of(model).state)
+
+
+def patch_of(model: nn.Module) -> Any:
+    """The `Patch` of a patched model, whichever module inside the model was given to `patch`.
+
+    Raises:
+        StreamBPError: the model is not patched.
+    """
+    found = next((m.__dict__["_streambp"] for m in model.modules() if "_streambp" in m.__dict__), None)
+    if found is None:
+        raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch(model) first.")
+    return found
+
+
+def record_of(state: PatchState) -> StepRecord | None:
+    """As `last_step`."""
+    steps, step = state.steps, state.steps.known()
+    if step is None:
+        return None
+    plans = [report.plan for report in step.reports if report.plan is not None]
+    longest = max(plans, key=len, default=None)
+    choice, chosen = step.choice, step.choice if isinstance(step.choice, Chosen) else None
+    room = choice.room if isinstance(choice, (Chosen, AsUnpatched)) else None
+    saved = () if step.unpatched else _saved(state, step, choice)
+    counted = 0 if step.over else 1
+    return StepRecord(
+        number=step.number,
+        tokens=sum(rows * length for rows, length in step.shapes.values()),
+        rows=max(rows for rows, _ in step.shapes.values()),
+        way=_way(step, saved),
+        chunk_size=max(length for _, length in step.shapes.values()) if longest is None else longest.size,
+        chunks=1 if longest is None else len(longest),
+        layers=len(steps.sites),
+        head=head_of(state),
+        saved=saved,
+        needed=choice.bytes if isinstance(choice, AsUnpatched) else None,
+        free=room,
+        least_free=None if chosen is None or chosen.least == math.inf else chosen.least,
+        peak=_peak(state),
+        let_go=step.let_go,
+        host=_host(state, step),
+        shared=step.shared,
+        whole=_whole(state, step),
+        split_by=None if state.split is None or step.unpatched else state.split.by,
+        unpatched_steps=steps.unpatched + counted * step.unpatched,
+        short_steps=steps.short + counted * (step.let_go is not None),
+    )
+
+
+def _way(step: Step, saved: tuple[Saved, ...]) -> str:
+    if step.unpatched:
+        return UNPATCHED
+    if step.reports and all(report.because is not None for report in step.reports):
+        return WHOLE
+    keeps = [one for one in saved if one.name == GRAPH]
+    return KEPT_GRAPH if keeps and keeps[0].layers == len(step.reports) and step.let_go is None else STREAMED
+
+
+def _saved(state: PatchState, step: Step, choice: Choice | None) -> tuple[Saved, ...]:
+    """What was chosen, or what the user named, layer by layer."""
+    if isinstance(choice, Chosen):
+        return tuple(Saved(name, choice.layers[name], size) for name, size in choice.bytes.items())
+    cut = [site for site, report in zip(state.steps.sites, step.reports, strict=True) if report.because is None]
+    if isinstance(choice, OffloadChoice) and state.config.saves == "auto":
+        return tuple(Saved(name, len(cut)) for name in choice.saves)
+    names: dict[str, int] = {}
+    for site in cut:
+        for name in site.config.named_saves:
+            names[name] = names.get(name, 0) + 1
+    return tuple(Saved(name, layers) for name, layers in names.items())
+
+
+def _host(state: PatchState, step: Step) -> HostTraffic | None:
+    if state.offloader is None:
+        return None
+    stats, moved = state.offloader.stats(), step.moved
+    stalls = stats["stall_out"] + stats["stall_back"]
+    return HostTraffic(moved.get(OUT, 0.0), moved.get(BACK, 0.0), stats["host_bytes"], stalls, int(stats["left"]))
+
+
+def _peak(state: PatchState) -> int | None:
+    layer = state.steps.sites[0].layer if state.steps.sites else None
+    device = None if layer is None else next((p.device for p in layer.parameters()), None)
+    return torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None
+
+
+def _whole(state: PatchState, step: Step) -> tuple[tuple[str, str], ...]:
+    whole = [(s, r.because) for s, r in zip(state.steps.sites, step.reports, strict=False) if r.because is not None]
+    if not whole:
+        return ()
+    names = {} if state.root is None else {id(module): name for name, module in state.root.named_modules()}
+    return tuple((names.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole)
+
+
+def head_of(state: PatchState) -> str:
+    """What became of the head in the last step; before the first, what it will do."""
+    heads = [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]
+    if not heads:
+        other = _other_head(state)
+        return f"builds the logits: the head is a {other}, costs memory" if other else "none (no language-model head)"
+    told = [_what_became_of(head) for head in heads]
+    if len(set(told)) == 1:
+        return told[0]
+    return "; ".join(f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True))
+
+
+def _other_head(state: PatchState) -> str | None:
+    """The kind of a head that gives logits otherwise than by one weight (a ModuleList of several); None: there is none."""
+    models = [] if state.root is None else [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
+    heads = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
+    return next((type(head).__name__ for head in heads if not hasattr(head, "weight")), None)
+
+
+def _what_became_of(head: CausalLMForward) -> str:
+    """What a head did in the last step; before the first, what it will do."""
+    if not head.reached:
+        return f"as another library computes it: {_outermost(head)} replaced the model's forward after streambp.patch"
+    if head.foreign is not None:
+        return f"as another library computes it: {head.foreign}"
+    if not head.state.config.head:
+        return "builds the logits (head=False)"
+    use = head.use
+    if use.told is None:
+        return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
+    missing = f" ({use.unlabelled} of {use.trained} training calls came without labels)" if use.unlabelled else ""
+    return use.told + missing
+
+
+def _outermost(head: CausalLMForward) -> str:
+    """Who replaced the forward of a patched model: TRL's head is known, others tell by where they were written."""
+    forward = head.module.__dict__.get(head.slot)
+    if any(trls_head(function) is not None for function in wrapped_functions(forward)):
+        return "TRL's fused head"
+    return foreign_forward(type(head.module), forward) or "something"

@@ -1,0 +1,209 @@
+"""What one step of a patched model did: the data, and all sentences that tell it.
+
+`describe`, the log line and a Trainer's logs say the same, because each of them is made of a `StepRecord`, here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+
+from streambp.layer.saved import GRAPH
+from streambp.offload.auto import OffloadChoice
+from streambp.prefixes.calls import Shared
+
+STREAMED, KEPT_GRAPH, UNPATCHED, WHOLE = "streamed", "kept its graph", "ran unpatched", "ran whole"
+NOT_TRIED = "not tried yet"
+UNITS = MappingProxyType({"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
+GIB = UNITS["GiB"]
+
+
+def sized(size: float) -> str:
+    """Bytes in the unit that fits, such as "7.8 GiB"."""
+    for unit, scale in UNITS.items():
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def out_of(part: float, whole: float) -> str:
+    """Some bytes of others, in one unit where both can be read in it: "0.03 of 7.8 GiB", "1.2 KiB of 7.8 GiB"."""
+    scale = next((scale for scale in UNITS.values() if whole >= scale), 1)
+    if scale == 1 or part < scale / 100:
+        return f"{sized(part)} of {sized(whole)}"
+    return f"{part / scale:.2g} of {sized(whole)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Tensors that layers kept for backward: `name` as in `StreamConfig.saves`, or "everything" for a layer's graph.
+
+    bytes: of all these layers; None where nothing counts them (saves that a user named, saves on the host).
+    """
+
+    name: str
+    layers: int
+    bytes: float | None = None
+
+    def __str__(self) -> str:
+        name = "the graph" if self.name == GRAPH else self.name
+        size = "" if self.bytes is None else f" ({sized(self.bytes)})"
+        return f"{name} of {self.layers} layer{'s' * (self.layers != 1)}{size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTraffic:
+    """Bytes that a step moved to the host and back; bytes of host memory allocated; tensors that found no room there.
+
+    stalls: seconds that compute has waited for copies, in all steps since `patch`.
+    """
+
+    out: float
+    back: float
+    allocated: float
+    stalls: float
+    left: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """What the last micro-batch with gradients did; `str()` is one sentence.
+
+    Args:
+        number: of the micro-batch since `patch`, from 1. unpatched_steps, short_steps: how many of them ran as unpatched,
+            and let go of saved tensors for want of memory.
+        tokens: over all rows. rows: of the batch.
+        way: "streamed", "kept its graph" (one chunk, nothing was recomputed), "ran unpatched" or "ran whole" (no layer can
+            be cut; gradient checkpointing).
+        chunk_size: tokens of each row in one chunk. chunks: how many there were.
+        saved: what layers kept for backward beside their inputs.
+        needed: bytes that a step as unpatched keeps, predicted. free: bytes that a step without saves leaves free, as the
+            step began. least_free: the fewest bytes that were free when the device was asked. peak: bytes, the largest
+            that torch's allocator has counted on the first layer's device since its peak was last reset. None: not known.
+        let_go: why saved tensors were let go of and recomputed; None: they were not.
+        host: None where nothing is offloaded. shared: rows whose common beginnings were computed once; None: none were.
+        head: what became of the output projection and the loss.
+        whole: name of each layer that ran whole, and why.
+        split_by: what splits sequences over ranks; None: nothing does.
+    """
+
+    number: int
+    tokens: int
+    rows: int
+    way: str
+    chunk_size: int
+    chunks: int
+    layers: int
+    head: str
+    saved: tuple[Saved, ...] = ()
+    needed: float | None = None
+    free: float | None = None
+    least_free: float | None = None
+    peak: int | None = None
+    let_go: str | None = None
+    host: HostTraffic | None = None
+    shared: Shared | None = None
+    whole: tuple[tuple[str, str], ...] = ()
+    split_by: str | None = None
+    unpatched_steps: int = 0
+    short_steps: int = 0
+
+    @property
+    def saved_bytes(self) -> float | None:
+        """Bytes of all that was saved; None where they are not counted."""
+        sizes = [saved.bytes for saved in self.saved]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def __str__(self) -> str:
+        batch = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
+        shared = "" if self.shared is None else f", computed as {self.shared.tokens:,} tokens"
+        batch += f" ({self.rows} rows{shared})" if self.rows > 1 else ""
+        if self.way == UNPATCHED:
+            return f"{batch} in one chunk, ran unpatched{self._room(self.needed, ': it needs')}"
+        if self.way == WHOLE:
+            reasons = dict.fromkeys(reason for _, reason in self.whole)
+            return f"{batch}, ran whole under gradient checkpointing: {'; '.join(reasons)}"
+        cut = "one chunk" if self.chunks == 1 else f"{self.chunks} chunks of {self.chunk_size:,}"
+        cut += " a row" if self.chunks > 1 and self.rows > 1 else ""
+        parts = [f"{batch} in {cut}, {self.way}"]
+        if self.whole:
+            parts.append(f"but {len(self.whole)} of {self.layers} layers ran whole under gradient checkpointing")
+        return f"{', '.join(parts)}: {self._kept()}"
+
+    def _kept(self) -> str:
+        """What layers kept, as the end of a sentence."""
+        if self.host is not None and self.host.out:
+            return f"moved {sized(self.host.out)} to the host"
+        if self.way == KEPT_GRAPH:
+            told = f"backward recomputed nothing{self._room(self.saved_bytes, ', the graph took')}"
+        elif not self.saved:
+            told = "saved layer inputs alone"
+        elif self.saved_bytes is None:
+            told = f"saved {', '.join(saved.name for saved in self.saved)}"
+        else:
+            told = f"saved{self._room(self.saved_bytes, '')}"
+        return told if self.let_go is None else f"{told}, and let go of it: {self.let_go}"
+
+    def _room(self, size: float | None, verb: str) -> str:
+        if size is None:
+            return ""
+        return f"{verb} {sized(size)}" if self.free is None else f"{verb} {out_of(size, max(0.0, self.free))} free"
+
+    @property
+    def line(self) -> str:
+        """The sentence with its number, what was saved and what became of the head, for a log."""
+        names = f" ({', '.join(saved.name for saved in self.saved)})" if self.saved_bytes and self.way == STREAMED else ""
+        return f"step {self.number}: {self}{names}; head: {self.head}"
+
+    def numbers(self) -> dict[str, float]:
+        """What a Trainer's logs get; without what is not known."""
+        host = self.host
+        kept = self.needed if self.way == UNPATCHED else self.saved_bytes if self.let_go is None else 0.0
+        kept = kept if host is None else None
+        found = {
+            "stream_tokens": self.tokens,
+            "stream_chunks": self.chunks,
+            "stream_chunk_size": self.chunk_size,
+            "stream_kept_gib": None if kept is None else kept / GIB,
+            "stream_free_gib": None if self.free is None else self.free / GIB,
+            "stream_peak_gib": None if self.peak is None else self.peak / GIB,
+            "stream_host_gib": None if host is None else host.out / GIB,
+            "stream_shared_tokens": None if self.shared is None else self.shared.tokens,
+            "stream_whole_layers": len(self.whole),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def saves(self) -> tuple[str, ...]:
+        """Of saves="auto" without offloading, a line each: what was saved, then why no more."""
+        if self.way == UNPATCHED:
+            return ("all activations and the logits, as unpatched (auto)",)
+        if self.split_by is not None:
+            return ("nothing (auto: sequences are split over ranks)",)
+        if self.way == WHOLE:
+            return ("nothing (auto: layers that run whole keep their inputs alone)",)
+        if self.free is None:
+            if self.number == 1:
+                return ("nothing (auto: the first step counts what there is to save)",)
+            return ("nothing (auto: the device's free memory or the cost of a layer is not known)",)
+        room = f"auto: a step without saves leaves {sized(max(0.0, self.free))} free"
+        if self.least_free is not None:
+            room += f"; at least {sized(max(0.0, self.least_free))} stayed free"
+        if self.let_go is not None:
+            room += f"; {self.let_go}, so all of it was let go of and recomputed"
+        return (*(str(saved) for saved in self.saved), room) if self.saved else (f"nothing ({room})",)
+
+
+def offloaded(choice: OffloadChoice) -> str:
+    """What offload="auto" chose by its measurement, and why no more."""
+    m = choice.measured
+    hidden = min(1.0, m.seconds / choice.copying) if choice.copying else 1.0
+    spared = [f"{choice.spared_attention:.3g} s of attention"] if choice.spared_attention else []
+    spared += [f"{choice.spared_flops:.3g} FLOPs of Linears"] if choice.spared_flops else []
+    kept_out = "; ".join(f"not {name}: {why}" for name, why in choice.left_out.items())
+    rates = f"{m.link / 1e9:.3g} GB/s to the host, attention {m.attention / 1e12:.3g} TFLOP/s"
+    return (
+        f"auto chose {', '.join(choice.saves) or 'layer inputs alone'} at {m.length:,} tokens "
+        f"({m.seconds:.3g} s of forward, {rates}): "
+        f"{sized(choice.bytes)} leave in {choice.copying:.3g} s, {hidden:.0%} of it behind the compute, and spare "
+        f"{' and '.join(spared) or 'nothing'} in backward" + (f"; {kept_out}" if kept_out else "")
+    )

@@ -1,0 +1,183 @@
+"""Notes on each step of a patched model, and the line that a log gets when a step did something new.
+
+[Note: notes on a step] A step is a micro-batch with gradients. Notes are made when the forward of its backbone ends, where
+all that is decided before backward is known, and completed when autograd has ended its backward (a callback of the engine).
+They are references to objects that are there anyway: nothing is counted for them, the device is not asked and nothing
+waits. What they mean is said when somebody asks (`last_step.py`). Evaluations between steps change no note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import unserializable_hook
+
+from streambp.layer.site import CallReport, LayerSite
+from streambp.model.record import StepRecord
+from streambp.offload.auto import OffloadChoice
+from streambp.offload.fitting import AsUnpatched, Chosen
+from streambp.offload.manager import OffloadManager
+from streambp.prefixes.calls import Shared
+
+logger = logging.getLogger(__name__)
+Choice = Chosen | AsUnpatched | OffloadChoice
+Shape = tuple[int, int]
+
+
+def latest_choice(site: LayerSite | None, offloader: OffloadManager | None) -> Choice | None:
+    """What the newest micro-batch chose to save, or to run as unpatched: no other place reads that.
+
+    Args:
+        site: any layer of the model.
+    """
+    if offloader is not None:
+        return None if offloader.auto is None else offloader.auto.latest
+    latest: Any = None if site is None or site.chooser is None else site.chooser.latest
+    return latest
+
+
+@dataclasses.dataclass
+class Step:
+    """Notes on one micro-batch. [Note: notes on a step]
+
+    shapes: of the tokens [B, T] of each backbone. reports: of each layer's call. moved: bytes that copies have moved since
+        the step before. in_backward: its backward has begun; over: it has ended, or the next step has begun.
+    """
+
+    number: int
+    unpatched: bool
+    shapes: dict[int, Shape]
+    reports: list[CallReport] = dataclasses.field(default_factory=list)
+    choice: Choice | None = None
+    shared: Shared | None = None
+    moved: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    in_backward: bool = False
+    over: bool = False
+
+    @property
+    def let_go(self) -> str | None:
+        """Why saved tensors were let go of; None: they were not."""
+        return self.choice.let_go if isinstance(self.choice, Chosen) else None
+
+    @property
+    def answer(self) -> Hashable:
+        """What a log is told of once: how the step ran, not how large it was."""
+        chunks = {report.plan.size for report in self.reports if report.plan is not None and len(report.plan) > 1}
+        saves = self.choice.saves if isinstance(self.choice, OffloadChoice) else getattr(self.choice, "layers", ())
+        whole = frozenset(report.because for report in self.reports)
+        return self.unpatched, max(chunks, default=None), frozenset(saves), self.let_go, whole, self.shared is None
+
+
+class Steps:
+    """The steps of one patched model. [Note: notes on a step]
+
+    Args:
+        offloader: where its saved tensors go.
+
+    sites: its layers. tell: makes a record of the last step for the log; None: nothing is logged. name: the model's.
+    unpatched, short: how many steps ran as unpatched, and let go of saved tensors.
+    """
+
+    def __init__(self, offloader: OffloadManager | None = None) -> None:
+        self.offloader = offloader
+        self.sites: list[LayerSite] = []
+        self.tell: Callable[[], StepRecord | None] | None = None
+        self.name = ""
+        self.last: Step | None = None
+        self.unpatched = self.short = 0
+        self._moved: Mapping[str, float] = {}
+        self._said: set[Hashable] = set()
+
+    def __getstate__(self) -> Any:
+        """A copied or pickled model has seen nothing."""
+        return self.offloader, self.sites, self.tell, self.name
+
+    def __setstate__(self, state: Any) -> None:
+        offloader, sites, tell, name = state
+        Steps.__init__(self, offloader)
+        self.sites, self.tell, self.name = sites, tell, name
+
+    def forward_done(self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: Any = None) -> None:
+        """The forward of a backbone has ended, with gradients.
+
+        Args:
+            backbone: its id; a step has one forward of each. given: its tokens [B, T] or their embeddings [B, T, h].
+            unpatched: what it returned, if it ran as unpatched.
+        """
+        shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
+        shapes, number = {backbone: shape}, 1
+        last = self.last
+        if last is not None:
+            number = last.number + 1
+            if last.unpatched and not last.in_backward:
+                number = last.number  # it did not fit, and streams now
+            elif not last.over and not last.in_backward and backbone not in last.shapes:
+                number, shapes = last.number, {**last.shapes, **shapes}  # another stack of the same forward
+            else:
+                self.settle()
+        first = self.sites[0] if self.sites else None
+        reports = [] if unpatched is not None else [site.last for site in self.sites]
+        choice = latest_choice(first, self.offloader)
+        self.last = Step(number, unpatched is not None, shapes, reports, choice, shared)
+        if unpatched is not None:
+            self._watch(unpatched)
+
+    def _watch(self, output: Any) -> None:
+        """See when the backward of an unpatched forward's output begins."""
+
+        @unserializable_hook
+        def begun(_: Tensor) -> None:
+            self.in_backward()
+
+        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(begun)
+                return
+
+    def known(self) -> Step | None:
+        """The last step, with what is known of it by now."""
+        step = self.last
+        if step is not None and step.unpatched and not step.over:  # its choice was noted when its forward had ended
+            step.choice = latest_choice(self.sites[0], self.offloader)
+        return step
+
+    def in_backward(self) -> None:
+        """The backward of a layer begins, or of an unpatched forward."""
+        step = self.last
+        if step is not None and not step.in_backward:
+            self.known()
+            step.in_backward = True
+            Variable._execution_engine.queue_callback(self.settle)  # type: ignore[attr-defined]
+
+    def settle(self) -> None:
+        """The last step is over: count it, and log its line if it did something new."""
+        step = self.last
+        if step is None or step.over:
+            return
+        step.over = True
+        self.unpatched += step.unpatched
+        self.short += step.let_go is not None
+        if self.offloader is not None:
+            moved = self.offloader.moved
+            step.moved = {way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved.items()}
+            self._moved = moved
+        if self.tell is not None and logger.isEnabledFor(logging.INFO):
+            self._log(step, self.tell)
+
+    def _log(self, step: Step, tell: Callable[[], StepRecord | None]) -> None:
+        answer = step.answer
+        if answer in self._said:
+            return
+        self._said.add(answer)
+        try:
+            record = tell()
+        except Exception:  # it only reports, and backward is not over for who called it
+            logger.warning("%s: the step's record could not be made", self.name, exc_info=True)
+            return
+        logger.info("%s: %s", self.name, "" if record is None else record.line)

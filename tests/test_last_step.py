@@ -1,0 +1,465 @@
+"""What a step did, told thrice: by `describe`, by a line of the log, by a Trainer's logs. Each text stands here in full.
+
+covers: integrations/__init__.py, launch/logs.py, model/describe.py, model/last_step.py, model/record.py, model/steps.py
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+import streambp
+from streambp import integrations
+from streambp.integrations import StreamCallback
+from streambp.launch import logs, process
+from streambp.launch.hook import VARIABLE, Hook
+from streambp.model import record as wording
+from streambp.model import unpatched
+from streambp.model.record import NOT_TRIED, HostTraffic, Saved, StepRecord, out_of, sized
+from streambp.planner import auto
+from streambp.prefixes import calls
+from streambp.prefixes.tree import find_tree
+from tests.families import LENGTH, build, make_batch, mix_neighbours
+from tests.launch.programs import arguments, model_of, rows
+from tests.offload.runs import step
+from tests.prefixes import batches
+
+GIB = 2**30
+
+
+class Machine:
+    """A CPU of which a step may have so many bytes."""
+
+    def __init__(self, monkeypatch):
+        self.free = 8.0 * GIB
+        monkeypatch.setattr(auto.FreeMemory, "__call__", lambda _, device: self.free)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, logger="streambp")
+    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("streambp") and r.levelno == logging.INFO]
+
+
+def patched(model=None, **settings):
+    model = build("llama") if model is None else model
+    return streambp.patch(model, streambp.StreamConfig(**{"chunk_size": 5, "share_prefixes": False, **settings}))
+
+
+def fields(model, callback=None):
+    """What the callback adds to a Trainer's logs, and to their copy in its history."""
+    logs, history = {"loss": 1.0, "epoch": 2.0}, {"loss": 1.0, "epoch": 2.0, "step": 3}
+    state = SimpleNamespace(log_history=[history])
+    (callback or StreamCallback()).on_log(None, state, None, logs=logs, model=model)
+    assert history == {**logs, "step": 3}
+    assert (logs.pop("loss"), logs.pop("epoch")) == (1.0, 2.0)
+    return logs
+
+
+def numbers(**others):
+    """Those of the batch that most tests here train on."""
+    return {
+        "stream_tokens": 2 * LENGTH, "stream_chunks": 5, "stream_chunk_size": 5, "stream_kept_gib": 0.0,
+        "stream_whole_layers": 0, "stream_unpatched": 0.0, "stream_let_go": 0.0, **others,
+    }  # fmt: skip
+
+
+def check(model, described, added):
+    assert str(streambp.describe(model)) == described.strip("\n")
+    told = streambp.last_step(model) or NOT_TRIED
+    assert described.strip("\n").startswith(f"last step: {told}\n")
+    assert fields(model) == pytest.approx(added, abs=1e-3)
+
+
+UNTRIED = """
+last step: not tried yet
+layers      not tried yet: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
+chunk_size  5
+saves       not tried yet (auto)
+offload     nothing leaves the device
+attention   auto
+head        blockwise loss, no logits when labels are given; no call yet in training or with labels
+"""
+FIRST = """
+last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved layer inputs alone
+layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
+chunk_size  5
+saves       nothing (auto: the first step counts what there is to save)
+offload     nothing leaves the device
+attention   auto; cpu flash in 2 layers
+head        blockwise loss, no logits
+"""
+ITEMS = """
+saves       kv of 2 layers (11.5 KiB)
+            self_attn.q_proj of 2 layers (11.5 KiB)
+            self_attn.k_proj of 2 layers (5.8 KiB)
+            self_attn.v_proj of 2 layers (5.8 KiB)
+            self_attn.o_proj of 2 layers (11.5 KiB)
+            mlp.gate_proj of 2 layers (14.4 KiB)
+            mlp.up_proj of 2 layers (14.4 KiB)
+            attn_out of 2 layers (12.9 KiB)
+            auto: a step without saves leaves 8.0 GiB free"""
+LONG = f"""
+last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved 87.7 KiB of 8.0 GiB free
+layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
+chunk_size  5{ITEMS}; at least 8.0 GiB stayed free
+offload     nothing leaves the device
+attention   auto; cpu flash in 2 layers
+head        blockwise loss, no logits
+"""
+NAMES = "kv, self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj, mlp.gate_proj, mlp.up_proj, attn_out"
+LET_GO = f"""
+last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved 87.7 KiB of 8.0 GiB free, and let go of it: less \
+memory was free than a chunk takes
+layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
+chunk_size  5{ITEMS}; at least 1000 B stayed free; less memory was free than a chunk takes, so all of it was let go of \
+and recomputed
+offload     nothing leaves the device
+attention   auto; cpu flash in 2 layers
+head        blockwise loss, no logits
+"""
+UNPATCHED = """
+last step: 46 tokens (2 rows) in one chunk, ran unpatched: it needs 200.9 KiB of 8.0 GiB free
+layers      ran unpatched: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1), longer steps stream
+chunk_size  the whole sequence (auto: an 8th of the sequence, at least 2,048 and at most 8,192 tokens over all rows of the \
+batch, rounded down to a power of two in each row)
+saves       all activations and the logits, as unpatched (auto)
+offload     nothing leaves the device
+attention   the model's own; where layers stream: auto; cpu flash in 2 layers
+head        as unpatched, from logits [B, T, V]: they fit many times over
+"""
+GRAPH = """
+last step: 46 tokens (2 rows) in one chunk, kept its graph: backward recomputed nothing, the graph took 154.5 KiB of 8.0 \
+GiB free
+layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
+chunk_size  23
+saves       the graph of 2 layers (154.5 KiB)
+            auto: a step without saves leaves 8.0 GiB free; at least 8.0 GiB stayed free
+offload     nothing leaves the device
+attention   auto; cpu flash in 2 layers
+head        blockwise loss, no logits
+"""
+MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
+WHOLE = f"""
+last step: 46 tokens (2 rows), ran whole under gradient checkpointing: {MIXES}
+layers      checkpoints: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1), {MIXES}
+chunk_size  5
+saves       nothing (auto: layers that run whole keep their inputs alone)
+offload     nothing leaves the device
+attention   auto
+head        blockwise loss, no logits
+"""
+SHARED = """
+last step: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7 a row, streamed: saved layer inputs alone
+layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
+chunk_size  7
+saves       nothing (auto: the first step counts what there is to save)
+offload     nothing leaves the device
+attention   auto; cpu flash in 2 layers
+head        blockwise loss, no logits
+note        share_prefixes: the last call's 4 rows of 104 tokens were computed as 53
+"""
+
+
+HEAD = "; head: blockwise loss, no logits"
+CUT = "46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved"
+ONE = "46 tokens (2 rows) in one chunk"
+
+
+def logged(*texts):
+    return [f"LlamaForCausalLM: step {text}" for text in texts]
+
+
+def test_steps_that_stream(machine, lines):
+    """Two in chunks, one of which saves what fits, and one whose saves are let go of; evaluations are no steps."""
+    model = patched()
+    check(model, UNTRIED, {})
+    with torch.no_grad():
+        model.eval()(**make_batch("plain"))
+    assert "last step: none with gradients yet\n" in str(streambp.describe(model)) + "\n"
+    step(model.train())
+    check(model, FIRST, numbers())
+    step(model)
+    with torch.no_grad():
+        model.eval()(**make_batch("plain", length=9), use_cache=False)
+    check(model.train(), LONG, numbers(stream_free_gib=8.0))
+    step(model)
+    record = streambp.last_step(model)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: setattr(machine, "free", 1000.0))
+    step(model)
+    handle.remove()
+    check(model, LET_GO, numbers(stream_free_gib=8.0, stream_let_go=1.0))
+    assert (record.number, record.let_go, len(record.saved), record.saved_bytes) == (3, None, 8, 89792)
+    assert lines() == logged(
+        f"1: {CUT} layer inputs alone{HEAD}",
+        f"2: {CUT} 87.7 KiB of 8.0 GiB free ({NAMES}){HEAD}",
+        f"4: {CUT} 87.7 KiB of 8.0 GiB free, and let go of it: less memory was free than a chunk takes ({NAMES}){HEAD}",
+    )
+
+
+def test_short_steps(machine, lines, monkeypatch):
+    model = patched(chunk_size=LENGTH)
+    step(model)
+    step(model)
+    check(model, GRAPH, numbers(stream_chunks=1, stream_chunk_size=LENGTH, stream_free_gib=8.0))
+    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    model = patched(chunk_size="auto")
+    callback = StreamCallback()
+    for _ in range(3):
+        step(model)
+    check(model, UNPATCHED, numbers(stream_chunks=1, stream_chunk_size=LENGTH, stream_free_gib=8.0, stream_unpatched=2 / 3))
+    assert fields(model, callback)["stream_unpatched"] == pytest.approx(2 / 3)
+    assert fields(model, callback) == {}, "a step is told of once"
+    step(model)
+    assert fields(model, callback)["stream_unpatched"] == 1.0
+    assert lines() == logged(
+        f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
+        f"2: {ONE}, kept its graph: backward recomputed nothing, the graph took 154.5 KiB of 8.0 GiB free{HEAD}",
+        f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
+        f"2: {ONE}, ran unpatched: it needs 200.9 KiB of 8.0 GiB free; head: as unpatched, from logits [B, T, V]: they fit "
+        "many times over",
+    )
+
+
+def test_layers_that_run_whole(machine, lines, monkeypatch):
+    model = build("llama")
+    mix_neighbours(monkeypatch, model)
+    step(patched(model))
+    check(model, WHOLE, numbers(stream_chunks=1, stream_chunk_size=LENGTH, stream_whole_layers=2))
+    assert streambp.last_step(model).whole == (("model.layers.0", MIXES), ("model.layers.1", MIXES))
+    assert lines() == logged(f"1: 46 tokens (2 rows), ran whole under gradient checkpointing: {MIXES}{HEAD}")
+
+
+def test_rows_that_begin_alike(machine, lines, monkeypatch):
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
+    model = patched(chunk_size=7, share_prefixes=True)
+    step(model, **batches.make_batch("plain"))
+    shared = {"stream_tokens": 104, "stream_chunks": 8, "stream_chunk_size": 7, "stream_shared_tokens": 53}
+    check(model, SHARED, numbers(**shared))
+    assert lines() == logged(
+        f"1: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7 a row, streamed: saved layer inputs alone{HEAD}"
+    )
+    step(model, **batches.make_batch("nothing shared"))
+    assert streambp.last_step(model).shared is None
+
+
+class Reports(TrainerCallback):
+    """As wandb's, trackio's and TensorBoard's: before what a Trainer's user passes."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, *args, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+LAUNCHED = """
+last step: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved kv
+layers      streams: 2 x Qwen3DecoderLayer (model.layers.0 .. model.layers.1)
+chunk_size  5
+saves       kv
+offload     nothing leaves the device
+attention   auto; cpu flash in 2 layers
+head        blockwise loss, no logits
+"""
+TRAINED = numbers(stream_tokens=42)
+
+
+def check_trained(made, reports, lines, epochs=3):
+    """The text, the line, and the fields in each of the logs of training, in none of the others."""
+    assert str(streambp.describe(made.model)) == LAUNCHED.strip("\n")
+    assert lines() == [f"Qwen3ForCausalLM: step 1: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved kv{HEAD}"]
+    expected = {name: value for name, value in TRAINED.items() if name != "stream_kept_gib"}
+    for entries in (made.state.log_history, reports.logs):
+        added = [{name: entry[name] for name in entry if name.startswith("stream_")} for entry in entries]
+        assert added == [expected] * epochs + [{}]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A Trainer as it is in a launched process."""
+    monkeypatch.setattr(process.atexit, "register", lambda function: None)
+    monkeypatch.delenv("STREAMBP_LAUNCH_REPORT", raising=False)
+    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "saves": ["kv"], "share_prefixes": false}')
+    module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
+    Hook().change_trainer(module)
+    return module.Trainer
+
+
+def test_under_launch(launched, lines, tmp_path, capsys):
+    reports = Reports()
+    made = launched(model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports])
+    made.train()
+    check_trained(made, reports, lines)
+    assert "\n".join(f"streambp:   {line}" for line in LAUNCHED.strip("\n").splitlines()) in capsys.readouterr().err
+
+
+def test_a_callback_that_a_user_passes(lines, tmp_path):
+    """It comes behind those that report, and is heard of by them."""
+    reports, plain = Reports(), Reports()
+    model = streambp.patch(model_of(), streambp.StreamConfig(chunk_size=5, saves=("kv",), share_prefixes=False))
+    given = {"train_dataset": rows(), "args": arguments(tmp_path / "out")}
+    made = Trainer(model, **given, callbacks=[reports, StreamCallback()])
+    made.train()
+    check_trained(made, reports, lines)
+    Trainer(model_of(), **given, callbacks=[plain, StreamCallback()]).train()
+    ours = [{name: entry[name] for name in entry if not name.startswith("stream_")} for entry in reports.logs]
+    assert [entry.keys() for entry in ours] == [entry.keys() for entry in plain.logs]
+    assert [entry["loss"] for entry in ours[:-1]] == pytest.approx([entry["loss"] for entry in plain.logs[:-1]], rel=1e-4)
+
+
+def test_trls_trainer(machine, lines, tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
+    from tests.integrations.test_trl import texts, tokenizer
+
+    reports = Reports()
+    given = StreamSFTConfig(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, optim="sgd", report_to=[], use_cpu=True,
+        logging_steps=1, disable_tqdm=True, bf16=False, save_strategy="no", max_length=5, stream_chunk_size="5",
+        stream_saves=["kv"],
+    )  # fmt: skip
+    made = StreamSFTTrainer(
+        model=model_of(), args=given, train_dataset=texts(), processing_class=tokenizer(), callbacks=[reports]
+    )
+    made.train()
+    one_chunk = (("42 tokens", "10 tokens"), ("5 chunks of 5 a row", "one chunk"))
+    expected = LAUNCHED.strip("\n")
+    for before, now in one_chunk:
+        expected = expected.replace(before, now)
+    assert str(streambp.describe(made.model)) == expected
+    assert lines() == [f"Qwen3ForCausalLM: step 1: 10 tokens (2 rows) in one chunk, streamed: saved kv{HEAD}"]
+    for entry in (*made.state.log_history[:2], *reports.logs[:2]):
+        assert {"loss", "entropy"} < entry.keys()
+        added = {name: entry[name] for name in entry if name.startswith("stream_")}
+        assert added == {
+            name: {"stream_tokens": 10, "stream_chunks": 1}.get(name, value)
+            for name, value in TRAINED.items()
+            if name != "stream_kept_gib"
+        }
+
+
+def test_what_is_not_known_is_not_told():
+    """A model that is not patched, a log that is none of training's, and one that cannot be written."""
+    assert fields(build("llama")) == {}
+    model = patched()
+    step(model)
+    for given in ({"eval_loss": 1.0}, {"train_loss": 1.0}, None, ()):
+        before = copy.deepcopy(given)
+        StreamCallback().on_log(None, SimpleNamespace(log_history=[]), None, logs=given, model=model)
+        assert given == before
+    StreamCallback().on_log(None, None, None, logs={"loss": 1.0}, model=model)
+
+
+def test_a_record_that_fails_stops_no_step(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="streambp")
+    model = patched()
+
+    def fails():
+        raise ZeroDivisionError("of a test")
+
+    model._streambp.state.steps.tell = fails
+    step(model)
+    assert "the step's record could not be made" in caplog.text
+    monkeypatch.setattr(wording.StepRecord, "numbers", lambda self: fails())
+    assert fields(model) == {}
+    assert "could not be added to the logs" in caplog.text
+
+
+def test_copies_have_made_no_step():
+    model = patched()
+    step(model)
+    assert streambp.last_step(model).number == 1
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert streambp.last_step(other) is None
+        step(other)
+        assert streambp.last_step(other).number == 1
+    step(model)
+    assert streambp.last_step(model).number == 2
+
+
+def test_frozen_layers_and_two_micro_batches():
+    """Where the first layers have no backward, and where two forwards come before the first backward."""
+    model = patched()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    step(model)
+    step(model)
+    assert (streambp.last_step(model).number, model._streambp.state.steps.last.over) == (2, True)
+    first, second = (model(**make_batch("plain"), use_cache=False).loss for _ in range(2))
+    assert not model._streambp.state.steps.last.over
+    first.backward()
+    second.backward()
+    assert (streambp.last_step(model).number, model._streambp.state.steps.last.over) == (4, True)
+
+
+def test_offloaded_steps(lines):
+    model = patched(offload="cpu", saves=("attn_out",))
+    step(model)
+    step(model)
+    record = streambp.last_step(model)
+    inputs, attended = 2 * 2 * LENGTH * 64, 2 * 2 * LENGTH * (64 + 4)
+    assert record.host.out > attended - inputs > 0
+    assert record.host.out == pytest.approx(model._streambp.state.offloader.moved["out"] / 2)
+    assert record.saved == (Saved("attn_out", 2),)
+    assert str(record) == f"46 tokens (2 rows) in 5 chunks of 5 a row, streamed: moved {sized(record.host.out)} to the host"
+    assert len(lines()) == 1
+    assert {"stream_host_gib", "stream_stall_s"} < fields(model).keys()
+
+
+RECORD = StepRecord(1, 1048, 1, "ran unpatched", 1048, 1, 36, "a head", needed=0.03 * GIB, free=7.8 * GIB)
+SAVED = (Saved("kv", 3, 2.0**30), Saved("attn_out", 2, 2.0**29))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "in one chunk, ran unpatched: it needs 0.03 of 7.8 GiB free"),
+        ({"free": None}, "in one chunk, ran unpatched: it needs 30.7 MiB"),
+        ({"way": "streamed", "chunks": 4, "chunk_size": 300}, "in 4 chunks of 300, streamed: saved layer inputs alone"),
+        (
+            {"way": "streamed", "saved": SAVED, "whole": (("a", "b"),)},
+            "in one chunk, streamed, but 1 of 36 layers ran whole under gradient checkpointing: saved 1.5 of 7.8 GiB free",
+        ),
+    ],
+)
+def test_sentences(changes, expected):
+    assert str(dataclasses.replace(RECORD, **changes)) == f"1,048 tokens {expected}"
+
+
+def test_sizes():
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1.5 * 2**20: "1.5 MiB", 139 * GIB: "139.0 GiB"}
+    assert {size: sized(size) for size in sizes} == sizes
+    parts = {0.005: "5.1 MiB of 7.8 GiB", 0.03: "0.03 of 7.8 GiB", 2.54: "2.5 of 7.8 GiB"}
+    assert {part: out_of(part * GIB, 7.8 * GIB) for part in parts} == parts
+    assert out_of(10, 500) == "10 B of 500 B"
+
+
+def test_numbers_of_a_device_that_tells():
+    record = dataclasses.replace(RECORD, peak=3 * GIB, host=HostTraffic(2.0 * GIB, 0.0, 1.0, 0.5, 0))
+    assert record.numbers()["stream_peak_gib"] == 3.0
+    assert record.numbers()["stream_host_gib"] == 2.0
+    described = dataclasses.replace(streambp.describe(patched()), last_step=record)
+    assert "memory      3.0 GiB at the peak so far\n" in str(described)
+
+
+def test_the_logger_and_the_lazy_name():
+    """Nothing is printed unless a program asks for it; the callback is imported when it is asked for."""
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("streambp").handlers)
+    assert "StreamCallback" not in vars(integrations)
+    assert integrations.StreamCallback is logs.StreamCallback
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        _ = integrations.Other
