@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.own import biases_positions
-from streambp.distributed.zero import is_partitioned
+from streambp.distributed.engines import held
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.blocks import Wanted
@@ -31,7 +31,7 @@ from streambp.layer.arguments import has_cache
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
 from streambp.model.callers import computes_its_own_loss, warn_of_missing_predictions
-from streambp.model.deferring import DeferredHead, HeadLater
+from streambp.model.deferring import DeferredHead, HeldHead
 from streambp.model.padding import warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, wants_cache
@@ -326,9 +326,12 @@ class CausalLMForward(InstanceForward):
             request.outcome.built_for = "backward hooks"
             return self.original(**kwargs)
         # Under ZeRO-3, and in an FSDP unit (accelerate makes one of norm and head), a module's weights are here only while
-        # it runs: the norm runs as ever, and the head with the loss.
-        gathered = is_partitioned(output_embeddings.weight) or is_fsdp_unit(output_embeddings)
-        head = HeadLater(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
+        # it runs: the norm runs as ever.
+        gathered = held(output_embeddings).weights
+        if gathered and type(output_embeddings).forward is not nn.Linear.forward:  # peft's does more than its weight
+            request.outcome.built_for = f"{type(output_embeddings).__name__}'s own forward"
+            return self.original(**kwargs)
+        head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
         self.state.defer_norm = None if hidden_wanted or gathered else request
         head.install()
         try:

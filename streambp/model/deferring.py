@@ -1,10 +1,20 @@
-"""What stands in for the final norm and the output projection during one forward: they are computed with the loss."""
+"""What stands in for the final norm and the output projection during one forward: they are computed with the loss.
+
+[Note: a head that is held] Under ZeRO-3, and in an FSDP unit, the output projection's weights [V, h] are on this rank while
+its module runs, and to call it is a collective. So it is called once in each forward, where the model calls it, and hands
+out a copy of its weights; the loss, and all that a program makes of logits, is computed from the copy. Then no rank waits
+for what another one computes: labels or none, lazy logits that one rank alone looks at. The copy lives until the head's
+backward, or as long as somebody keeps logits; it is not there while layers run. In backward the module's own hooks run
+around the node that takes the gradients, once. No `weight` is read elsewhere: ZeRO-3 takes that for a wish to have it for
+the whole step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from streambp.admission.insides import foreign_parts
@@ -64,8 +74,8 @@ class DeferredHead(InstanceForward):
         return result
 
 
-class HeadLater(nn.Module):
-    """In the output projection's place for one forward: the projection is called when the loss is computed, not before."""
+class HeldHead(nn.Module):
+    """In the place, for one forward, of an output projection whose weights an engine holds. [Note: a head that is held]"""
 
     def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
         super().__init__()
@@ -81,13 +91,47 @@ class HeadLater(nn.Module):
         """Give the output projection its place back."""
         self._model[0]._modules[self._name] = self._head[0]
 
-    @property
-    def weight(self) -> Any:
-        """The output projection's own weight [V, h], for models that ask for its dtype or device."""
-        return self._head[0].weight
+    def __getattr__(self, name: str) -> Any:
+        """The output projection's own, for models that ask for its weight's dtype or device."""
+        if name in ("_model", "_head"):
+            return super().__getattr__(name)
+        return getattr(self._head[0], name)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., h] -> deferred logits [..., V]; the projection itself is not called."""
-        head = self._head[0]
-        recipe = Recipe(self.request, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
-        return Deferred.make(hidden_states, recipe)
+        """hidden_states [..., h] -> deferred logits [..., V], of copies of the projection's weights."""
+        head, copied = self._head[0], []
+
+        def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
+            weights = [x for x in (head.weight, head.bias) if x is not None]
+            found = WeightsHandedOut.apply(hidden_states, *weights)  # type: ignore[no-untyped-call]
+            copied.extend(found)
+            return tuple(x for x in found if x.requires_grad)
+
+        before = head.__dict__.get("forward")
+        head.forward = forward  # type: ignore[method-assign, assignment]
+        try:
+            seen = iter(head(hidden_states))
+        finally:
+            del head.__dict__["forward"]
+            if before is not None:
+                head.forward = before  # type: ignore[method-assign]
+        # What hooks made of them: an engine's own node stands behind each.
+        hidden_states, weight, *bias = (next(seen) if x.requires_grad else x for x in copied)
+        return Deferred.make(hidden_states, Recipe(self.request, weight=weight, bias=next(iter(bias), None), logits=True))
+
+
+class WeightsHandedOut(torch.autograd.Function):
+    """hidden_states [..., h], weight [V, h], bias [V] -> these, with the weights copied. [Note: a head that is held]"""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Copies of the weights want a gradient where these do."""
+        ctx.set_materialize_grads(False)
+        copies = [weight.detach().clone() for weight in weights]
+        ctx.mark_non_differentiable(*(x for x, weight in zip(copies, weights, strict=True) if not weight.requires_grad))
+        return (hidden_states.view_as(hidden_states), *copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients as they came: of hidden_states [..., h] and of each weight."""
+        return grads

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from streambp.attention.interface import own_implementation
 from streambp.config import StreamConfig
+from streambp.distributed.engines import held
 from streambp.errors import UnsupportedModelError
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
@@ -102,6 +103,9 @@ class PatchState:
         if self.unpatched is None:
             return None
         if not self.unpatched.within:
+            # It may be begun again, on this rank alone. [Note: what a rank decides alone]
+            if self.root is not None and any(held(self.root)):
+                return None
             cached = self.asked_cache and not self.warned_of_documents
             if finds_other_documents(kwargs, own_implementation(config), cached):
                 return None
