@@ -171,8 +171,7 @@ class CausalLMForward(InstanceForward):
             return output
         if want_log_probs:
             scored = self.score(kwargs, Wanted())
-            scored.output["log_probs"] = scored.tokens.log_probs
-            return scored.output
+            return _with_log_probs(type(scored.output))(**scored.output, log_probs=scored.tokens.log_probs)
         output = None if self.state.unpatched is None else self._unstreamed(kwargs)
         return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
@@ -361,6 +360,13 @@ class CausalLMForward(InstanceForward):
             self.use.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
         result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
         return result
+
+
+@functools.cache
+def _with_log_probs(kind: type[ModelOutput]) -> Any:
+    """A kind of output that has log_probs among its fields: FSDP2 and DDP look for gradients in declared ones alone."""
+    field = ("log_probs", Tensor | None, None)
+    return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__})
 
 
 def _hand_out(output: Any, request: HeadRequest) -> Any:

@@ -147,6 +147,8 @@ class BackboneForward(InstanceForward):
         self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:
             if self.state.bypass:
+                if self.prefixes is not None:
+                    self.prefixes.stand_aside(kwargs)
                 return self.original(**kwargs)
             self._switch_checkpointing_off()
             self._check(kwargs)
