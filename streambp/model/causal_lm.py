@@ -229,6 +229,8 @@ class CausalLMForward(InstanceForward):
         self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
         lazy = HeadRequest(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
+        if lazy is not None:
+            lazy.outcome.beside_loss = True
         norms = self.norms if lazy is None else self._steady_norms
         output = self._run(kwargs, dataclasses.replace(request, norms=norms, num_items=kwargs.get("num_items_in_batch")))
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)

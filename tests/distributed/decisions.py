@@ -1,6 +1,6 @@
 """What one rank may decide by itself, as a worker that has each rank decide otherwise. [Note: what a rank decides alone]
 
-python -m tests.distributed.decisions RANK PORT '[{"engine": "zero-3", "decisions": ["short", "lazy, read"], ...}]' WORLD_SIZE
+python -m tests.distributed.decisions RANK PORT '[{"engine": "zero-3", "decisions": ["short", "lazy, read"]}, ...]' RANKS
 
 Each case trains STEPS steps under an engine, patched and unpatched, on the same batches; `Recorded` raises at the first
 collective that another rank does not issue. A case's "mutant" takes a cure away.
@@ -28,9 +28,9 @@ import torch.nn.functional as F
 
 import streambp
 from streambp.distributed.engines import Hold
+from streambp.layer import graphs
 from streambp.lazy.head import Hub
 from streambp.model import deferring, state, unpatched
-from streambp.layer import graphs
 from streambp.prefixes import calls
 from tests.distributed import engines as adapters
 from tests.distributed.recorded import Recorded
@@ -38,7 +38,7 @@ from tests.distributed.watch import engines_seen
 from tests.distributed.worker import DONE, distance
 from tests.families import make_batch
 
-STEPS = 3
+STEPS = 2  # the first is looked at, and ZeRO-3 writes down its order of gathers; the second is decided
 SECONDS = 60  # of a case; then a rank that hangs says where, and ends
 ENGINES = {
     "ddp": (adapters.DDP, {}), "fsdp2": (adapters.FSDP2, {}),
@@ -57,7 +57,10 @@ def own_loss(model, batch):
 def read_logits(model, batch):
     """The model's loss, a term of the logits, and numbers that this rank alone looks at."""
     output = model(**batch, use_cache=False)
-    loss = output.loss + 0.1 * output.logits.float().logsumexp(-1).mean()
+    loss = output.loss
+    if type(output.logits) is torch.Tensor:  # unpatched ZeRO-3 wants all ranks to use as many outputs
+        loss = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten())
+    loss = loss + 0.1 * output.logits.float().logsumexp(-1).mean()
     with torch.no_grad():
         assert 0 <= (output.logits.argmax(-1) == batch["labels"]).double().mean() <= 1
         assert output.logits.std().isfinite()
@@ -93,7 +96,7 @@ class Decision:
     stream: dict = dataclasses.field(default_factory=dict)
     one_chunk: bool = False
     batch: str = "plain"  # or "shared", of which rows begin alike
-    extra: tuple[str, ...] = ()  # of a batch: "mask", "positions"
+    masked: bool = False
     rows: int = 2
     loss: Callable | None = None
     prepare: Callable | None = None
@@ -107,8 +110,7 @@ EVERY = tuple(ENGINES)
 HELD = ("fsdp2", "zero-3")
 DECISIONS = {
     "chunks": Decision({"saves": ()}),
-    "saves": Decision({"saves": ("attn_out", "kv", "mlp.gate_proj")}),
-    "offloads": Decision({"saves": ("attn_out",), "offload": "cpu"}),
+    "saves": Decision({"saves": ("attn_out", "kv", "mlp.gate_proj"), "offload": "cpu"}),
     "short": Decision(AUTO, True, says=(("ddp", "as unpatched"),)),
     "begun again": Decision(AUTO, True, raises=True),
     "kept graphs": Decision({**AUTO, "unpatched_runs": False}, True),
@@ -120,9 +122,8 @@ DECISIONS = {
     "own loss, lazy": Decision({"lazy_logits": True}, loss=own_loss),
     "no label": Decision({}, loss=nothing_labelled),
     "per token": Decision({}, loss=per_token),
-    "shares": Decision(SHARES, batch="shared"),
-    "shares, mask": Decision(SHARES, batch="shared", extra=("mask",)),
-    "shares, positions": Decision(SHARES, batch="shared", extra=("positions",)),
+    "shares": Decision(SHARES, batch="shared", says=(("ddp", "were computed as"),)),
+    "shares, mask": Decision(SHARES, batch="shared", masked=True),
     "one row": Decision(SHARES, rows=1),
 }  # fmt: skip
 
@@ -130,15 +131,13 @@ DECISIONS = {
 def batches(rank, decision):
     """A rank's micro-batches; lengths differ between steps and ranks."""
     for step in range(STEPS):
-        length = (17, 23, 11)[step] + 6 * rank + (90 if decision.batch == "shared" else 0)
+        length = (17, 23)[step] + 6 * rank + (90 if decision.batch == "shared" else 0)
         batch = make_batch("plain", length=length, seed=10 * step + rank)
         if decision.batch == "shared":
             for name in ("input_ids", "labels"):
                 batch[name][1, :-6] = batch[name][0, :-6]
-        if "mask" in decision.extra:
+        if decision.masked:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        if "positions" in decision.extra:
-            batch["position_ids"] = torch.arange(length).expand_as(batch["input_ids"])
         yield {name: value[: decision.rows] for name, value in batch.items()}
 
 
@@ -233,7 +232,7 @@ def like(name):
 
     def key(d):
         loss = d.loss if d.loss is not per_token else None
-        return d.batch, d.extra, d.rows, loss, d.prepare
+        return d.batch, d.masked, d.rows, loss, d.prepare
 
     return next(other for other, decision in DECISIONS.items() if key(decision) == key(wanted))
 
@@ -258,7 +257,12 @@ def run(case, rank, number):
 def main():
     rank, port, cases, size = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size), DS_ACCELERATOR="cpu"
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
     patience = datetime.timedelta(seconds=SECONDS / 2)
@@ -281,6 +285,16 @@ def main():
 def pairs():
     """Every pair of decisions, in no order: a rank's number decides nothing."""
     return list(itertools.combinations_with_replacement(DECISIONS, 2))
+
+
+def fours():
+    """Twenty times four of the sixteen decisions, such that every two of them come together once: the lines of the affine
+    plane over the field of four elements, whose sums are those of bits."""
+    times = [[0, 0, 0, 0], [0, 1, 2, 3], [0, 2, 3, 1], [0, 3, 1, 2]]
+    lines = [[4 * x + (times[slope][x] ^ start) for x in range(4)] for slope in range(4) for start in range(4)]
+    lines += [[4 * x + y for y in range(4)] for x in range(4)]
+    names = list(DECISIONS)
+    return [[names[point] for point in line] for line in lines]
 
 
 if __name__ == "__main__":

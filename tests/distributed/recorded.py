@@ -1,7 +1,7 @@
 """What each rank asks of the others, in order: a difference raises where it begins, on every rank, instead of a hang.
 
-Each collective is recorded where torch dispatches it, whoever calls it, with its shapes, and is told to a store before it is
-issued. A rank waits there, and not in the collective, for what the others are about to issue.
+Each collective is recorded where torch dispatches it, whoever calls it, with its shapes, and is told to a store before it
+is issued. A rank waits there, and not in the collective, for what the others are about to issue.
 """
 
 from __future__ import annotations
