@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import streambp
 from streambp.distributed.engines import Hold
@@ -115,7 +116,7 @@ DECISIONS = {
     "begun again": Decision(AUTO, True, raises=True),
     "kept graphs": Decision({**AUTO, "unpatched_runs": False}, True),
     "let go": Decision({**AUTO, "unpatched_runs": False}, True, between=lambda s: s.pending.let_go and s.pending.let_go()),
-    "a hook mixes": Decision({"saves": ()}, prepare=mixed, says=tuple((name, "runs whole") for name in EVERY)),
+    "a hook mixes": Decision({"saves": ()}, prepare=mixed, says=tuple((name, "checkpoint") for name in EVERY)),
     "lazy, unread": Decision({"lazy_logits": True}),
     "lazy, read": Decision({"lazy_logits": True}, loss=read_logits),
     "own loss": Decision({}, loss=own_loss),
@@ -174,7 +175,9 @@ def train(case, rank, decision, patched, name):
             raise torch.OutOfMemoryError("no memory")
         real(runs)
 
-    with pytest.MonkeyPatch.context() as patch, engines_seen() as seen:
+    projection = {}
+    watched = projection_seen(engine, projection) if case.get("projection") else contextlib.nullcontext()
+    with pytest.MonkeyPatch.context() as patch, engines_seen() as seen, watched:
         if patched and decision.raises:
             patch.setattr(unpatched.UnpatchedRuns, "enter_layer", enter_layer)
         for step, batch in enumerate(batches(rank, decision)):
@@ -187,7 +190,36 @@ def train(case, rank, decision, patched, name):
     found |= {f"weight {key}": weight for key, weight in engine.weights().items()}
     assert seen == {case["engine"]}, seen
     said = str(streambp.describe(engine.wrapped)) if patched else ""
-    return found, len(recorded.issued), {"raised": len(raised), "said": said}
+    return found, len(recorded.issued), {"raised": len(raised), "said": said, "projection": projection}
+
+
+@contextlib.contextmanager
+def projection_seen(engine, found):
+    """While layers run, forward and backward: bytes of the output projection that are on this rank, gathered or copied."""
+    head, copies, borrow = engine.module.get_output_embeddings(), [], deferring.Borrowed.forward
+    weight = next(iter(head.parameters()))
+
+    def forward(ctx, lent, hidden_states):
+        copies.extend(StorageWeakRef(x.untyped_storage()) for x in lent.copies)
+        return borrow(ctx, lent, hidden_states)
+
+    def look(module, args):
+        kept = sum(not copy.expired() for copy in copies)
+        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        found[phase] = max(found.get(phase, 0), weight.nbytes + kept * 4 * weight.ds_numel)
+
+    def reached(*_):
+        look(None, ())
+
+    # Backward hooks of a module's insides would be an engine's business; a tensor's are not.
+    layers = adapters.decoder_layers(engine.module)
+    handles = [layer.register_forward_pre_hook(look) for layer in layers]
+    handles += [layer.post_attention_layernorm.weight.register_hook(reached) for layer in layers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferring.Borrowed, "forward", staticmethod(forward))
+        yield
+    for handle in handles:
+        handle.remove()
 
 
 def begun_again():
@@ -220,10 +252,10 @@ MUTANTS = {function.__name__: function for function in (begun_again, reads_the_w
 
 
 @functools.cache
-def expected(engine, decisions, rank):
+def expected(engine, decisions, rank, projection):
     """What the unpatched engine gives for the same batches and losses."""
-    case = {"engine": engine, "decisions": decisions}
-    return train(case, rank, DECISIONS[decisions[rank]], None, f"unpatched {engine} {decisions}")[0]
+    case = {"engine": engine, "decisions": decisions, "projection": projection}
+    return train(case, rank, DECISIONS[decisions[rank]], None, f"unpatched {engine} {decisions} {projection}")
 
 
 def like(name):
@@ -247,8 +279,8 @@ def run(case, rank, number):
             patch.setattr(owner, attribute, value)
         found, issued, did = train(case, rank, decision, case.get("patched", "before"), name)
     row = {"issued": issued, **did}
-    stock = expected(case["engine"], tuple(like(other) for other in case["decisions"]), rank)
-    row["error"] = distance(found, stock)
+    stock = expected(case["engine"], tuple(like(other) for other in case["decisions"]), rank, case.get("projection"))
+    row["error"], row["projection unpatched"] = distance(found, stock[0]), stock[2]["projection"]
     row["done"] = all(text in row["said"] for engine, text in decision.says if engine == case["engine"])
     gc.collect()
     return {**row, "seconds": time.monotonic() - begun}
