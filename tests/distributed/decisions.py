@@ -25,13 +25,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import streambp
 from streambp.distributed.engines import Hold
 from streambp.layer import graphs
 from streambp.lazy.head import Hub
-from streambp.model import deferring, state, unpatched
+from streambp.model import deferring, state, unpatched, wrappers
 from streambp.prefixes import calls
 from tests.distributed import engines as adapters
 from tests.distributed.recorded import Recorded
@@ -59,6 +60,8 @@ def read_logits(model, batch):
     """The model's loss, a term of the logits, and numbers that this rank alone looks at."""
     output = model(**batch, use_cache=False)
     loss = output.loss
+    if isinstance(model, FSDPModule):  # beside a loss it gives no logits
+        return loss
     if type(output.logits) is torch.Tensor:  # unpatched ZeRO-3 wants all ranks to use as many outputs
         loss = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten())
     loss = loss + 0.1 * output.logits.float().logsumexp(-1).mean()
@@ -248,7 +251,16 @@ def tries_alone():
     return [(calls, "must_agree", lambda module: False)]
 
 
-MUTANTS = {function.__name__: function for function in (begun_again, reads_the_weight, gathers_where_used, tries_alone)}
+def stops_in_a_trial():
+    """A rank leaves the others in the middle of a trial's forward."""
+    real = wrappers.check_streamed
+    return [(wrappers, "check_streamed", lambda site, later: real(site, None))]
+
+
+MUTANTS = {
+    function.__name__: function
+    for function in (begun_again, reads_the_weight, gathers_where_used, tries_alone, stops_in_a_trial)
+}
 
 
 @functools.cache

