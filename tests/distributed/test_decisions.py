@@ -6,12 +6,13 @@ covers: distributed/agreement.py, distributed/engines.py, model/deferring.py, mo
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 
 import pytest
 
 from tests.distributed.decisions import DECISIONS, ENGINES, MUTANTS, SECONDS, fours, pairs
-from tests.distributed.ranks import launch
+from tests.distributed.ranks import launch, result_of, run_split
 from tests.distributed.recorded import DifferentError
 from tests.distributed.worker import DONE
 
@@ -99,3 +100,33 @@ def test_every_pair(engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_pair_on_four_ranks(engine):
     check([{"engine": engine, "decisions": names} for names in fours()])
+
+
+IN_SPLITS = {  # what a rank decides that holds a part of each sequence; saves of keys and of attention are agreed upon
+    "chunks": {}, "one chunk": {"chunk_size": 64}, "automatic": {"chunk_size": 64, "saves": "auto"},
+    "offloads": {"saves": ["mlp.gate_proj"], "offload": "cpu"}, "lazy": {"lazy_logits": True},
+}  # fmt: skip
+
+
+def in_splits():
+    """Every pair of these, as cases of the workers for split sequences, with padding and without."""
+    for number, names in enumerate(itertools.combinations_with_replacement(IN_SPLITS, 2)):
+        yield {"configs": [IN_SPLITS[name] for name in names], "mode": ("packed", "left-padded", "plain")[number % 3]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("split", ["context parallelism", "Ulysses"])
+def test_every_pair_where_sequences_are_split(split):
+    """In float64, against one process; the workers record the collectives."""
+    cases = list(in_splits())
+    if split == "Ulysses":
+        found = run_split(json.dumps({"gradients": cases}), "2")["gradients"]
+        errors = [row[name] for row in found for name in row if name.startswith("single process")]
+    else:
+        runs = json.dumps({"gradients": cases})
+        found = result_of(*launch("tests.distributed.context_worker", runs, "2", seconds=60 * len(cases)))["gradients"]
+        errors = [row["error"] for row in found]
+        assert all(row["issued alike"] for row in found)
+    print(f"\n{split}, 2 ranks: {len(found)} cases, all collectives alike; worst {max(errors):.1e}")
+    assert len(found) == len(cases) == 15
+    assert max(errors) <= 1e-10
