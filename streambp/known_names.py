@@ -155,6 +155,7 @@ DDP_SINK = "_DDPSinkBackward"  # DDP's node around outputs: what reduces gradien
 FSDP_UNIT = "FSDPModule"  # the base class that `fully_shard` gives a module
 FSDP_GROUPS = ("_fsdp_param_groups", "_fsdp_param_group")  # of its state: all, or the only one
 FSDP_PARAMETERS = "fsdp_params"  # of a group
+FSDP_GATHERS = ("mesh_info", "shard_process_group")  # of a group, and of that: the ranks that gather its parameters
 FSDP_OFFLOADED = "offload_to_cpu"  # of one of these
 FSDP1 = "FullyShardedDataParallel"  # the class of FSDP1, which is refused
 FLAT_PARAMETER = "_is_flat_param"  # marks its parameters
@@ -171,12 +172,15 @@ ENGINES = ("deepspeed",)  # packages whose hooks on modules gather and reduce pa
 Z3_LEAF = "_z3_leaf"  # of a module: gathered as one unit. [Note: ZeRO-3 leaves]
 PARTITIONED = "ds_id"  # of a parameter that ZeRO-3 manages
 FULL_SHAPE = "ds_shape"  # its shape while it is elsewhere
+ZERO_GROUP = "ds_process_group"  # of such a parameter: the ranks over which it is divided
 GRADIENT_HOOKED = "grad_accum"  # of a parameter whose gradient ZeRO 1 and 2 wait for
 ZERO_OPTIMIZERS = ("_z3_optimizer", "_zero_optimizer")  # where its optimizer hangs on a parameter
 OFFLOADS_PARAMETERS = "offload_param"  # of that optimizer
 OFFLOADS_STATES = ("offload_optimizer", "cpu_offload")  # of ZeRO-3's, and of ZeRO 1's and 2's
 ZERO_COUNTERS = ("ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn")  # of modules, by how they start
-PRE_BACKWARD = "PreBackwardFunctionForModuleBackward"  # a node: gathers a module's own parameters, a model has none
+# A node around a module's output: gathers its own parameters, of which a model has none, and counts that it ran. All ranks
+# must have counted the same; the attribute is the function that does so.
+PRE_BACKWARD, RUNS_BEFORE_BACKWARD = "PreBackwardFunctionForModuleBackward", "pre_backward_function"
 SCALING_HOOK = "OutputBackwardHookManager"  # the engine's hook on a loss: divides by the accumulation steps
 # Of the object in the closure of Ulysses' attention function: the group, the inner attention, and whether eval splits.
 ULYSSES_GROUP, ULYSSES_ATTENTION, ULYSSES_NOT_IN_EVAL = "process_group", "attn", "disable_in_eval"

@@ -1,5 +1,10 @@
 """What engines hang on modules and parameters, and how the chunk loop treats it (DESIGN.md section 3, rules 3, 5 and 6).
 
+[Note: what an engine holds] One question, for all who would run a forward again, keep a graph or gather by themselves: does
+an engine take part in what happens to these parameters? It is asked of the parameters, and of what `fully_shard` made of
+modules. Hooks do not tell: a ZeRO-3 leaf has none on the modules inside it. It is asked anew each time, for an engine may
+come after a forward.
+
 [Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is initialised. The
 gradients of such a block are reduced by its full-backward hook alone, which is silenced with the rest. If the layer was not
 patched yet, so that it is not the leaf itself, that hook runs behind the layer's backward, when all gradients are there.
@@ -9,13 +14,36 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from streambp.distributed.zero import is_partitioned
+from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import DROPS_MASKS, ENGINES, GRADIENT_HOOKED, MODULE_HOOKS, Z3_LEAF
+
+
+class Hold(NamedTuple):
+    """What an engine does with a module's parameters. [Note: what an engine holds]
+
+    weights: they are on this rank only while a module runs, so that its forward is a collective: ZeRO-3, FSDP2.
+    gradients: its hooks wait for the gradient of each: ZeRO-1 to -3, FSDP2. DDP's wait for each backward alone, whatever it
+        was made of.
+    """
+
+    weights: bool
+    gradients: bool
+
+
+def held(module: nn.Module) -> Hold:
+    """What an engine does with the parameters of a module and of those inside it."""
+    kinds = {type(inner): inner for inner in module.modules()}
+    weights = any(map(is_fsdp_unit, kinds.values())) or any(
+        is_partitioned(parameter) or isinstance(parameter, DTensor) for parameter in module.parameters()
+    )
+    return Hold(weights, weights or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in module.parameters()))
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:

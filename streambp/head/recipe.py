@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.distributed.zero import full_shape
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Projection, Wanted
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
@@ -27,6 +26,7 @@ class HeadOutcome:
     used: a loss was computed block by block. computed: what lazy logits gave without being built.
     built_for: the operation that needed real logits; hidden_built_for: the one that needed the output projection's input.
     projecting: the output projection is running.
+    beside_loss: these logits were handed out beside a loss, whose backward tells engines that the model's begins.
     """
 
     values: TokenLogProbs | None = None
@@ -37,6 +37,7 @@ class HeadOutcome:
     built_for: str | None = None
     hidden_built_for: str | None = None
     projecting: bool = False
+    beside_loss: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,6 @@ class Recipe:
     before: float = 1.0  # logits = after * tanh(before * product), or after * before * product without tanh
     tanh: bool = False
     after: float = 1.0
-    head: nn.Module | None = None  # must be running where weight and bias are read
     logits: bool = False  # it is the output projection's result, or made of it
     places: Tensor | None = None
 
@@ -179,7 +179,7 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
         return _loss_at_places(source, recipe, recipe.places, target, ignore_index, reduction)
     check_count(target, source.shape[0])
     assert recipe.weight is not None
-    check_labels(target, full_shape(recipe.weight)[0], ignore_index)
+    check_labels(target, recipe.weight.shape[0], ignore_index)
     request, outcome = recipe.request, recipe.request.outcome
     inputs = make_inputs(source, target, recipe.projection(), recipe.norm, ignore_index)
     inputs.in_float32 = request.in_float32
@@ -203,10 +203,7 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
                 raise
         return compute(source, weight, bias)
 
-    if recipe.head is None:
-        found = computed(source, recipe.weight, recipe.bias)
-    else:
-        found = within(recipe.head, source, computed)
+    found = computed(source, recipe.weight, recipe.bias)
     outcome.used = True
     if one_pass:
         total: Any = found[0]
@@ -247,22 +244,3 @@ def _loss_at_places(
         loss = loss[again]
         loss = loss if reduction == "none" else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])
     return loss if reduction != "none" else loss.new_zeros(target.shape).index_copy(0, chosen, loss)
-
-
-Compute = Callable[[Tensor, Any, Any], tuple[Tensor | None, ...]]
-
-
-def within(head: nn.Module, source: Tensor, compute: Compute) -> tuple[Tensor | None, ...]:
-    """`compute` of source [N, h] with the weight [V, h] and bias [V] of `head`, as its forward.
-
-    So it runs between the hooks that gather the weights and release them.
-    """
-    before = head.__dict__.get("forward")
-    head.forward = lambda source: compute(source, head.weight, head.bias)  # type: ignore[method-assign, assignment]
-    try:
-        result: tuple[Tensor | None, ...] = head(source)
-        return result
-    finally:
-        del head.__dict__["forward"]
-        if before is not None:
-            head.forward = before  # type: ignore[method-assign]

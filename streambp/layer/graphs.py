@@ -4,8 +4,8 @@
 forward makes the graph that backward differentiates, and nothing is recomputed. The graph stands in front of the layer's
 own input and the parameters' shadows, as a recomputation's does, so that the rest of backward is the same; if it is let go
 of, backward recomputes. It is kept only where that cannot be told apart from a recomputation: no hooks and no engine's
-hooks inside, no states, no autocast, nothing written through pointers, and nobody who takes what graphs save (a checkpoint
-around the model).
+hooks inside, no weights that an engine takes away between forward and backward, no states, no autocast, nothing written
+through pointers, and nobody who takes what graphs save (a checkpoint around the model).
 
 [Note: other leaves] A tensor that wants a gradient can get into a layer without being one of its parameters or arguments:
 as a plain attribute, in a closure, inside an object among the arguments, as a view of FSDP1's flat parameter. Unpatched its
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
-from streambp.distributed.engines import engine_hooks
+from streambp.distributed.engines import engine_hooks, held
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
 from streambp.layer.call import LayerCall
 from streambp.layer.cost import Watch
@@ -106,7 +105,7 @@ def can_keep_graph(call: LayerCall) -> bool:
         len(call.plan) > 1
         or autocast
         or hooked
-        or is_fsdp_unit(call.layer)
+        or held(call.layer).weights  # the graph would keep them gathered
         or site.overwritten.inputs
         or site.kind.states.carries
         or site.kind.attention.picks_keys

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.distributed.zero import full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss
 from streambp.lazy.standin import METADATA, SharedMemory, StandIn, note_use, takes
@@ -73,7 +72,7 @@ class Deferred(StandIn):
 
     @staticmethod
     def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
-        width = source.shape[-1] if recipe.weight is None else full_shape(recipe.weight)[0]
+        width = source.shape[-1] if recipe.weight is None else recipe.weight.shape[0]
         shape = (*(source.shape[:-1] if recipe.places is None else recipe.places.shape), width)
         self: Deferred = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from streambp.device import has_data
-from streambp.distributed.zero import full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import Products, Projection, Statistics, Wanted, token_blocks
 from streambp.head.log_probs import HeadInputs, make_inputs
-from streambp.head.recipe import Recipe, within
+from streambp.head.recipe import Recipe
 from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, rows_at_once, sweep, values_beside
 from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, readings
 from streambp.lazy.seen import Seen
@@ -113,13 +112,12 @@ class Hub:
         assert recipe.weight is not None
         self.recipe, self.outcome = recipe, recipe.request.outcome
         self.hidden = source.detach()
-        self.vocabulary: int = full_shape(recipe.weight)[0]
+        self.vocabulary: int = recipe.weight.shape[0]
         self.wide = torch.promote_types(source.dtype, torch.float32)
         self.inputs: HeadInputs = make_inputs(
             source, source.new_empty(0, dtype=torch.long), Projection(), recipe.norm, -100
         )
-        # Under ZeRO-3 weights come and go.
-        self._seen = Seen((self.hidden, *recipe.inputs()), recipe.inputs() if recipe.head is None else ())
+        self._seen = Seen((self.hidden, *recipe.inputs()), recipe.inputs())
         self._left: dict[int, list[Any]] = {}
         self._known: dict[Projection, tuple[Tensor, ...]] = {}  # [M] each: logsumexp, mean, and where they are known
 
@@ -129,16 +127,7 @@ class Hub:
         The handle is kept by what reads, and not here: its place in the graph refers to this hub.
         """
         recipe = self.recipe
-        norm = self.inputs.norm_values()
-
-        def connect(source: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-            return (Handle.apply(self, source, weight, bias, *norm),)
-
-        assert recipe.weight is not None
-        if recipe.head is None:
-            (handle,) = connect(source, recipe.weight, recipe.bias)
-        else:
-            (handle,) = within(recipe.head, source, connect)
+        handle = Handle.apply(self, source, recipe.weight, recipe.bias, *self.inputs.norm_values())
         if places is not None:
             return Reading(self, handle, places, recipe.projection(), unique=False)
         positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
@@ -149,7 +138,7 @@ class Hub:
         changed = self._seen.written()
         weight = self.recipe.weight
         assert weight is not None
-        if changed is None and self.recipe.head is None and has_data(weight) and not weight.untyped_storage().size():
+        if changed is None and has_data(weight) and not weight.untyped_storage().size():
             raise StreamBPError(
                 "The output projection's weight is no longer on this rank where the logits are used: an engine has freed "
                 "it after the forward. Set StreamConfig(lazy_logits=False)."
@@ -163,13 +152,11 @@ class Hub:
             )
 
     def with_weights(self, compute: Weights) -> tuple[Any, ...]:
-        """compute(weight, bias), without a gradient; under ZeRO-3 between the hooks that gather and release them."""
+        """compute(weight, bias), without a gradient."""
         self.check()
+        assert self.recipe.weight is not None
         with torch.no_grad():
-            if self.recipe.head is None:
-                assert self.recipe.weight is not None
-                return compute(self.recipe.weight, self.recipe.bias)
-            return within(self.recipe.head, self.hidden, lambda source, weight, bias: compute(weight, bias))
+            return compute(self.recipe.weight, self.recipe.bias)
 
     def logits_at(self, positions: Tensor, projection: Projection, products: Products) -> Tensor:
         """[n, V] in promote_types(dtype, float32), without a gradient."""

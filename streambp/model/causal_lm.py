@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.own import biases_positions
-from streambp.distributed.zero import is_partitioned
+from streambp.distributed.engines import held
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.blocks import Wanted
@@ -31,7 +31,7 @@ from streambp.layer.arguments import has_cache
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
-from streambp.model.deferring import DeferredHead, HeadLater
+from streambp.model.deferring import DeferredHead, HeldHead
 from streambp.model.padding import warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, wants_cache
@@ -172,8 +172,7 @@ class CausalLMForward(InstanceForward):
             return output
         if want_log_probs:
             scored = self.score(kwargs, Wanted())
-            scored.output["log_probs"] = scored.tokens.log_probs
-            return scored.output
+            return _with_log_probs(type(scored.output))(**scored.output, log_probs=scored.tokens.log_probs)
         output = None if self.state.unpatched is None else self._unstreamed(kwargs)
         return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
@@ -231,6 +230,8 @@ class CausalLMForward(InstanceForward):
         self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
         lazy = HeadRequest(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
+        if lazy is not None:
+            lazy.outcome.beside_loss = True
         norms = self.norms if lazy is None else self._steady_norms
         output = self._run(kwargs, dataclasses.replace(request, norms=norms, num_items=kwargs.get("num_items_in_batch")))
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
@@ -327,9 +328,12 @@ class CausalLMForward(InstanceForward):
             request.outcome.built_for = "backward hooks"
             return self.original(**kwargs)
         # Under ZeRO-3, and in an FSDP unit (accelerate makes one of norm and head), a module's weights are here only while
-        # it runs: the norm runs as ever, and the head with the loss.
-        gathered = is_partitioned(output_embeddings.weight) or is_fsdp_unit(output_embeddings)
-        head = HeadLater(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
+        # it runs: the norm runs as ever.
+        gathered = held(output_embeddings).weights
+        if gathered and type(output_embeddings).forward is not nn.Linear.forward:  # peft's does more than its weight
+            request.outcome.built_for = f"{type(output_embeddings).__name__}'s own forward"
+            return self.original(**kwargs)
+        head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
         self.state.defer_norm = None if hidden_wanted or gathered else request
         head.install()
         try:
@@ -359,6 +363,13 @@ class CausalLMForward(InstanceForward):
             self.use.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
         result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
         return result
+
+
+@functools.cache
+def _with_log_probs(kind: type[ModelOutput]) -> Any:
+    """A kind of output that has log_probs among its fields: FSDP2 and DDP look for gradients in declared ones alone."""
+    field = ("log_probs", Tensor | None, None)
+    return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__})
 
 
 def _hand_out(output: Any, request: HeadRequest) -> Any:

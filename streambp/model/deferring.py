@@ -1,10 +1,20 @@
-"""What stands in for the final norm and the output projection during one forward: they are computed with the loss."""
+"""What stands in for the final norm and the output projection during one forward: they are computed with the loss.
+
+[Note: a head that is held] Under ZeRO-3, and in an FSDP unit, the output projection's weights [V, h] are on this rank while
+its module runs, and to call it is a collective. So it is called once in each forward, where the model calls it, and hands
+out a copy of its weights; the loss, and all that a program makes of logits, is computed from the copy. Then no rank waits
+for what another one computes: labels or none, lazy logits that one rank alone looks at. The copy lives until the head's
+backward, or as long as somebody keeps logits; it is not there while layers run. In backward the module's own hooks run
+around the node that takes the gradients, once. No `weight` is read elsewhere: ZeRO-3 takes that for a wish to have it for
+the whole step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from streambp.admission.insides import foreign_parts
@@ -64,8 +74,8 @@ class DeferredHead(InstanceForward):
         return result
 
 
-class HeadLater(nn.Module):
-    """In the output projection's place for one forward: the projection is called when the loss is computed, not before."""
+class HeldHead(nn.Module):
+    """In the place, for one forward, of an output projection whose weights an engine holds. [Note: a head that is held]"""
 
     def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
         super().__init__()
@@ -81,13 +91,80 @@ class HeadLater(nn.Module):
         """Give the output projection its place back."""
         self._model[0]._modules[self._name] = self._head[0]
 
-    @property
-    def weight(self) -> Any:
-        """The output projection's own weight [V, h], for models that ask for its dtype or device."""
-        return self._head[0].weight
+    def __getattr__(self, name: str) -> Any:
+        """The output projection's own, for models that ask for its weight's dtype or device."""
+        if name in ("_model", "_head"):
+            return super().__getattr__(name)
+        return getattr(self._head[0], name)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., h] -> deferred logits [..., V]; the projection itself is not called."""
-        head = self._head[0]
-        recipe = Recipe(self.request, weight=head.weight, bias=head.bias, head=head, logits=True)  # type: ignore[arg-type]
-        return Deferred.make(hidden_states, recipe)
+        """hidden_states [..., h] -> deferred logits [..., V], of copies of the projection's weights."""
+        head, lent = self._head[0], Lent()
+
+        def forward(hidden_states: Tensor) -> Tensor:
+            weights = [x for x in (head.weight, head.bias) if x is not None]
+            lent.copies = [x.detach().clone() for x in weights]
+            lent.trained = [x.requires_grad for x in weights]
+            result: Tensor = Lending.apply(lent, hidden_states, *weights)  # type: ignore[no-untyped-call]
+            return result
+
+        before = head.__dict__.get("forward")
+        head.forward = forward  # type: ignore[method-assign, assignment]
+        try:
+            given = head(hidden_states)
+        finally:
+            del head.__dict__["forward"]
+            if before is not None:
+                head.forward = before  # type: ignore[method-assign]
+        hidden_states, weight, *bias = Borrowed.apply(lent, given)  # type: ignore[no-untyped-call]
+        return Deferred.make(hidden_states, Recipe(self.request, weight=weight, bias=next(iter(bias), None), logits=True))
+
+
+@dataclasses.dataclass
+class Lent:
+    """Copies of an output projection's weights in one forward, and their gradients. [Note: a head that is held]
+
+    copies: [V, h] and perhaps [V]. trained: whether each wants a gradient. grads: of each, while backward is between the
+        two nodes.
+    """
+
+    copies: list[Tensor] = dataclasses.field(default_factory=list)
+    trained: list[bool] = dataclasses.field(default_factory=list)
+    grads: tuple[Tensor | None, ...] = ()
+
+
+class Lending(torch.autograd.Function):
+    """hidden_states [..., h], inside of the output projection -> the same: its only output, as in any other call, since
+    engines count those that a gradient comes to. What `Borrowed` left goes on to the weights [V, h], [V]."""
+
+    @staticmethod
+    def forward(ctx: Any, lent: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
+        """hidden_states [..., h], in its own memory."""
+        ctx.lent = lent
+        ctx.set_materialize_grads(False)
+        return hidden_states.view_as(hidden_states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients as they came: of hidden_states [..., h] and of each weight."""
+        grads, ctx.lent.grads = ctx.lent.grads, ()
+        return None, grad, *(grads or (None,) * (len(ctx.needs_input_grad) - 2))
+
+
+class Borrowed(torch.autograd.Function):
+    """hidden_states [..., h], behind the output projection -> the same, and the copies of its weights [V, h], [V]."""
+
+    @staticmethod
+    def forward(ctx: Any, lent: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Copies want a gradient where the weights do."""
+        ctx.lent, copies = lent, lent.copies
+        lent.copies = []
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x, trained in zip(copies, lent.trained, strict=True) if not trained))
+        return (hidden_states.view_as(hidden_states), *copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[None, Tensor | None]:
+        """The gradient of hidden_states [..., h]; those of the weights are left for `Lending`."""
+        ctx.lent.grads = grads
+        return None, grad

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from streambp.attention.interface import own_implementation
 from streambp.config import StreamConfig
+from streambp.distributed.engines import held
 from streambp.errors import UnsupportedModelError
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
@@ -46,6 +47,7 @@ class PatchState:
     position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
     labels: of that forward, as `known_names.LABELS` has them.
     tree: the rows of the running forward, if it computes what they share once. [Note: tree of rows]
+    unshared: of a running trial of that, why the rows may not be; None: none is running.
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
     asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
     warned_of_documents: that the unpatched model would not take a row for several documents.
@@ -72,6 +74,7 @@ class PatchState:
     position_ids: Any = None
     labels: tuple[Any, Any] = (None, None)
     tree: Tree | None = None
+    unshared: list[str] | None = None
     split: Shards | None = None
     warned_of_padding: bool = False
     warned_of_documents: bool = False
@@ -107,6 +110,9 @@ class PatchState:
         if self.unpatched is None:
             return None
         if not self.unpatched.within:
+            # It may be begun again, on this rank alone. [Note: what a rank decides alone]
+            if self.root is not None and any(held(self.root)):
+                return None
             cached = self.asked_cache and not self.warned_of_documents
             if finds_other_documents(kwargs, own_implementation(config), cached):
                 return None

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import is_initialized
 from torch.utils.hooks import unserializable_hook
@@ -44,8 +44,7 @@ from streambp.attention.carriers import attention_configs
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.distributed.engines import engine_hooks
-from streambp.instance_forward import is_fsdp_unit
-from streambp.known_names import EAGER, GRADIENT_HOOKED, SDPA
+from streambp.known_names import EAGER, SDPA
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.model.split import find_split
@@ -225,20 +224,15 @@ def _tensors(result: Any) -> Iterable[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 
-def _belongs_to_engine(layer: nn.Module) -> bool:
-    return bool(engine_hooks(layer)) or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in layer.parameters())
-
-
 def _is_plain(site: LayerSite) -> bool:
-    """Whether a layer was streamed, does the same unpatched without building its scores by itself, and no engine but DDP
-    waits for its parameters or gradients."""
+    """Whether a layer was streamed, does the same unpatched without building its scores by itself, and no engine's hooks
+    are inside it."""
     return not (
         not site.looked_at
         or site.last.because is not None
         or site.kind.states.carries
         or site.kind.attention.picks_keys
-        or is_fsdp_unit(site.layer)
-        or site.of(_belongs_to_engine)
+        or site.of(engine_hooks)
         or not site.kind.attention.reads_a_mask  # it attends by itself, with all scores
         or any(map(_otherwise, site.of(attention_configs), itertools.repeat(site.sdpa)))
     )

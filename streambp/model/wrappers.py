@@ -91,7 +91,7 @@ class LayerForward(InstanceForward):
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
         if tree is not None:
-            check_streamed(self.site)
+            check_streamed(self.site, self.state.unshared)
         if self.final_norm is not None and self._defers(self.final_norm):
             assert self.state.defer_norm is not None
             # Not before: some models normalise the embeddings with the same module.
@@ -151,6 +151,8 @@ class BackboneForward(InstanceForward):
         self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:
             if self.state.bypass:
+                if self.prefixes is not None:
+                    self.prefixes.stand_aside(kwargs)
                 return self.original(**kwargs)
             self._switch_checkpointing_off()
             self._check(kwargs)
@@ -218,10 +220,14 @@ class BackboneForward(InstanceForward):
         def over(kwargs: Mapping[str, Any], tree: Tree | None, trial: bool = False) -> Any:
             state.defer_norm, state.tree, packed_rows = None if trial else deferred, tree, state.packed_rows
             state.packed_rows = packed_rows if tree is None and not trial else None
+            state.unshared = reasons = [] if trial else None
             try:
-                return self.original(**kwargs)
+                output = self.original(**kwargs)
             finally:
-                state.tree, state.packed_rows = None, packed_rows
+                state.tree, state.packed_rows, state.unshared = None, packed_rows, None
+            if reasons:
+                raise UnsharedError(reasons[0])
+            return output
 
         if self.prefixes is None or state.shards is not None:
             return over(kwargs, None)

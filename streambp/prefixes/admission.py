@@ -3,7 +3,8 @@
 [Note: trial of sharing] No structure tells whether a model computes a token from what stands before it in its row and from
 its position alone: some count positions off the mask, some go on over padding. So at the first call of each kind three
 short rows of random tokens, most of which they share, are computed as rows and as a tree. A kind is how a call is made,
-never which tokens it has: every rank makes the same trial at its first call, and gathers the same weights for it.
+never which tokens it has. Where a forward is a collective, ranks agree before each call on the kind that they try: none
+does what the others do not. [Note: what a rank decides alone]
 """
 
 from __future__ import annotations
@@ -92,10 +93,21 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
         raise UnsharedError(f"{type(site.layer).__name__} gets no attention mask that could tell of branches")
 
 
-def check_streamed(site: LayerSite) -> None:
-    """Raises UnsharedError of a layer that ran whole: what else mixes its tokens would mix branches."""
-    if site.last.because is not None:
-        raise UnsharedError(f"{type(site.layer).__name__} does not run in chunks: {site.last.because}")
+def check_streamed(site: LayerSite, later: list[str] | None) -> None:
+    """That a layer did not run whole: what else mixes its tokens would mix branches.
+
+    Args:
+        later: takes the reason, on trial: a rank that stopped in the middle of a forward would leave the others in it.
+
+    Raises:
+        UnsharedError: it ran whole, and the call is none on trial.
+    """
+    if site.last.because is None:
+        return
+    reason = f"{type(site.layer).__name__} does not run in chunks: {site.last.because}"
+    if later is None:
+        raise UnsharedError(reason)
+    later.append(reason)
 
 
 class Trials:
@@ -107,19 +119,29 @@ class Trials:
         self.takes_positions = takes_positions(module)
         self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
 
-    def verdicts_of(self, kwargs: Mapping[str, Any], over: Over, apart: int = 1) -> tuple[str | None, str | None]:
-        """Of a call's kind, without padding and with it; the first call of a kind tries both.
+    def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """How a call with these arguments, as `why_not` admits them, is made."""
+        given = tuple(sorted(name for name, value in kwargs.items() if value is not None and value is not False))
+        dtype = next((parameter.dtype for parameter in self.module.parameters()), None)
+        return given, autocast_dtype(kwargs[SHARED_INPUTS[0]].device.type), dtype
+
+    def knows(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the kind of a call with these arguments was tried."""
+        return self.kind_of(kwargs) in self.verdicts
+
+    def verdicts_of(
+        self, kwargs: Mapping[str, Any], over: Over, apart: int = 1, tries: bool = True
+    ) -> tuple[str | None, str | None]:
+        """Of a call's kind, without padding and with it.
 
         Args:
             kwargs: the call's, as `why_not` admits them.
             over: the backbone's forward, on trial.
             apart: as of `find_tree`.
+            tries: both are tried now, else they were before.
         """
-        ids, mask, _ = (kwargs.get(name) for name in SHARED_INPUTS)
-        assert ids is not None
-        given = tuple(sorted(name for name, value in kwargs.items() if value is not None and value is not False))
-        kind = given, autocast_dtype(ids.device.type), next((p.dtype for p in self.module.parameters()), None)
-        if kind not in self.verdicts:
+        mask, kind = kwargs.get(SHARED_INPUTS[1]), self.kind_of(kwargs)
+        if tries:
             plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart)
             self.verdicts[kind] = (
                 plain,

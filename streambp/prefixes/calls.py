@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.insides import why_rows
+from streambp.distributed.agreement import everyones_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import LABELS, SHARED_INPUTS
 from streambp.layer.site import LayerSite
@@ -83,28 +85,44 @@ class SharedPrefixes:
         self, kwargs: Mapping[str, Any], on_trial: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
     ) -> Tree | str:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-        alone = isinstance(ids, Tensor) and ids.shape[0] < 2
-        if alone and not _several_ranks():
+        alone, together = isinstance(ids, Tensor) and ids.shape[0] < 2, must_agree(self.module)
+        if alone and not together:
             return ONE_ROW
         layers = sites()
         reason = why_not(self.module, kwargs, layers, self.trials.takes_positions)
+        reason = why_rows(self.module) if reason is None else reason  # before a trial, whose tokens hooks would see
+        tries = self._agreed(kwargs, reason) if together else reason is None and not self.trials.knows(kwargs)
         if reason is not None:
             return reason
-        others = why_rows(self.module)
-        if others is not None and not _several_ranks():
-            return others  # before a trial, whose tokens hooks would see; other ranks may have no hooks, and make theirs
+        if not (tries or self.trials.knows(kwargs)):
+            return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
         apart = max((site.kind.states.least for site in layers), default=1)  # a chunk ends wherever rows part
-        plain, padded = self.trials.verdicts_of(kwargs, on_trial, apart)
+        plain, padded = self.trials.verdicts_of(kwargs, on_trial, apart, tries)
         if plain is not None and padded is not None:
             return plain
-        if others is not None:
-            return others
         if alone:  # other ranks may have more rows, and have made their trials with this one
             return ONE_ROW
         assert ids is not None
         tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids), apart=apart)
         reason = plain if isinstance(tree, str) or not any(tree.padding()) else padded
         return tree if reason is None else reason
+
+    def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
+        """Tell other ranks of a call, with these arguments, that none of its rows share. [Note: trial of sharing]"""
+        if must_agree(self.module):
+            self._agreed(kwargs, "it does not stream")
+
+    def _agreed(self, kwargs: Mapping[str, Any], reason: str | None) -> bool:
+        """Whether all ranks try the kind of this call now: it is that of all, and new to one of them. Each call asks, since
+        no rank knows what is new to another.
+
+        Args:
+            reason: why the call computes its rows without a trial, on this rank.
+        """
+        device = next((value.device for value in kwargs.values() if isinstance(value, Tensor)), torch.device("cpu"))
+        kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if reason is None else 0
+        said = everyones_numbers(self.module, [kind, reason is None and not self.trials.knows(kwargs)], device)
+        return kind != 0 and all(other[0] == kind for other in said) and any(new for _, new in said)
 
     def _refuse_on_ranks(self, error: Exception) -> None:
         """One rank alone must not begin its forward again, for whose weights the others would have to be there."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from streambp.attention.masks import spans_of_tokens
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
+from streambp.distributed.agreement import all_gather
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 
 
@@ -246,10 +247,3 @@ def _refuse_missing(batch_size: int, length: int, position_ids: Tensor | None, a
             f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; with sequences split "
             f"over ranks it must be this rank's shard of a padding mask, [{batch_size}, {length}], or None."
         )
-
-
-def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
-    """Every rank's `tensor`, of any one shape [...]."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return parts

@@ -422,12 +422,34 @@ def test_a_rank_with_one_row_makes_the_trials_of_the_others(ranks, monkeypatch):
     tried = []
     real_try = admission.Trials._try
     monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
+    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine] * ranks)
     for _ in range(2):
         ours(**batch)
         assert told(ours) == "the last call has one row or none"
     assert len(tried) == (2 if ranks > 1 else 0)  # without padding and with it
+
+
+@pytest.mark.parametrize("other", ["alike", "of another kind", "does not share"])
+def test_ranks_try_a_kind_of_call_together_or_not_at_all(other, monkeypatch):
+    """Under ZeRO-3 and FSDP2 a trial's forwards gather weights, which takes all ranks. [Note: what a rank decides alone]"""
+    ours, batch, tried = sharing(build("llama")), make_batch("plain"), []
+    real_try = admission.Trials._try
+    monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
+    monkeypatch.setattr(calls, "must_agree", lambda module: True)
+
+    def everyones_numbers(module, mine, device):
+        return [mine, {"alike": mine, "of another kind": [mine[0] + 1, 1], "does not share": [0, 0]}[other]]
+
+    monkeypatch.setattr(calls, "everyones_numbers", everyones_numbers)
+    for _ in range(2):
+        ours(**batch)
+        assert len(tried) == (1 if other == "alike" else 0)
+        assert (told(ours) == counted(batch)) == (other == "alike")
+    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]])
+    ours(**batch)  # what all know but one is tried again by all
+    assert len(tried) == (2 if other == "alike" else 1)
+    assert told(ours) == counted(batch)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
