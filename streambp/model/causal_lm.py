@@ -172,7 +172,8 @@ class CausalLMForward(InstanceForward):
             return output
         if want_log_probs:
             scored = self.score(kwargs, Wanted())
-            return _with_log_probs(type(scored.output))(**scored.output, log_probs=scored.tokens.log_probs)
+            kind: Any = type(scored.output)
+            return _with_log_probs(kind)(**scored.output, log_probs=scored.tokens.log_probs)
         output = None if self.state.unpatched is None else self._unstreamed(kwargs)
         return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 

@@ -102,7 +102,7 @@ class HeldHead(nn.Module):
         head, lent = self._head[0], Lent()
 
         def forward(hidden_states: Tensor) -> Tensor:
-            weights = [x for x in (head.weight, head.bias) if x is not None]
+            weights: list[Any] = [x for x in (head.weight, head.bias) if x is not None]
             lent.copies = [x.detach().clone() for x in weights]
             lent.trained = [x.requires_grad for x in weights]
             result: Tensor = Lending.apply(lent, hidden_states, *weights)  # type: ignore[no-untyped-call]
