@@ -31,7 +31,7 @@ FOLDERS = {
     "head": ("layer",),
     "lazy": ("head",),
     "offload": ("layer",),
-    "prefixes": ("attention", "distributed", "fingerprint", "layer", "admission", "lazy"),
+    "prefixes": ("attention", "distributed", "layer", "admission", "lazy"),
     "model": (
         "attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload", "prefixes",
     ),
