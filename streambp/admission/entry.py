@@ -22,7 +22,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.looks import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import LayerCall
+from streambp.layer.call import NOTHING, LayerCall
 from streambp.layer.function import Passes, StreamedLayer, run_backward, run_forward
 from streambp.layer.gradients import counts_when_alone
 from streambp.layer.graphs import can_keep_graph
@@ -65,7 +65,8 @@ def stream_layer(
         site.last = call
         return passes.whole(site, args, kwargs, call)
     site.last = call.report()
-    return _streamed(call, passes)
+    with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
+        return _streamed(call, passes)
 
 
 def admit(
@@ -107,7 +108,8 @@ def admit(
     if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):
         return call
     try:
-        failed, verdict = look_for_writes(call), can_stream(call)
+        with call.autocast.off():  # [Note: autocast]
+            failed, verdict = look_for_writes(call), can_stream(call)
     except torch.OutOfMemoryError as error:
         raise explained(error, site, call.plan) from error
     if not verdict.streams:
