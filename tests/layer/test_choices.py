@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import streambp
+from scripts import mixture_table
 from streambp.admission import own_run, probe
 from streambp.admission.own_run import OtherModelError
 from streambp.attention.interface import COMPARED, HERE
@@ -250,3 +251,16 @@ def test_choices_among_tokens_are_left_alone():
         with choices.at(Chunk(0, 0, 5), 1):
             assert torch.equal(part.topk(2, dim=0).indices, torch.topk(part, 2, 0)[1])
         assert choices.furthest() == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", mixture_table.FAMILIES)
+def test_random_mixtures_of_real_width_stream(family):
+    """A few of those that scripts/mixture_table.py measures."""
+    for seed in range(3):
+        models = {}
+        for precision in PRECISIONS:
+            for attention in mixture_table.attentions_of(family):
+                row = mixture_table.measure(family, seed, precision, attention, models)
+                assert "refused" not in row, row
+                assert row["whole"] == [], row
