@@ -58,6 +58,7 @@ def test_dpo_of_gpt_oss(tmp_path):
     compare(DPOTrainer, DPOConfig, model, pairs(), tmp_path)
 
 
+@pytest.mark.full
 def test_kto_of_a_float16_model(tmp_path):
     generator = seeded(0)
     rows = [
