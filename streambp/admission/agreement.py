@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from streambp.layer.call import LayerCall
+from streambp.layer.choices import Choices
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
+SCORES = 4  # tolerances: a few scores of a single token carry a larger part of rounding than what a layer adds in sum
 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
@@ -44,3 +47,18 @@ def agree_in_sum(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch
     """
     differences = sum(float((a - b).float().norm()) ** 2 for a, b in zip(first, second, strict=True))
     return differences <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * sum(float(b.float().norm()) ** 2 for b in second)
+
+
+@contextlib.contextmanager
+def choices_once(call: LayerCall) -> Iterator[Choices]:
+    """Within, the layer chooses freely in its first run over the tokens, and as then in the others. [Note: choices]"""
+    before, call.site.choices = call.site.choices, Choices()
+    try:
+        yield call.site.choices
+    finally:
+        call.site.choices = before
+
+
+def chose_alike(choices: Choices | None, dtype: torch.dtype) -> bool:
+    """Whether the latest run made its choices from the same numbers as the first one, to rounding. [Note: choices]"""
+    return choices is None or choices.furthest() <= SCORES * TOLERANCE.get(dtype, HALF_TOLERANCE)

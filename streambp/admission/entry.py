@@ -26,7 +26,7 @@ from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.looks import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import LayerCall
+from streambp.layer.call import NOTHING, LayerCall
 from streambp.layer.function import NOBODY, Passes, StreamedLayer, run_backward, run_forward
 from streambp.layer.gradients import counts_when_alone
 from streambp.layer.graphs import can_keep_graph
@@ -69,7 +69,8 @@ def stream_layer(
         site.last = call
         return passes.whole(site, args, kwargs, call)
     site.last = call.report()
-    return _streamed(call, passes)
+    with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
+        return _streamed(call, passes)
 
 
 def admit(
@@ -114,7 +115,7 @@ def admit(
     if look.hooks.ids and has_data(call.hidden_states):
         site.shown |= hooks_of_others(call.layer)
     try:
-        with nothing_compiled():
+        with nothing_compiled(), call.autocast.off():  # [Note: autocast]
             failed, verdict = look_for_writes(call), can_stream(call)
     except torch.OutOfMemoryError as error:
         raise explained(error, site, call.plan) from error

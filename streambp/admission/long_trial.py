@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
+from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, choices_once, chose_alike, coarsest
 from streambp.attention.prefix import Prefix, Stage
 from streambp.chunks import Chunk
 from streambp.layer.call import LayerCall
 from streambp.layer.site import ANY_SIZE
 from streambp.recurrent.states import States
 
-BLOCK = 64  # tokens that are judged together: a few positions must show, one token that is routed otherwise must not
+BLOCK = 64  # tokens that are judged together
 
 
 def why_not_at_length(call: LayerCall) -> str | None:
@@ -30,6 +30,9 @@ def why_not_at_length(call: LayerCall) -> str | None:
         while True:
             try:
                 alike = _is_alike(call, chunks)
+                if not alike:
+                    with choices_once(call) as choices:
+                        alike = _is_alike(call, chunks) and chose_alike(choices, coarsest(call, call.hidden_states))
                 break
             except torch.OutOfMemoryError:
                 if chunks == 2:

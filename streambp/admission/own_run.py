@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from streambp.admission.agreement import agree, agree_in_sum, coarsest
+from streambp.admission.agreement import agree, agree_in_sum, chose_alike, coarsest
 from streambp.admission.insides import foreign_parts, watched_hooks
 from streambp.admission.registry import distinct_attentions
 from streambp.attention.interface import own_implementation, unrouted
@@ -26,7 +26,7 @@ from streambp.chunks import Chunk
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import CACHES, EAGER, STATE
-from streambp.layer.call import LayerCall
+from streambp.layer.call import NOTHING, LayerCall
 from streambp.layer.graphs import depends, leaf_besides, why_flat
 from streambp.layer.outputs import recording
 from streambp.layer.site import ANY_SIZE
@@ -86,7 +86,8 @@ class OwnRun:
         """
         dtype = coarsest(self.call, self.compared[0])
         pairs = zip(self.result, whole, self.compared, strict=False)
-        return all(agree(*pair, dtype) for pair in pairs) and agree_in_sum(self.result[2:], whole[2:], dtype)
+        alike = all(agree(*pair, dtype) for pair in pairs) and agree_in_sum(self.result[2:], whole[2:], dtype)
+        return alike and chose_alike(self.call.site.choices, dtype)
 
     def refuse(self) -> NoReturn:
         """Raises OtherModelError: what streaming computes is something else."""
@@ -113,7 +114,15 @@ class OwnRun:
     def _output(self, x: Tensor) -> Tensor:
         call, length = self.call, x.shape[-2]
         implementations = [_comparable(config) for config in call.configs]
-        with unrouted(call.configs, implementations), recording(call.recorded), watched_hooks(call.layer) as changing:
+        choices = call.site.choices
+        choosing = NOTHING if choices is None else choices.at(Chunk(0, 0, length), x.shape[-3])
+        with (
+            unrouted(call.configs, implementations),
+            recording(call.recorded),
+            choosing,
+            call.autocast.restored(),
+            watched_hooks(call.layer) as changing,
+        ):
             result = call.site.forward(call.arguments.as_given(x), **self._arguments(x, length))
         self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))
         hidden_states = result[0] if isinstance(result, tuple) else result

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.agreement import agree, coarsest
+from streambp.admission.agreement import agree, choices_once, chose_alike, coarsest
 from streambp.admission.generators import generator_states, generators_kept, generators_of, has_drawn
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import OtherModelError, OwnRun, gradients_of, own_run, small_ones, why_unlike_unpatched
@@ -42,6 +42,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.layer.call import LayerCall
+from streambp.layer.choices import Choices
 from streambp.layer.graphs import Origin, is_kept, nodes_behind
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.recompute import RandomState
@@ -192,13 +193,22 @@ def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows:
     """
     if (own := _alike(call, x, upstream, cut, shadows)) is not None:
         return own.why_whole(), True
+    with choices_once(call) as choices:
+        return _explained(call, x, upstream, cut, shadows, choices)
+
+
+def _explained(
+    call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], choices: Choices
+) -> tuple[str | None, bool]:
+    """`_why_unlike` of one whose runs differ, by more than rounding or because a router ties."""
     whole = _run(call, x, upstream, x.shape[-2], None, small_ones(shadows))
     because = _compare_with_unpatched(call, x, upstream, whole, shadows)
     if because is not None:
         return because, True
     pieces = _run(call, x, upstream, cut, {})
     dtype = coarsest(call, x)
-    if all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False)):
+    alike = all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False))
+    if alike and chose_alike(choices, dtype):
         return None, True
     finite = all(bool(part.isfinite().all()) for part in whole)  # else weights are still to be loaded
     return (MIXES, True) if finite else (None, False)
@@ -224,7 +234,7 @@ def _compare_with_unpatched(
     """`why_unlike_unpatched`, with a document per row: of several the unpatched layer may not be told. [Note: segments]"""
     if not call.packing.marks_documents:
         return why_unlike_unpatched(call, x, upstream, whole, shadows)
-    with call.arguments.replaced(in_one(call.arguments.named)):
+    with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
         whole = _run(call, x, upstream, x.shape[-2], None, small_ones(shadows))
         return why_unlike_unpatched(call, x, upstream, whole, shadows)
 

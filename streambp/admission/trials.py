@@ -47,7 +47,7 @@ from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.data_flow import trace_unread
 from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out
-from streambp.layer.recompute import Autocast, RandomState
+from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
 from streambp.layer.site import Overwritten
 from streambp.nested import rebuilt
@@ -61,7 +61,7 @@ def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input:
         return UnreadProducts()
     if call.arguments.kind in call.site.adopted:  # [Note: hooks after a warm-up]
         return UnreadProducts(states=any(known.states for known in call.site.unread.values()))
-    with call.autocast.restored(), nothing_compiled():  # [Note: autocast in backward]
+    with nothing_compiled():
         return _find_unread(call, linears, needs_input)
 
 
@@ -167,8 +167,7 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
     if not outputs or not leaves:
         return []
     upstream = [torch.randn_like(y) for y in outputs]
-    with Autocast.capture(outputs[0].device).off():  # as in a backward pass. [Note: autocast in backward]
-        return list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True))
+    return list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True))
 
 
 def same_gradients(call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]) -> bool:

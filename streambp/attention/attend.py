@@ -4,8 +4,9 @@
 the queries of chunks i, i + 1, ...; so when chunk i's own backward has added its part, the accumulators' slice [s, e) is
 complete and can be handed to autograd as the gradient of this chunk's K and V.
 
-[Note: scores under autocast] q, k and v come in autocast's dtype. From there on autocast is off: it would round the scores
-of plain products and their logsumexp, of which fused kernels are handed the merged one and take it for float32.
+[Note: scores under autocast] q, k and v come in autocast's dtype. From there on autocast is off (`interface.py`, here in
+backward): it would round the scores of plain products and their logsumexp, of which
+fused kernels are handed the merged one and take it for float32.
 """
 
 from __future__ import annotations
@@ -78,20 +79,6 @@ def attend_blocks(
         plan: the blocks, if they are known.
         keep_wide: keep o as it is before rounding where backward can use it. [Note: rounded outputs]
     """
-    with without_autocast(q.device.type):  # [Note: scores under autocast]
-        return _attend_blocks(q, site, layout, chunk, params, sink, keep_wide, plan)
-
-
-def _attend_blocks(
-    q: Tensor,
-    site: Site,
-    layout: Layout,
-    chunk: Chunk,
-    params: Params,
-    sink: Tensor | None,
-    keep_wide: bool,
-    plan: BlockPlan | None,
-) -> Attended:
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
         plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from streambp.attention.masks import LazyMask, lazy_mask, resolve
 from streambp.attention.prefix import AttentionCall, AttentionPoint, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
-from streambp.device import autocast_dtype
+from streambp.device import autocast_dtype, without_autocast
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, PICKS, SINKS
 
@@ -87,7 +87,8 @@ def stream_attention(
     if dtype is not None:  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)), None
+    with without_autocast(query.device.type):  # [Note: scores under autocast]
+        return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)), None
 
 
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:

@@ -243,23 +243,24 @@ class BlockwiseLogProbs(torch.autograd.Function):
         labels = inputs.labels if rows is None else inputs.labels[rows]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # [n]
-        parts: list[tuple[Tensor | None, ...]] = []
-        products = Products(weight, bias)
-        size = inputs.block_size(hidden, weight.shape[0])
-        for block in token_blocks(labels.shape[0], size.tokens):
-            statistics = Statistics(labels[block], wanted)
-            normed = inputs.normed(_select(hidden, rows, block))  # [n, h]
-            for columns in token_blocks(weight.shape[0], size.entries):
-                statistics.add(products.of(normed, columns), inputs.projection, columns)
-            lse[block] = statistics.lse()
-            parts.append(statistics.results())
-        if not parts:  # no position has a label
-            parts = [nothing(wanted, lse)]
-        values = [_join(column) for column in zip(*parts, strict=True)]
-        ctx.inputs, ctx.rows = inputs, rows
-        ctx.entropies = None if values[1] is None else values[1].clone()  # what is returned may be written to
-        ctx.save_for_backward(hidden, weight, bias, lse)
-        spread = [None if value is None else _spread(value, rows, hidden) for value in values]
+        with inputs.autocast.off():  # [Note: autocast]
+            parts: list[tuple[Tensor | None, ...]] = []
+            products = Products(weight, bias)
+            size = inputs.block_size(hidden, weight.shape[0])
+            for block in token_blocks(labels.shape[0], size.tokens):
+                statistics = Statistics(labels[block], wanted)
+                normed = inputs.normed(_select(hidden, rows, block))  # [n, h]
+                for columns in token_blocks(weight.shape[0], size.entries):
+                    statistics.add(products.of(normed, columns), inputs.projection, columns)
+                lse[block] = statistics.lse()
+                parts.append(statistics.results())
+            if not parts:  # no position has a label
+                parts = [nothing(wanted, lse)]
+            values = [_join(column) for column in zip(*parts, strict=True)]
+            ctx.inputs, ctx.rows = inputs, rows
+            ctx.entropies = None if values[1] is None else values[1].clone()  # what is returned may be written to
+            ctx.save_for_backward(hidden, weight, bias, lse)
+            spread = [None if value is None else _spread(value, rows, hidden) for value in values]
         ctx.mark_non_differentiable(*(value for value in spread[3:] if value is not None))
         ctx.set_materialize_grads(False)
         return tuple(spread)

@@ -233,12 +233,13 @@ class LayerCall:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
+        picking = kind.attention.within(self.indexers, point) if kind.attention.picks_keys else NOTHING
+        choosing = NOTHING if self.site.choices is None else self.site.choices.at(chunk, hidden_chunk.shape[-3])
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
-        picking = kind.attention.within(self.indexers, point) if kind.attention.picks_keys else NOTHING
         if self.collected:
             self._forget_recorded()
-        with starting, picking:
+        with self.autocast.restored() if self.autocast.on else NOTHING, starting, picking, choosing:
             try:
                 result = self.forward(hidden_chunk, **named)
             except RefillDone:

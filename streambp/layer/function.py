@@ -296,7 +296,7 @@ def _refill(call: LayerCall) -> None:
 
 
 def _refill_chunk(call: LayerCall, chunk: Chunk, again: bool) -> None:
-    with call.autocast.restored() if call.autocast.on else NOTHING, call.kept.random[chunk.index].replayed():
+    with call.kept.random[chunk.index].replayed():
         x = call.kept.store.peek("x", chunk.index)
         states = call.kept.states(chunk, again=True) if call.site.kind.states.carries else None
         call.compute(x, chunk, Stage.REFILL, states=states)
@@ -364,7 +364,6 @@ def _differentiated(
 def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:
     kept = call.kept
     with (
-        call.autocast.restored() if call.autocast.on else NOTHING,
         kept.random[chunk.index].replayed(),
         kept.knowing(chunk, sums=work.sums) if kept.products else NOTHING,
         counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,

@@ -99,11 +99,11 @@ class Graph:
 
 def can_keep_graph(call: LayerCall) -> bool:
     """[Note: kept graphs]"""
-    site, autocast = call.site, torch.is_autocast_enabled(call.device.type)
+    site = call.site
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return not (
         len(call.plan) > 1
-        or autocast
+        or call.autocast.on
         or hooked
         or held(call.layer).weights  # the graph would keep them gathered
         or site.overwritten.inputs

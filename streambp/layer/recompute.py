@@ -1,10 +1,12 @@
 """What a recomputation must find as the forward found it: random state, autocast, and checkpointing switched off.
 
-[Note: autocast in backward] A backward pass computes again what the forward computed, which needs the forward's autocast,
-and differentiates it, which needs none: autograd gives each gradient in the dtype of its value, and autocast would round
-the factors of a float32 region's gradients to half precision. So `Autocast.off` is around a whole backward pass, also if
-the program calls backward inside of its own autocast, and `Autocast.restored` around each recomputation in it. The outer
-one keeps autocast's copies of weights over the chunks: they are dropped where the outermost autocast ends.
+[Note: autocast] A program's autocast is for what its model computes. So `Autocast.off` is around the whole of a layer's
+call, its trials and its backward pass, also if the program calls backward inside of its own autocast, and
+`Autocast.restored` around the layer's own forward alone (`LayerCall.run`), in forward and where that is computed again.
+Tensors that streambp joins, sums up and compares keep their dtypes: a join of float16 raises under bfloat16's autocast.
+Gradients need none either: autograd gives each in the dtype of its value, and autocast would round the factors of a float32
+region's gradients to half precision. The outer one keeps autocast's copies of weights over the chunks: they are dropped
+where the outermost autocast ends.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from streambp.known_names import CHECKPOINTING
 
 
 class Autocast(NamedTuple):
-    """Autocast's state for a device and for the CPU. [Note: autocast in backward]
+    """Autocast's state for a device and for the CPU. [Note: autocast]
 
     on: it casts on one of them. Where it does not, a backward pass, which is computed without, has nothing to restore.
     """
@@ -58,11 +60,12 @@ class Autocast(NamedTuple):
 
     @contextlib.contextmanager
     def _switched(self, enabled: bool) -> Iterator[None]:
+        cached = self.cache and torch.is_autocast_cache_enabled()  # a trial switches it off
         with contextlib.ExitStack() as stack:
             for kind, active, dtype in self.states:
                 if active or torch.is_autocast_enabled(kind):
                     on = active and enabled
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cache))
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cached))
             yield
 
 

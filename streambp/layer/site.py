@@ -18,6 +18,7 @@ from streambp.config import StreamConfig
 from streambp.errors import StreamBPError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, Look
+from streambp.layer.choices import Choices
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.store import Chooser, Notes, Offloader
 from streambp.recurrent.carriers import NoStates
@@ -130,6 +131,7 @@ class LayerSite:
         foreign: what is inside it and was written by others, by name. [Note: foreign insides]
         tried: for each kind of call and size of chunks, the tokens up to which these give what the whole sequence gives.
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
+        choices: what its chunks chose, or are to choose; None: they choose freely. [Note: choices]
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
         notes: on the steps of its model.
         attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
@@ -163,6 +165,7 @@ class LayerSite:
     foreign: list[str] = dataclasses.field(default_factory=list)
     tried: dict[frozenset[tuple[str, Any]], dict[int, int]] = dataclasses.field(default_factory=Recent)
     foreign_until: int | None = None
+    choices: Choices | None = None
     previous: Callable[..., Any] | None = None
     notes: Notes | None = None
     attended: frozenset[Used] = frozenset()

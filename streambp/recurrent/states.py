@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from streambp.cache import ChunkCache
+from streambp.device import without_autocast
 
 LEAST_TOKENS = 2  # of a chunk: for one token on top of a state mixers take decode kernels, which have no backward
 
@@ -156,9 +157,10 @@ def _alone(state: Tensor) -> Tensor:
 
 def _join(before: Tensor, states: Tensor) -> Tensor:
     """[..., D, k] and [..., D, C] -> [..., D, k + C], in the layout of the latter: convolution kernels are particular."""
-    if states.dim() == 3 and states.stride(1) == 1:
-        return torch.cat((before.mT, states.mT), 1).mT
-    return torch.cat((before, states), -1)
+    with without_autocast(states.device.type):  # which joins no two halves that are not its own
+        if states.dim() == 3 and states.stride(1) == 1:
+            return torch.cat((before.mT, states.mT), 1).mT
+        return torch.cat((before, states), -1)
 
 
 def leaves_of(states: States) -> States:

@@ -241,7 +241,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
     projected: list[Tensor] = []
     with torch.no_grad(), left_out(call.site.linears, unread):
         for chunk in call.plan:
-            with call.autocast.restored(), call.kept.knowing(chunk, call.kept.products_before, again=True):
+            with call.kept.knowing(chunk, call.kept.products_before, again=True):
                 _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
     q, keys = _exchanged(call, projected)
     keys, call.keys = keys or call.keys, None
@@ -267,7 +267,6 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
             o_chunk = o[_part(chunk)].detach().requires_grad_()
             with (
                 torch.enable_grad(),
-                call.autocast.restored(),
                 call.kept.random[chunk.index].replayed(),
                 call.kept.knowing(chunk, call.kept.products_after, sums=work.sums),
             ):
@@ -341,7 +340,6 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
             point = BeforeAttention()
             with (
                 torch.enable_grad(),
-                call.autocast.restored(),
                 call.kept.random[chunk.index].replayed(),
                 call.kept.knowing(chunk, call.kept.products_before, sums=work.sums),
             ):

@@ -1,4 +1,4 @@
-"""Autocast in backward: restored for what is computed again, off for gradients. [Note: autocast in backward]
+"""Autocast in backward: restored for what is computed again, off for gradients. [Note: autocast]
 
 covers: attention/attend.py, attention/kernels.py, head/blocks.py, head/log_probs.py, head/one_pass.py,
   layer/recompute.py, layer/shadows.py
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import streambp
-from streambp.attention import attend, kernels, merge
+from streambp.attention import interface, kernels, merge
 from streambp.config import StreamConfig
 from streambp.head import blocks
 from streambp.head.log_probs import BlockwiseLogProbs, make_inputs
@@ -178,7 +178,7 @@ def test_no_kernel_of_attention_runs_in_autocast(monkeypatch):
 
 def test_kernels_in_autocast_are_seen(monkeypatch):
     """The mutant of the one above."""
-    monkeypatch.setattr(attend, "without_autocast", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(interface, "without_autocast", lambda device: contextlib.nullcontext())
     assert True in scores_in_autocast(monkeypatch)
 
 

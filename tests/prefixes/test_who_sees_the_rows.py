@@ -232,15 +232,17 @@ def test_no_hook_sees_a_trial_of_sharing(monkeypatch):
     assert not tried
 
 
-def test_ranks_make_their_trials_together(monkeypatch):
-    """A hook may be on one rank alone, and a trial gathers the weights of all."""
-    (_, ours), batch, tried = pair(), batches()[0], []
+def test_other_ranks_learn_that_hooks_keep_the_rows(monkeypatch):
+    """A trial gathers the weights of all ranks: one whose hooks want the rows says so before any, and tries nothing."""
+    (_, ours), batch, tried, said = pair(), batches()[0], [], []
     real_try = Trials._try
     monkeypatch.setattr(Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
-    monkeypatch.setattr(calls, "_several_ranks", lambda: True)
+    monkeypatch.setattr(calls, "must_agree", lambda _: True)
+    monkeypatch.setattr(calls, "everyones_numbers", lambda _, mine, device: said.append(mine) or [mine, [1, True]])
     ours.model.embed_tokens.register_forward_hook(after)
     step(ours, batch)
-    assert tried
+    assert not tried
+    assert said == [[0, False]]
     assert "would see another row" in told(ours)
 
 

@@ -1,0 +1,192 @@
+"""Mixtures of experts in half precision: is none refused, and is streaming as precise as the unpatched model?
+
+    python scripts/mixture_table.py --models 40 --out mixtures.jsonl      # goes on where the file ends
+    python scripts/mixture_table.py --family gpt-oss --models 8 --out mixtures.jsonl
+    python scripts/mixture_table.py --models 0 --out mixtures.jsonl       # the table of what the file holds
+
+Random models with the hidden width, the routing and the head size of released ones, and with few layers, few and narrow
+experts and a small vocabulary. Each takes one step in one chunk unpatched and one streamed in several, in bfloat16 and with
+float32 weights under bfloat16 autocast, under eager attention and torch's own; the truth is the unpatched model in float32.
+gpt-oss attends eagerly alone. A router that ties to rounding sends a token to other experts in one run than in another,
+streamed or not, and its error is then tens of percents: the mean over models is what can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import streambp
+
+LENGTH, CHUNK, VOCABULARY = 41, 16, 64
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NARROW = {"intermediate_size": 64, "moe_intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "intermediate_size": 32, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Mixtral": {
+        "model_type": "mixtral", "hidden_size": 4096, "head_dim": 128, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+    },
+    "Qwen3-MoE": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8,
+        **NARROW,
+    },
+    "DeepSeek V3": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_key_value_heads": 8, "n_routed_experts": 32, "n_group": 8,
+        "topk_group": 4, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 128,
+        "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, **NARROW,
+    },
+    "GLM 4.5": {
+        "model_type": "glm4_moe", "hidden_size": 4096, "head_dim": 128, "n_routed_experts": 32, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1, **NARROW,
+    },
+    "Qwen3-Next": {
+        "model_type": "qwen3_next", "hidden_size": 2048, "head_dim": 256, "num_experts": 64, "num_experts_per_tok": 10,
+        "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"],
+        **NARROW,
+    },
+}  # fmt: skip
+PRECISIONS = ("weights", "autocast")  # what is in bfloat16
+
+
+def attentions_of(family: str) -> tuple[str, ...]:
+    """The attention functions that a family can be loaded with and that run on any device."""
+    return ("eager",) if family == "gpt-oss" else ("eager", "sdpa")
+
+
+def build(family: str, seed: int, **overrides: Any) -> nn.Module:
+    """A random float32 model in train mode, its norms and biases random, too."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**{**COMMON, **FAMILIES[family], **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.copy_(parameter.bfloat16())  # the truth has the same weights
+    return model
+
+
+def step(model: nn.Module, ids: Tensor, autocast: bool = False) -> list[Tensor]:
+    """The gradients of one step, parameter by parameter, in float32."""
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    found = [torch.zeros(()) if p.grad is None else p.grad.float() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def error(found: list[Tensor], truth: list[Tensor]) -> float:
+    """Relative L2 error of the whole gradient."""
+    off, size = (sum(float(x.double().square().sum()) for x in part) for part in (map(torch.sub, found, truth), truth))
+    return float((off / size) ** 0.5)
+
+
+def measure(family: str, seed: int, precision: str, attention: str, models: dict[str, Any]) -> dict[str, Any]:
+    """One row: how far the streamed and the unpatched step lie from the truth; or what refused the model.
+
+    Args:
+        models: the model, its copy in bfloat16, tokens and truth, for the rows of one seed.
+    """
+    if not models:
+        plain = build(family, seed)
+        ids = torch.randint(3, VOCABULARY, (1, LENGTH))
+        plain.set_attn_implementation("eager")  # type: ignore[operator]
+        models |= {"autocast": plain, "ids": ids, "truth": step(plain, ids), "weights": copy.deepcopy(plain).bfloat16()}
+    model, ids, truth = models[precision], models["ids"], models["truth"]
+    model.set_attn_implementation(attention)
+    row: dict[str, Any] = {"family": family, "seed": seed, "precision": precision, "attention": attention}
+    unpatched = error(step(model, ids, precision == "autocast"), truth)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=()))
+    try:
+        streamed = error(step(model, ids, precision == "autocast"), truth)
+        whole = [layer.reason for layer in streambp.describe(model).layers if layer.path != "streams"]
+        row |= {"unpatched": unpatched, "streamed": streamed, "whole": whole}
+    except streambp.StreamBPError as refused:
+        row |= {"refused": f"{type(refused).__name__}: {refused}"}
+    finally:
+        streambp.unpatch(model)
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Means over the models of each family, precision and attention; the ratio of the means with its standard error."""
+    lines = [
+        "| family | bfloat16 | attention | models | refused | not in chunks | error unpatched | streamed | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for family in FAMILIES:
+        for precision in PRECISIONS:
+            for attention in attentions_of(family):
+                key = (family, precision, attention)
+                some = [row for row in rows if (row["family"], row["precision"], row["attention"]) == key]
+                ran = [row for row in some if "streamed" in row]
+                if not ran:
+                    lines += [f"| {family} | {precision} | {attention} | {len(some)} | {len(some)} | | | | |"] * bool(some)
+                    continue
+                ours, stock = (statistics.mean(row[name] for row in ran) for name in ("streamed", "unpatched"))
+                whole = sum(bool(row["whole"]) for row in ran)
+                spread = statistics.stdev([row["streamed"] - row["unpatched"] for row in ran]) if len(ran) > 1 else 0.0
+                uncertain = spread / len(ran) ** 0.5 / stock
+                counts = f"{len(some)} | {len(some) - len(ran)} | {whole}"
+                errors = f"{stock:.4f} | {ours:.4f} | {ours / stock:.3f} ± {uncertain:.3f}"
+                lines.append(f"| {family} | {precision} | {attention} | {counts} | {errors} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=40, help="of each family (default %(default)s)")
+    parser.add_argument("--family", choices=list(FAMILIES), action="append", help="this one alone; may be given again")
+    parser.add_argument("--out", type=Path, help="a file of rows, one JSON a line; rows that it has are not measured again")
+    given = parser.parse_args()
+    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out and given.out.exists() else []
+    done = {(row["family"], row["seed"], row["precision"], row["attention"]) for row in rows}
+    start = time.monotonic()
+    for seed in range(given.models):
+        for family in given.family or FAMILIES:
+            models: dict[str, Any] = {}
+            for precision in PRECISIONS:
+                for attention in attentions_of(family):
+                    if (family, seed, precision, attention) in done:
+                        continue
+                    rows.append(measure(family, seed, precision, attention, models))
+                    print(f"{time.monotonic() - start:6.0f} s  {rows[-1]}", flush=True)
+                    if given.out:
+                        with given.out.open("a") as file:
+                            file.write(json.dumps(rows[-1]) + "\n")
+    print(
+        f"\ntorch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, CPU\n\n{table(rows)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

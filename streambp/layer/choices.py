@@ -1,0 +1,98 @@
+"""Discrete choices of a layer's forward: which experts a token goes to.
+
+[Note: choices] A router that ties to rounding sends a token to other experts in one run than in the next, streamed or not,
+and then that token's output differs whole, which says nothing of streaming. So two runs that round differently are compared
+with the same choices: the first run of each token makes them, later ones get them handed out. What the choices were made
+from has to agree as well (`far`), so that a layer that chooses otherwise for another reason than rounding is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from streambp.chunks import Chunk
+
+# torch's functions that give indices, and where `dim` stands among their arguments.
+CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "max": 1, "min": 1}
+
+
+class Choices(TorchFunctionMode):
+    """Of one layer, by token: made in the first run of a token, handed out in later ones. [Note: choices]
+
+    far: of the latest run, by the chunks' starts, [B, C] each: how far the numbers that were chosen from lie from those of
+        the first run, squared and relative to how much they usually spread.
+    differing: of the latest run, how many tokens would have chosen otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Any, list[tuple[Any, ...]]] = {}  # by call: where each chunk stops, its scores and choices
+        self._calls: Counter[Any] = Counter()
+        self.far: dict[int, Tensor] = {}
+        self.differing = 0
+
+    @contextlib.contextmanager
+    def at(self, chunk: Chunk, rows: int) -> Iterator[None]:
+        """Within, the layer's forward is at work on this chunk of so many rows."""
+        if chunk.start == 0:
+            self.far, self.differing = {}, 0
+        self._chunk, self._tokens, self._calls = chunk, (rows, chunk.stop - chunk.start), Counter()
+        with self:
+            yield
+
+    def furthest(self) -> float:
+        """The largest distance of a token, relative; 0 where nothing was handed out."""
+        return max((float(far.max()) for far in self.far.values()), default=0.0) ** 0.5
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in CHOOSING or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            return result
+        scores: Tensor = args[0]
+        chosen: Tensor = result if isinstance(result, Tensor) else result[1]
+        dim = args[CHOOSING[name]] if len(args) > CHOOSING[name] else (kwargs or {}).get("dim", -1)
+        flat = scores.shape[:1] == (math.prod(self._tokens),) and scores.shape[:2] != self._tokens
+        one_each = chosen.shape[: scores.dim() - 1] == scores.shape[:-1] and (flat or scores.shape[:2] == self._tokens)
+        if chosen.is_floating_point() or dim not in (-1, scores.dim() - 1) or not one_each or scores.shape[-1] == 1:
+            return result
+        # [B, C, ...] each
+        now, chosen_now = (x.detach().unflatten(0, self._tokens) if flat else x.detach() for x in (scores, chosen))
+        kind = name, now.dim(), now.shape[-1]
+        made = self._made.setdefault((*kind, self._calls[kind]), [])
+        self._calls[kind] += 1
+        if self._chunk.start == (made[-1][0] if made else 0):
+            made.append((self._chunk.stop, now, chosen_now))
+            return result
+        here = slice(self._chunk.start, self._chunk.stop)
+        then, chosen_then = (torch.cat([of_chunk[index] for of_chunk in made], 1)[:, here] for index in (1, 2))
+        if then.shape != now.shape or chosen_then.shape != chosen_now.shape:
+            return result
+        self._note(then, now, chosen_then, chosen_now, name == "topk")
+        handed = chosen_then.reshape(chosen.shape)
+        if isinstance(result, Tensor):
+            return handed
+        if handed.dim() == scores.dim():
+            return type(result)((scores.gather(-1, handed), handed))
+        return type(result)((scores.gather(-1, handed[..., None]).squeeze(-1), handed))
+
+    def _note(self, then: Tensor, now: Tensor, chosen_then: Tensor, chosen_now: Tensor, in_any_order: bool) -> None:
+        """How scores [B, C, ..., n] and choices [B, C, ...] differ from those of the first run."""
+        finite, eps = then.isfinite() & now.isfinite(), torch.finfo(now.dtype).eps  # a mask's -inf may be among them
+        then, now = (torch.where(finite, x, 0.0).double().flatten(2) for x in (then, now))
+        spread = (then - then.mean(-1, keepdim=True)).square().sum(-1).mean()
+        rounding = (16 * eps) ** 2 * then.square().sum(-1).mean()  # scores may be nearly all alike
+        off = (then - now).square().sum(-1) / (spread + rounding).clamp(min=1e-300)
+        start = self._chunk.start
+        self.far[start] = self.far[start] + off if start in self.far else off
+        chosen = (x.reshape(*x.shape[:2], -1) for x in (chosen_then, chosen_now))
+        one, other = (x.sort(-1).values if in_any_order else x for x in chosen)
+        self.differing += int((one != other).any(-1).sum())
