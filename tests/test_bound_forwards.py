@@ -14,7 +14,7 @@ import types
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 
 import streambp
 from streambp import instance_forward
@@ -29,9 +29,10 @@ FLOAT32, BF16 = 1e-5, 5e-2  # relative L2; rounding to bf16 alone moves these gr
 
 @pytest.fixture(autouse=True)
 def accelerators():
+    """Others may have left accelerate's settings, which are a process's own."""
+    AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
-    PartialState._reset_state()
 
 
 def used(model, rounds):

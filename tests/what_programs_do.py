@@ -1021,6 +1021,7 @@ def _(t: Trial) -> None:
 
 def accelerated(t: Trial, first: str) -> None:
     """A step of a model that accelerate has prepared for mixed precision and unwrapped, and a generation."""
+    AcceleratorState._reset_state(True)  # others may have left its settings
     try:
         accelerator = Accelerator(mixed_precision="bf16", cpu=True)
         if first == "patch":

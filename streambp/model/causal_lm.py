@@ -144,6 +144,11 @@ class CausalLMForward(InstanceForward):
             self.state.position_ids, self.state.labels = before
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, with its loss computed without logits where labels are given.
+
+        Raises:
+            StreamBPError: per-token values are asked for where there are none.
+        """
         if self.retired:
             return self.original(*args, **kwargs)
         want_log_probs = kwargs.pop("output_log_probs", False)

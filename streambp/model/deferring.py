@@ -48,6 +48,7 @@ class DeferredNorm(InstanceForward):
         self.request = request
 
     def call(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., h] -> what stands for the norm of them, [..., h]."""
         self.remove()  # `Deferred` calls the module itself, block by block
         return Deferred.make(hidden_states, Recipe(self.request, norm=self.module))
 
@@ -60,6 +61,7 @@ class DeferredHead(InstanceForward):
         self.request = request
 
     def call(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., h] -> what stands for their logits, [..., V]."""
         if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
             hidden_states = hidden_states.written
         if not isinstance(hidden_states, Deferred):

@@ -45,6 +45,7 @@ class FusedHead(InstanceForward):
         self.state.wrappers.append(self)
 
     def call(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        """A `FusedCausalLMOutput` where it is asked for; the model's output otherwise."""
         if self.retired or not fused_lm_head:
             return self.original(*args, **kwargs)
         if args:

@@ -75,6 +75,7 @@ class LayerForward(InstanceForward):
             no_leaf(own, self.leaf)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output, streamed where the call may stream."""
         tree = self.state.tree
         if tree is not None:
             tell(tree, self.site, args, kwargs)
@@ -143,6 +144,7 @@ class BackboneForward(InstanceForward):
         setattr(self.module, REPLICATE, refuse_replicas)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The backbone's output, its layers streamed or as unpatched."""
         if self.retired:
             return self.original(*args, **kwargs)
         if args:

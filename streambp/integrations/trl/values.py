@@ -49,6 +49,7 @@ class PolicyAndValueHead(FusedHead):
     """`FusedHead` that also returns `state_values`, aligned with log_probs: the value of the state before each label."""
 
     def call(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
+        """As `FusedHead`; values: with `state_values`."""
         self.with_values = values
         return super().call(*args, **kwargs)
 
