@@ -1,12 +1,11 @@
-"""TRL's own tests, stock and under `streambp launch`.
-
-    python scripts/trl_tests.py --tests DIR [-k WORDS] [--files NAME ...]
+"""TRL's own tests, stock and under `streambp launch`: `python scripts/trl_tests.py --tests DIR [-k WORDS]`
 
 DIR is the folder `tests` of a checkout of TRL whose release is the installed one or near it. The tests ask the hub for
 tiny models and data; nothing is downloaded. A cache of stand-ins is made first: models of the same classes with random
-weights, a tokenizer of bytes, and the texts of the checkout's own script. What has no stand-in (images, remote code) cannot
-run, and neither can what the stock run cannot do for another reason: both are counted with the reason. A test that passes
-in stock has to pass under launch, in chunks of 8 tokens, without saves, so that everything streams.
+weights, a tokenizer of bytes, and the texts of the checkout's own script. What has no stand-in (images, remote code)
+cannot run, and neither can what the stock run cannot do for another reason: both are counted with the reason. A test
+that passes in stock has to pass under launch, in chunks of 8 tokens, without saves, so that everything streams.
+`--files NAME ...` chooses files of DIR.
 """
 
 from __future__ import annotations
@@ -101,13 +100,13 @@ def pytest_configure() -> None:
     """As a plugin of pytest: `load_dataset` gives what the checkout's script makes, and TRL has the questions for packages
     (`is_joblib_available`) that the checkout's release had."""
     import datasets
-    import trl.import_utils
+    from trl import import_utils
 
     asked = (Path(os.environ[CHECKOUT]) / "tests" / "testing_utils.py").read_text("utf-8")
     for name, package in set(re.findall(r"\b(is_(\w+)_available)\b", asked)):
-        if not hasattr(trl.import_utils, name):
+        if not hasattr(import_utils, name):
             there = importlib.util.find_spec(package) is not None
-            setattr(trl.import_utils, name, lambda there=there: there)
+            setattr(import_utils, name, lambda there=there: there)
     real, made = datasets.load_dataset, datasets_of(Path(os.environ[CHECKOUT]))
 
     def load(path: str, name: str | None = None, split: str | None = None, **kwargs: Any) -> Any:
