@@ -205,7 +205,8 @@ class BackboneForward(InstanceForward):
         def over(kwargs: Mapping[str, Any], tree: Tree | None, trial: bool = False) -> Any:
             state.defer_norm, state.tree, packed_rows = None if trial else deferred, tree, state.packed_rows
             state.packed_rows = packed_rows if tree is None and not trial else None
-            state.unshared = reasons = [] if trial else None
+            reasons: list[str] | None = [] if trial else None
+            state.unshared = reasons
             try:
                 output = self.original(**kwargs)
             finally:
