@@ -83,14 +83,14 @@ class Begun(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, place: Any, own: Tensor) -> Tensor:
-        """place: the engine's node."""
+        """A zero [1]; place: the engine's node."""
         ctx.place = place
         ctx.set_materialize_grads(False)
         return own.clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: None) -> tuple[None, None]:
-        """As the engine's node does, without a gradient."""
+        """As the engine's node does; no gradient flows on to the [1]."""
         getattr(ctx.place, RUNS_BEFORE_BACKWARD)(ctx.place.module)
         return None, None
 

@@ -177,8 +177,8 @@ class CausalLMForward(InstanceForward):
             return output
         if want_log_probs:
             scored = self.score(kwargs, Wanted())
-            kind: Any = type(scored.output)
-            return _with_log_probs(kind)(**scored.output, log_probs=scored.tokens.log_probs)
+            kind: Any = _with_log_probs(scored.output.__class__)
+            return kind(**scored.output, log_probs=scored.tokens.log_probs)
         output = None if self.state.unpatched is None else self._unstreamed(kwargs)
         return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
@@ -372,7 +372,7 @@ class CausalLMForward(InstanceForward):
 
 
 @functools.cache
-def _with_log_probs(kind: type[ModelOutput]) -> Any:
+def _with_log_probs(kind: Any) -> Any:
     """A kind of output that has log_probs among its fields: FSDP2 and DDP look for gradients in declared ones alone."""
     field = ("log_probs", Tensor | None, None)
     return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__})

@@ -93,15 +93,15 @@ class HeldHead(nn.Module):
         """Give the output projection its place back."""
         self._model[0]._modules[self._name] = self._head[0]
 
-    def __getattr__(self, name: str) -> Any:
-        """The output projection's own, for models that ask for its weight's dtype or device."""
-        if name in ("_model", "_head"):
-            return super().__getattr__(name)
-        return getattr(self._head[0], name)
+    @property
+    def weight(self) -> Any:
+        """The output projection's own weight [V, h], for models that ask for its dtype or device."""
+        return self._head[0].weight
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., h] -> deferred logits [..., V], of copies of the projection's weights."""
-        head, lent = self._head[0], Lent()
+        head: Any = self._head[0]
+        lent = Lent()
 
         def forward(hidden_states: Tensor) -> Tensor:
             weights: list[Any] = [x for x in (head.weight, head.bias) if x is not None]
@@ -111,13 +111,13 @@ class HeldHead(nn.Module):
             return result
 
         before = head.__dict__.get("forward")
-        head.forward = forward  # type: ignore[method-assign, assignment]
+        head.forward = forward
         try:
             given = head(hidden_states)
         finally:
             del head.__dict__["forward"]
             if before is not None:
-                head.forward = before  # type: ignore[method-assign]
+                head.forward = before
         hidden_states, weight, *bias = Borrowed.apply(lent, given)  # type: ignore[no-untyped-call]
         return Deferred.make(hidden_states, Recipe(self.request, weight=weight, bias=next(iter(bias), None), logits=True))
 
@@ -158,7 +158,7 @@ class Borrowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lent: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Copies want a gradient where the weights do."""
+        """hidden_states [..., h] in its own memory, and copies that want a gradient where the weights do."""
         ctx.lent, copies = lent, lent.copies
         lent.copies = []
         ctx.set_materialize_grads(False)
