@@ -107,7 +107,7 @@ def admit(
     if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):
         return call
     try:
-        failed, verdict = look_for_writes(call), can_stream(call)
+        failed, verdict = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
     except torch.OutOfMemoryError as error:
         raise explained(error, site, call.plan) from error
     if not verdict.streams:

@@ -9,6 +9,16 @@
     5  out waits for back         before it overwrites host memory: it must have been read
     6  compute waits for out      before a source is let go: its memory may be written next
 
+Left out one by one on a device whose copies or kernels are slow (tests/emulated/test_waits.py), 1, 2, 4 and 6 give wrong
+gradients. 3, 5 and, where a tensor is borrowed, 6 are implied, and no data can miss them in a step that ends:
+
+    3  a tensor is copied back once its source was let go, for which compute has waited for the copy out (6); back waits for
+       compute (2)
+    5  what is sent was computed after the copy back was waited for (4), and out waits for compute (1)
+    6  what is borrowed is sent again, in the same queue, over what the first copy out has torn
+
+They stay for micro-batches that break off and for host memory that devices share; `TraceEngine` alone notices their loss.
+
 The manager speaks only this interface, so that the tests' `TraceEngine` can check the waits without a GPU.
 
 [Note: several devices] A model whose layers are on several devices has an engine for each: three queues of its own, and

@@ -1,4 +1,4 @@
-"""torch's device "emulated": device.cpp, built once for each torch and version of the file, and its module `torch.emulated`.
+"""torch's device "emulated": device.cpp, built once for each torch and each state of that file, and `torch.emulated`.
 
 It is a process' only accelerator once it is registered, so a process asks for it before anything else:
 STREAMBP_TEST_DEVICE=emulated (tests/device.py). Trainer and accelerate see it, too.

@@ -683,6 +683,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         if (empty_out && schema.arguments()[i].is_out()) cpu[i] = view_of(t);
       }
       if (async) empty_out = false;
+    } catch (const c10::OutOfMemoryError&) {  // of `resize_`
+      throw;
     } catch (const std::exception&) {  // no meta kernel; or a mistake, which the kernel reports again
       async = false;
     }
