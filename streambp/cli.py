@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig, parse_bytes
+from streambp.device import is_accelerator
 from streambp.errors import ConfigError, StreamBPError
 from streambp.launch.command import add_launch, split
 from streambp.planner.devices import DEFAULT, DEVICES, Rates, device_of, rates_of, write_rates
@@ -75,12 +76,11 @@ def _add_verify(commands: Any) -> None:
         description="Compare streamed gradients with the unpatched model's, parameter by parameter, on random tokens. "
         "Exit code 0: exact; 1: not exact; 2: the model could not be judged.",
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     command.add_argument("model", metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")
     command.add_argument("--seq-len", type=int, default=512, help="tokens (default %(default)s)")
     command.add_argument("--chunk-size", type=int, help="default: at least four chunks, the last one shorter")
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default %(default)s)")
-    command.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
+    _add_device(command)
     command.add_argument("--saves", default="", help="comma-separated, of attn_out and kv")
     command.add_argument("--seed", type=int, default=0, help="of the random tokens (default %(default)s)")
     command.add_argument("--left-padding", type=int, default=0, help="tokens of padding at the start (default %(default)s)")
@@ -89,9 +89,23 @@ def _add_verify(commands: Any) -> None:
     command.set_defaults(run=_run_verify)
 
 
+def _add_device(command: Any) -> None:
+    default, found = _accelerator() or "cpu", torch.accelerator.current_accelerator(check_available=True)
+    choices = sorted({"cpu", "cuda", "cpu" if found is None else found.type})
+    command.add_argument("--device", choices=choices, default=default, help="default here: %(default)s")
+
+
+def _accelerator() -> str | None:
+    """The type of this machine's GPUs, if torch finds some that can work beside the host."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or not is_accelerator(found) else found.type
+
+
 def _check_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise StreamBPError("--device cuda was asked for, but torch finds no CUDA device here. Pass --device cpu.")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if device != "cpu" and (found is None or found.type != device):
+        name = device.upper()
+        raise StreamBPError(f"--device {device} was asked for, but torch finds no {name} device here. Pass --device cpu.")
 
 
 def _run_verify(arguments: argparse.Namespace) -> int:
@@ -299,7 +313,7 @@ def _rates(arguments: argparse.Namespace) -> Rates:
         return rates_of(arguments.device or memory or DEFAULT)
     if arguments.device is not None:
         raise ConfigError("--device names rates and --measure-device measures them: pass one of the two.")
-    rates = measure_device("cuda" if torch.cuda.is_available() else "cpu")
+    rates = measure_device(_accelerator() or "cpu")
     write_rates(rates, arguments.measure_device)
     print(rates_table(rates, arguments.measure_device), file=sys.stderr)
     return rates
@@ -333,12 +347,11 @@ def _add_profile(commands: Any) -> None:
         help="a real step beside its prediction",
         description="Run one streamed training step and compare the memory of its phases with what the planner predicts.",
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     command.add_argument("model", metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")
     command.add_argument("--seq-len", default="8k", help="tokens (default %(default)s)")
     command.add_argument("--chunk-size", type=int, help="default: streambp's own choice")
     command.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as stored)")
-    command.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
+    _add_device(command)
     command.add_argument("--saves", default="", help="comma-separated, of attn_out, kv and globs of Linears")
     command.add_argument("--offload", choices=("none", "cpu"), default="none", help="default %(default)s")
     command.add_argument("--snapshot", type=Path, metavar="FILE", help="write torch's memory snapshot of the step (CUDA)")

@@ -13,25 +13,57 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+@functools.lru_cache
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device works beside the host, in streams that torch's general interface makes (`torch.accelerator`).
+
+    CUDA's, ROCm's and Intel's do. Apple's has a single stream: copies and kernels come one after the other there.
+    """
+    found = torch.accelerator.current_accelerator()
+    if found is None or device.type != found.type:
+        return False
+    try:
+        return torch.Stream(device) != torch.Stream(device)
+    except RuntimeError:
+        return False
+
+
+@functools.lru_cache
+def tells_memory(device: torch.device) -> bool:
+    """Whether it is known at any time what a device has free, and what of it this process has."""
+    if device.type == "cuda":
+        return True
+    try:
+        return is_accelerator(device) and memory_limit(device) > 0
+    except (AttributeError, RuntimeError):  # an older torch, or a device whose allocator does not tell
+        return False
+
+
 def memory_limit(device: torch.device) -> int:
-    """Bytes that this process may have reserved on a CUDA device, those that it has among them.
+    """Bytes that this process may have reserved on an accelerator, those that it has among them.
 
     The smaller of what `torch.cuda.set_per_process_memory_fraction` grants it and what other processes (an inference
     server beside a trainer, say) leave over now.
     """
+    if device.type != "cuda":
+        free, total = torch.accelerator.get_memory_info(device)
+        return min(total, free + counted_bytes(device, "reserved"))
     free, total = torch.cuda.mem_get_info(device)
     granted = torch.cuda.get_per_process_memory_fraction(device) * total
     return min(int(granted), free + counted_bytes(device, "reserved"))
 
 
-def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved"]) -> int:
-    """Bytes that torch's allocator has given out on a CUDA device, or holds there.
+def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "peak"]) -> int:
+    """Bytes that torch's allocator has given out on an accelerator, holds there, or has given out at most.
 
     `torch.cuda.memory_allocated` makes a sorted list of all that the allocator counts, half a millisecond in Python, and is
     asked for several times in each layer of each pass.
     """
+    name, when = ("allocated", "peak") if kind == "peak" else (kind, "current")
+    if device.type != "cuda":
+        return int(torch.accelerator.memory_stats(device).get(f"{name}_bytes.all.{when}", 0))
     counts = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(counts[f"{kind}_bytes"]["all"]["current"]) if counts else 0  # {} where CUDA was not used yet
+    return int(counts[f"{name}_bytes"]["all"][when]) if counts else 0  # {} where CUDA was not used yet
 
 
 def forget_error(device: torch.device) -> None:

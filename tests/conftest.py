@@ -11,6 +11,7 @@ import torch
 from streambp.attention import prefix
 from streambp.config import StreamConfig
 from streambp.model import unpatched
+from tests import device as tested
 from tests import device_thread, seeds, tiers
 from tests.oracle import lift_float32_casts
 
@@ -26,7 +27,7 @@ def pytest_report_header() -> str:
     """What a failure depends on beside the code."""
     return (
         f"STREAMBP_TEST_SEED={seeds.BASE}, STREAMBP_TEST_SHARE_PREFIXES={int(SHARING)}, "
-        f"STREAMBP_TEST_DEVICE_THREAD={int(IN_A_THREAD)}, "
+        f"STREAMBP_TEST_DEVICE_THREAD={int(IN_A_THREAD)}, STREAMBP_TEST_DEVICE={tested.DEVICE}, "
         f"ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, OMP_NUM_THREADS={torch.get_num_threads()}"
     )
 
@@ -46,8 +47,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks `full` what `@pytest.mark.fast(...)` leaves out, and skips what needs a GPU where there is none."""
+    """Marks `full` what `@pytest.mark.fast(...)` leaves out, and skips what needs a device that is not there."""
     tiers.leave_out(items)
+    if not tested.EMULATED:
+        for item in items:
+            if item.get_closest_marker("emulated"):
+                item.add_marker(pytest.mark.skip(reason=tested.WHY_NOT or "needs STREAMBP_TEST_DEVICE=emulated"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -84,6 +89,12 @@ IN_A_THREAD = os.environ.get("STREAMBP_TEST_DEVICE_THREAD", "0") == "1"
 def backward_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Backward runs in another thread than forward, as on a GPU; the number of the thread, once for each call."""
     return device_thread.use(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where this run of the tests puts its models: STREAMBP_TEST_DEVICE."""
+    return tested.DEVICE
 
 
 @pytest.fixture

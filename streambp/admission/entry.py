@@ -116,7 +116,7 @@ def admit(
         site.shown |= hooks_of_others(call.layer)
     try:
         with nothing_compiled(), call.autocast.off():  # [Note: autocast]
-            failed, verdict = look_for_writes(call), can_stream(call)
+            failed, verdict = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
     except torch.OutOfMemoryError as error:
         raise explained(error, site, call.plan) from error
     site.hooks_tried |= call.look.hooks.places.keys()

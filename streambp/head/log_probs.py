@@ -34,6 +34,7 @@ from streambp.head.blocks import (
     product_gradient,
     token_blocks,
 )
+from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.torchs_own import torch_own
@@ -84,7 +85,7 @@ class TokenLogProbs:
 class HeadInputs:
     """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm.
 
-    in_float32: the products are computed in float32 or wider, autocast or not.
+    in_float32: the products are computed in float32 or wider, autocast or not. let_go: `Pending.let_go`.
     """
 
     labels: Tensor
@@ -94,6 +95,7 @@ class HeadInputs:
     ignore_index: int
     autocast: Autocast
     in_float32: bool = False
+    let_go: Callable[[], bool] | None = None
 
     def rows(self) -> Tensor | None:
         """Positions [n] with a label, in order; None if all have one. Labels without data (a count of bytes) get what
@@ -249,7 +251,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
             size = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], size.tokens):
                 statistics = Statistics(labels[block], wanted)
-                normed = inputs.normed(_select(hidden, rows, block))  # [n, h]
+                normed = inputs.normed(hidden[block] if rows is None else hidden[rows[block]])  # [n, h]
                 for columns in token_blocks(weight.shape[0], size.entries):
                     statistics.add(products.of(normed, columns), inputs.projection, columns)
                 lse[block] = statistics.lse()
@@ -277,6 +279,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
         """
         if torch.is_grad_enabled():
             raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
+        return once_more(ctx.inputs.let_go, lambda: BlockwiseLogProbs._gradients(ctx, grads), "in the loss' backward")
+
+    @staticmethod
+    def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         inputs, rows = ctx.inputs, ctx.rows
         hidden, weight, bias, lse = ctx.saved_tensors
         labels = inputs.labels if rows is None else inputs.labels[rows]
@@ -320,7 +326,7 @@ class HeadGradients:
 
     def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
         """A token block [n, h] as a leaf, and its norm with a graph from the leaf to it."""
-        leaf = _select(self.hidden, rows, block).detach().requires_grad_(self.needs_hidden)
+        leaf = (self.hidden[block] if rows is None else self.hidden[rows[block]]).detach().requires_grad_(self.needs_hidden)
         with torch.enable_grad():
             normed = self.inputs.normed(leaf)
         return leaf, normed
@@ -385,10 +391,6 @@ def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor) -> Tens
     for part, place in zip(parts, places, strict=True):
         torch_own.mul(part, one, out=place)
     return out
-
-
-def _select(hidden: Tensor, rows: Tensor | None, block: slice) -> Tensor:
-    return hidden[block] if rows is None else hidden[rows[block]]
 
 
 def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:

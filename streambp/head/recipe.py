@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from streambp.head.blocks import Projection, Wanted
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
 from streambp.head.places import taken
+from streambp.layer.oom import once_more
 from streambp.torchs_own import nn_own, torch_own
 
 
@@ -175,14 +177,20 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
     Raises:
         StreamBPError: there are not N labels, or one is outside the vocabulary.
     """
-    if recipe.places is not None:
-        return _loss_at_places(source, recipe, recipe.places, target, ignore_index, reduction)
+    at = recipe.places
+    compute = _loss if at is None else functools.partial(_loss_at_places, places=at)
+    given = source, recipe, target, ignore_index, reduction
+    return once_more(recipe.request.pending.let_go, lambda: compute(*given), "in the output projection and its loss")
+
+
+def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """`blockwise_loss` of all positions. An attempt that fails leaves nothing behind."""
     check_count(target, source.shape[0])
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request, outcome = recipe.request, recipe.request.outcome
     inputs = make_inputs(source, target, recipe.projection(), recipe.norm, ignore_index)
-    inputs.in_float32 = request.in_float32
+    inputs.in_float32, inputs.let_go = request.in_float32, request.pending.let_go
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)
     one_pass = reduction != "none" and request.wanted is None and can_run_in_one_pass(source, request.pending)
@@ -195,15 +203,7 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
         one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
         return (OnePassNLL.apply(inputs, request.pending, one / divisor, source, *values),)
 
-    def computed(source: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
-        try:
-            return compute(source, weight, bias)
-        except torch.OutOfMemoryError:
-            if request.pending.let_go is None or not request.pending.let_go():
-                raise
-        return compute(source, weight, bias)
-
-    found = computed(source, recipe.weight, recipe.bias)
+    found = compute(source, recipe.weight, recipe.bias)
     outcome.used = True
     if one_pass:
         total: Any = found[0]
@@ -226,7 +226,7 @@ def check_count(target: Tensor, positions: int) -> None:
 
 
 def _loss_at_places(
-    source: Tensor, recipe: Recipe, places: Tensor, target: Tensor, ignore_index: int, reduction: str
+    source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str, *, places: Tensor
 ) -> Tensor:
     """Where rows share enough labelled tokens, each place and label is computed once, in two passes. [Note: places]"""
     check_count(target, places.shape[0])
@@ -235,7 +235,7 @@ def _loss_at_places(
     pairs, found = torch.stack([at, labels], 1).unique(dim=0, return_inverse=True) if len(at) else (at[:, None], at)
     if len(pairs) * 4 < len(at) * 3:
         (at, labels), again = pairs.T, found
-    loss = blockwise_loss(taken(source, at), plain, labels, ignore_index, reduction if again is None else "none")
+    loss = _loss(taken(source, at), plain, labels, ignore_index, reduction if again is None else "none")
     outcome = recipe.request.outcome
     if outcome.values is not None:
         values = outcome.values if again is None else outcome.values.repeated(again)

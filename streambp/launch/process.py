@@ -126,8 +126,7 @@ class Launched:
         for model, told in list(self._seen.items()):
             if told.left is None and is_patched(model):
                 told.description = str(describe(model))
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-        account = Account(os.getpid(), os.environ.get("RANK"), sys.argv[0], self._models, peak)
+        account = Account(os.getpid(), os.environ.get("RANK"), sys.argv[0], self._models, _peak())
         self._left = leave(account)
         return account
 
@@ -146,6 +145,14 @@ class Launched:
         """The other ranks of a machine would say the same."""
         if os.environ.get("RANK", "0") == "0":
             say(table([account]))
+
+
+def _peak() -> int | None:
+    """The most bytes that this process had on its current accelerator; None if it did not use one that tells."""
+    here = torch.accelerator.current_accelerator()
+    module: Any = None if here is None else torch.get_device_module(here)
+    used = hasattr(module, "max_memory_allocated") and module.is_initialized()
+    return int(module.max_memory_allocated()) if used else None
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

@@ -198,7 +198,8 @@ class StreamedLayer(torch.autograd.Function):
                 reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
                 inputs.hidden_states = grad if reuse else mark(call.attempt(lambda _: _gradient_buffer(call)))
             call.hidden_states = None  # type: ignore[assignment]
-            with call.autocast.off(), call.streaming(), parameters.shadowed() as shadows, _recomputing(call):
+            # `_recomputing` ends outside of the shadows: what it learns of the layer is of its own parameters.
+            with call.autocast.off(), call.streaming(), _recomputing(call), parameters.shadowed() as shadows:
                 sums.stand_for(shadows)
                 ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
             call.carried.prefix.drop_buffers()

@@ -8,8 +8,9 @@ those of keys and values, count what the first attempt has added, and the second
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -72,3 +73,38 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
         "No setting of streambp's is left: divide weights and gradients over GPUs (ZeRO-3, FSDP2), train adapters, keep "
         "the optimizer's state on the host, or shorten the sequence."
     )
+
+
+@contextlib.contextmanager
+def explaining(where: str) -> Iterator[None]:
+    """Within, outside of layers, running out of memory raises an error that carries the next lever. where: "in ...".
+
+    Raises:
+        DeviceMemoryError: the device ran out of memory.
+    """
+    try:
+        yield
+    except DeviceMemoryError:
+        raise
+    except torch.OutOfMemoryError as error:
+        details = str(error).splitlines()[0] if str(error) else "torch gave no details"
+        raise DeviceMemoryError(
+            f"The device ran out of memory {where}. Set offload='cpu' in StreamConfig, or a smaller chunk_size, or shorten "
+            f"the batch. `streambp plan` computes what fits. ({details})"
+        ) from error
+
+
+def once_more(let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str) -> T:
+    """The result of `compute`, outside of layers. It runs once more if there was no memory, and layers had saves to let go
+    of; so it must change nothing before it ends.
+
+    Raises:
+        DeviceMemoryError: the device ran out of memory all the same.
+    """
+    with explaining(where):
+        try:
+            return compute()
+        except torch.OutOfMemoryError:
+            if let_go is None or not let_go():
+                raise
+        return compute()  # not above: the error's frames hold tensors

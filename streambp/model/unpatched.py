@@ -43,6 +43,7 @@ from streambp.attention.backend import AsSdpa
 from streambp.attention.carriers import attention_configs
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
+from streambp.device import tells_memory
 from streambp.distributed.engines import engine_hooks
 from streambp.known_names import EAGER, SDPA
 from streambp.layer.recompute import RandomState
@@ -54,7 +55,6 @@ from streambp.prefixes.calls import IGNORED
 SHARE = 0.25  # of the memory that a step without saves leaves free
 SCORES, MASK = 16, 4  # bytes of a token and a key: of each head, where scores are built and softmaxed; of a mask beside
 LOGITS = 16  # bytes: a logit and its gradient, in the model's dtype and in float32, and one more of these
-TELLING = ("cuda",)  # types of devices whose free memory changes with this process alone, and is known at any time
 T = TypeVar("T")
 
 
@@ -174,7 +174,7 @@ class UnpatchedRuns:
 
     def _took(self, predicted: float, device: torch.device, before: float | None) -> float:
         """Bytes that forward took, where the device tells. The prediction grows if that is noticeably more."""
-        after = self.chooser.free(device) if device.type in TELLING else None
+        after = self.chooser.free(device) if tells_memory(device) else None
         if before is None or after is None:
             return 0.0
         took = before - after

@@ -28,6 +28,7 @@ from streambp.foreign import eager
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, REPLICATE
 from streambp.layer.arguments import has_cache
+from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
 from streambp.model.deferring import DeferredNorm, can_be_deferred
 from streambp.model.packing import warn_of_documents, warn_of_trials
@@ -176,7 +177,7 @@ class BackboneForward(InstanceForward):
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
             masked = FLASH not in str(self._config._attn_implementation)
-            with routed(self._configs()), self._layers_known():
+            with explaining("in the model around its layers"), routed(self._configs()), self._layers_known():
                 alone = self.prefixes is None and self.state.tree is None
                 output = self.original(**kwargs) if alone else self._over_rows_or_tree(kwargs)
             if torch.is_grad_enabled():

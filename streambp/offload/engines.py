@@ -9,6 +9,16 @@
     5  out waits for back         before it overwrites host memory: it must have been read
     6  compute waits for out      before a source is let go: its memory may be written next
 
+Left out one by one on a device whose copies or kernels are slow (tests/emulated/test_waits.py), 1, 2, 4 and 6 give wrong
+gradients. 3, 5 and, where a tensor is borrowed, 6 are implied, and no data can miss them in a step that ends:
+
+    3  a tensor is copied back once its source was let go, for which compute has waited for the copy out (6); back waits for
+       compute (2)
+    5  what is sent was computed after the copy back was waited for (4), and out waits for compute (1)
+    6  what is borrowed is sent again, in the same queue, over what the first copy out has torn
+
+They stay for micro-batches that break off and for host memory that devices share; `TraceEngine` alone notices their loss.
+
 The manager speaks only this interface, so that the tests' `TraceEngine` can check the waits without a GPU.
 
 [Note: several devices] A model whose layers are on several devices has an engine for each: three queues of its own, and
@@ -30,7 +40,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from streambp.device import forget_error, memory_limit
+from streambp.device import counted_bytes, forget_error, is_accelerator, memory_limit, tells_memory
 
 COMPUTE, OUT, BACK = "compute", "out", "back"
 
@@ -96,7 +106,7 @@ class Engine(Protocol):
         ...
 
     def memory(self) -> DeviceMemory | None:
-        """Of the device; None where it is the host's."""
+        """Of the device; None where it is the host's, or not told."""
         ...
 
 
@@ -179,21 +189,29 @@ def pin(buffer: Tensor) -> int:
 
 
 class PinnedMemory:
-    """Host memory that CUDA devices copy from and to by themselves. pinned: all of it is; otherwise no more is tried."""
+    """Host memory that accelerators copy from and to by themselves. pinned: all of it is; otherwise no more is tried."""
 
     def __init__(self) -> None:
         self.pinned = True
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         """`size` bytes [size], uint8, for `device` and others; one warning the first time that they cannot be pinned."""
+        error = ""
+        if self.pinned and device.type != "cuda":
+            try:
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as refused:
+                error = str(refused).partition("\n")[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # [size]
-        error = pin(buffer) if self.pinned else 0
+        if self.pinned and device.type == "cuda":  # in place: torch's own pinned memory has sizes that are powers of two
+            code = pin(buffer)
+            error = f"CUDA error {code}" if code else ""
         if error:
             self.pinned = False
             forget_error(device)
             warnings.warn(
                 "Raise the limit on locked memory (ulimit -l) or lower host_memory: "
-                f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {error}), so that copies are "
+                f"{size / 2**30:.1f} GiB of host memory could not be pinned ({error}), so that copies are "
                 "synchronous, and slow, from now on.",
                 stacklevel=2,
             )
@@ -205,20 +223,21 @@ class QueueMark:
     """An event and the queue it was recorded in."""
 
     queue: str
-    event: torch.cuda.Event
+    event: torch.Event
 
 
 class Stopwatch:
     """Adds up what passes between two points of a stream, for each queue; what is done is added up as time goes by."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._seconds = {OUT: 0.0, BACK: 0.0}
-        self._running: collections.deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = collections.deque()
+        self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
 
     @contextlib.contextmanager
-    def timing(self, queue: str, stream: torch.cuda.Stream) -> Iterator[None]:
+    def timing(self, queue: str, stream: torch.Stream) -> Iterator[None]:
         """Within, the time that passes in `stream` is counted for `queue`."""
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         before.record(stream)
         yield
         after.record(stream)
@@ -233,7 +252,7 @@ class Stopwatch:
         return dict(self._seconds)
 
 
-class CudaEngine:
+class AcceleratorEngine:
     """Two side streams and events; the compute queue is whatever stream is current.
 
     Where host memory cannot be pinned, copies are synchronous, and one warning says so. `compute_access` checks nothing.
@@ -242,18 +261,18 @@ class CudaEngine:
     def __init__(self, device: torch.device, host: PinnedMemory | None = None) -> None:
         self.device = device
         self.host = host or PinnedMemory()
-        self._streams = {OUT: torch.cuda.Stream(device), BACK: torch.cuda.Stream(device)}
-        self._stalls, self._copies = Stopwatch(), Stopwatch()
+        self._streams = {OUT: torch.Stream(device), BACK: torch.Stream(device)}
+        self._stalls, self._copies = Stopwatch(device), Stopwatch(device)
 
-    def _stream(self, queue: str) -> torch.cuda.Stream:
-        return self._streams[queue] if queue in self._streams else torch.cuda.current_stream(self.device)
+    def _stream(self, queue: str) -> torch.Stream:
+        return self._streams[queue] if queue in self._streams else torch.accelerator.current_stream(self.device)
 
     def beside(self, device: torch.device) -> Engine:
         """Streams of its own, and the same `PinnedMemory`."""
-        return CudaEngine(device, self.host)
+        return AcceleratorEngine(device, self.host)
 
     def host_buffer(self, size: int) -> Tensor:
-        """`size` bytes [size], uint8, pinned unless CUDA refused that once."""
+        """`size` bytes [size], uint8, pinned unless that was refused once."""
         return self.host.buffer(size, self.device)
 
     def like(self, host: Tensor) -> Tensor:
@@ -262,7 +281,7 @@ class CudaEngine:
 
     def record(self, queue: str) -> Any:
         """A `QueueMark` in the queue's stream."""
-        event = torch.cuda.Event()
+        event = torch.Event(self.device)
         event.record(self._stream(queue))
         return QueueMark(queue, event)
 
@@ -285,7 +304,7 @@ class CudaEngine:
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
         """The copy to `target` [...], asynchronous if host memory is pinned; timed in the queue's stream."""
         stream = self._stream(queue)
-        with torch.cuda.stream(stream), self._copies.timing(queue, stream):
+        with stream, self._copies.timing(queue, stream):
             target.copy_(source, non_blocking=self.host.pinned)
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
@@ -293,17 +312,17 @@ class CudaEngine:
 
     def stalls(self) -> dict[str, float]:
         """Waits for the device, so call it outside of a step."""
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         return self._stalls.seconds()
 
     def copying(self) -> dict[str, float]:
         """Waits for the device, as `stalls` does."""
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         return self._copies.seconds()
 
     def clock(self) -> Any:
         """An event in the compute queue's stream, with a time."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record(self._stream(COMPUTE))
         return event
 
@@ -313,11 +332,13 @@ class CudaEngine:
         return float(start.elapsed_time(stop)) / 1e3
 
     def memory(self) -> DeviceMemory | None:
-        """As torch's allocator counts it; the limit is `memory_limit`."""
-        allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        """As torch's allocator counts it, if it does; the limit is `memory_limit`."""
+        if not tells_memory(self.device):
+            return None
+        allocated, peak = counted_bytes(self.device, "allocated"), counted_bytes(self.device, "peak")
         return DeviceMemory(allocated, peak, memory_limit(self.device))
 
 
 def make_engine(device: torch.device) -> Engine:
-    """A `CudaEngine` for a CUDA device, a `SynchronousEngine` for any other."""
-    return CudaEngine(device) if device.type == "cuda" else SynchronousEngine(device)
+    """An `AcceleratorEngine` for an accelerator, a `SynchronousEngine` for any other device."""
+    return AcceleratorEngine(device) if is_accelerator(device) else SynchronousEngine(device)

@@ -16,7 +16,7 @@ import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.config import LAST, StreamConfig
-from streambp.device import counted_bytes, memory_limit
+from streambp.device import counted_bytes, memory_limit, tells_memory
 from streambp.distributed.zero import is_partitioned
 from streambp.model.last_step import record_of
 from streambp.model.state import PatchState
@@ -130,7 +130,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     state, device = installed.state, _device(model)
     state.steps.name, state.steps.tell = type(model).__name__, functools.partial(record_of, state)
     cuts = state.config.chunk_size == "auto" and free_memory(device) is not None
-    saves = state.config.saves == "auto" and state.offloader is None and device.type in ("cpu", "cuda")
+    saves = state.config.saves == "auto" and state.offloader is None and (device.type == "cpu" or tells_memory(device))
     layers = [wrapper for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
     if not layers or not (cuts or saves):
         return model
@@ -221,7 +221,7 @@ def _device(model: nn.Module) -> torch.device:
 
 def free_memory(device: torch.device) -> float | None:
     """Bytes that a step may take on a device beyond what is allocated now; None where no limit is known."""
-    if device.type != "cuda":
+    if not tells_memory(device):
         return None
     return USABLE * memory_limit(device) - counted_bytes(device, "allocated")
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
+from streambp.device import counted_bytes, tells_memory
 from streambp.errors import StreamBPError
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
@@ -38,7 +39,8 @@ def compare_step(
     """Run one streamed step of a model whose gradients are None, and predict it.
 
     Args:
-        ids: [B, T] tokens, also the labels. On CUDA the allocator's bytes are measured, elsewhere those of live storages.
+        ids: [B, T] tokens, also the labels. On an accelerator the allocator's bytes are measured, elsewhere those of live
+            storages.
         snapshot: where to write torch's memory snapshot of the step (CUDA; open it at pytorch.org/memory_viz).
 
     Raises:
@@ -48,7 +50,7 @@ def compare_step(
     if snapshot is not None and device.type != "cuda":
         raise StreamBPError("A memory snapshot needs a CUDA device; torch records only what CUDA allocates.")
     recipe = SurveyRecipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
-    target: Device = "cuda" if device.type == "cuda" else "cpu"
+    target: Device = "cuda" if tells_memory(device) else "cpu"  # the law of the one serves other accelerators
     skeleton = Skeleton(model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch")
     counter = Counter(skeleton, reduce_layers(skeleton.model), ids.shape[0], "cudnn" if target == "cuda" else None)
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
@@ -63,14 +65,15 @@ def _measured(model: nn.Module, ids: Tensor, recipe: SurveyRecipe, snapshot: Pat
     assert recipe.config is not None
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
     patch(model, recipe.config)
-    if ids.device.type != "cuda":
+    told = tells_memory(ids.device)
+    if not told:
         uncount_host(model)
 
     def loss() -> Tensor:
         value: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
         return value
 
-    count = AllocatedBytes(ids.device) if ids.device.type == "cuda" else LiveBytes()
+    count = AllocatedBytes(ids.device) if told else LiveBytes()
     try:
         loss().backward()  # what happens once in a layer's life (probes, traces) is over
         model.zero_grad(set_to_none=True)
@@ -98,11 +101,11 @@ def uncount_host(model: nn.Module) -> None:
 
 
 class AllocatedBytes(contextlib.AbstractContextManager["AllocatedBytes"]):
-    """The CUDA allocator's bytes beyond those at the start, in place of tracked storages."""
+    """The bytes of an accelerator's allocator beyond those at the start, in place of tracked storages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start = torch.cuda.memory_allocated(device)
+        self._start = counted_bytes(device, "allocated")
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -110,13 +113,13 @@ class AllocatedBytes(contextlib.AbstractContextManager["AllocatedBytes"]):
     @property
     def live(self) -> int:
         """Bytes allocated now, less those at the start; freed ones count as negative."""
-        return torch.cuda.memory_allocated(self._device) - self._start
+        return counted_bytes(self._device, "allocated") - self._start
 
     @property
     def peak(self) -> int:
         """The most bytes that were allocated since `reset_peak`, less those at the start."""
-        return torch.cuda.max_memory_allocated(self._device) - self._start
+        return counted_bytes(self._device, "peak") - self._start
 
     def reset_peak(self) -> None:
         """Let the allocator's peak start from the bytes that are allocated now, for the whole process."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)

@@ -6,10 +6,11 @@ rate alone and attention 0.95. A GPU is heated for a second first, and what is m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from torch import Tensor
 from streambp.attention.backend import choose_backend
 from streambp.attention.kernels import Kernel, Task
 from streambp.attention.spans import Block, Kind
+from streambp.device import is_accelerator
 from streambp.planner.count import StepCount
 from streambp.planner.devices import DISPATCH, Rates
-from streambp.planner.skeleton import Device
 from streambp.planner.work import pairs
 
 SUSTAINED = {"products": 0.87, "attention": 0.95}
@@ -48,23 +49,27 @@ GPU = MeasuredSizes((1024, 8192), 4096, 12288, 16384, 32, 8, 128, 16384, 2**28, 
 CPU = MeasuredSizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
 
 
-def measure_device(kind: Device, sizes: MeasuredSizes | None = None) -> Rates:
-    """The rates of the current GPU, or of this machine's CPU.
+def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
+    """The rates of the current accelerator, or of this machine's CPU.
 
     Args:
+        kind: its type, such as "cuda" or "cpu".
         sizes: None: those that say most about training steps there.
     """
-    sizes = sizes or (GPU if kind == "cuda" else CPU)
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    device = torch.device(kind)
+    gpu = is_accelerator(device)
+    if gpu:
+        device = torch.device(kind, torch.accelerator.current_device_index())
+    sizes = sizes or (GPU if gpu else CPU)
+    dtype = torch.bfloat16 if gpu else torch.float32
     clock = Clock(device, sizes.times)
     with torch.no_grad():
         products = _products(clock, sizes, device, dtype)
         forward, backward = _attention(clock, sizes, device, dtype)
         bandwidth = _bandwidth(clock, sizes, device, dtype)
         link = _link(clock, sizes, device)
-    factor = SUSTAINED if kind == "cuda" else dict.fromkeys(SUSTAINED, 1.0)
-    name = torch.cuda.get_device_name(device) if kind == "cuda" else "this CPU"
+    factor = SUSTAINED if gpu else dict.fromkeys(SUSTAINED, 1.0)
+    name = torch.get_device_module(device).get_device_name(device) if gpu else f"this {kind.upper()}"
     source = f"measured with torch {torch.__version__}"
     forward, backward = forward * factor["attention"], backward * factor["attention"]
     return Rates(name, products * factor["products"], forward, backward, bandwidth, link, DISPATCH, source=source)
@@ -90,8 +95,8 @@ class Clock:
 
     def wait(self) -> None:
         """Until the device has done everything."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
 
 def _products(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> float:
@@ -140,14 +145,14 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def _link(clock: Clock, sizes: MeasuredSizes, device: torch.device) -> float:
     """Bytes/s each way, with copies both ways at once."""
-    pinned = device.type == "cuda"
+    pinned = is_accelerator(device)
     there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
     host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    streams: Sequence[torch.cuda.Stream | None] = [torch.cuda.Stream(device) if pinned else None for _ in range(2)]
+    streams = [torch.Stream(device) if pinned else contextlib.nullcontext() for _ in range(2)]
 
     def copies() -> None:
         for stream, target, source in zip(streams, (host[0], back), (there, host[1]), strict=True):
-            with torch.cuda.stream(stream):
+            with stream:
                 target.copy_(source, non_blocking=True)
 
     return sizes.copied / clock(copies)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.device import memory_limit
+from streambp.device import counted_bytes, memory_limit, tells_memory
 from streambp.errors import StreamBPError
 from streambp.known_names import GATHER, REDUCE_SCATTER
 from streambp.sharded.shards import KeyGroup, Keys, Piece, Shards
@@ -27,9 +27,9 @@ ROOM = 2**30  # bytes for them where no limit is known
 
 def room_for_keys(device: torch.device) -> int:
     """Bytes that this rank would give to keys and values of whole sequences, and their gradients."""
-    if device.type != "cuda":
+    if not tells_memory(device):
         return ROOM
-    return int(memory_limit(device) - torch.cuda.memory_allocated(device)) // SHARE
+    return int(memory_limit(device) - counted_bytes(device, "allocated")) // SHARE
 
 
 def collective(names: tuple[str, ...]) -> Callable[..., Any]:

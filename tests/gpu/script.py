@@ -12,6 +12,7 @@ import torch
 
 from paper_repro.figures import commit, versions
 from paper_repro.rows import Result, add_arguments, print_rows
+from tests import device as tested  # makes the emulated device this process' own, if STREAMBP_TEST_DEVICE says so
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ def main(
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add(parser)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default=tested.ASKED if tested.EMULATED else "cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     add_arguments(parser)
     args = parser.parse_args()
@@ -42,7 +43,7 @@ def main(
 
 
 def environment(device: str) -> Iterator[Result]:
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    name = "CPU" if device == "cpu" else torch.get_device_module(device).get_device_name()
     yield f"{name}; {versions()}; commit {commit()}\n", True
 
 

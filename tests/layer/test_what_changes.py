@@ -391,6 +391,22 @@ def test_what_the_forward_itself_changes_is_no_alarm(runs, monkeypatch):
     assert paths(ours) == {runs}
 
 
+def test_a_backward_while_forwards_wait_for_theirs_teaches_nothing(monkeypatch):
+    """What stands in for the parameters while a layer is recomputed is no change of the layer's own."""
+    tried, real = [], probe._why_not
+    monkeypatch.setattr(probe, "_why_not", lambda call, x: tried.append(call.site.index) or real(call, x))
+    model, batch = streambp.patch(build("qwen3", torch.float64), CONFIG), make_batch("plain")
+    model(**batch).loss.backward()
+    assert tried == [0, 1]
+    waiting = [model(**batch).loss for _ in range(3)]
+    for loss in waiting[1:]:  # the first one's never comes, as after an error
+        loss.backward()
+    sites = [w.site for w in model._streambp.state.wrappers if hasattr(w, "site")]
+    assert [site.fingerprint._ignored for site in sites] == [set(), set()]
+    model(**batch).loss.backward()
+    assert tried == [0, 1]
+
+
 @pytest.mark.full
 def test_copies_of_a_model_after_steps(monkeypatch):
     stock, ours = pair(around_mlp(Leaving))

@@ -130,17 +130,14 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (found.total - found.others - found.reserved, found.total))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: found.fraction)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: counts_of(found))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: found.reserved)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda d: found.allocated)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: found.peak)
     return found
 
 
 def counts_of(card):
     """As torch's allocator gives them, in part."""
-    pools = {"allocated_bytes": card.allocated, "reserved_bytes": card.reserved}
+    pools = {"allocated_bytes": (card.allocated, card.peak), "reserved_bytes": (card.reserved, 2 * card.reserved)}
     return {
-        name: {"all": {"current": size, "peak": 2 * size}, "small_pool": {"current": 1}} for name, size in pools.items()
+        name: {"all": {"current": size, "peak": peak}, "small_pool": {"current": 1}} for name, (size, peak) in pools.items()
     }
 
 
@@ -169,11 +166,11 @@ def test_the_limit_is_the_processs_fraction_and_what_others_leave(card, others, 
 
 
 def test_both_budgets_keep_to_the_limit(card, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
     card.fraction, card.allocated, card.reserved, card.peak = 79 / 140, 16 * GIB, 17 * GIB, 20 * GIB
     here = torch.device("cuda", 0)
     assert auto.free_memory(here) == pytest.approx((0.95 * 79 - 16) * GIB, abs=2)
-    memory = engines.CudaEngine(here).memory()
+    memory = engines.AcceleratorEngine(here).memory()
     assert (memory.allocated, memory.peak) == (16 * GIB, 20 * GIB)
     assert memory.limit == pytest.approx(79 * GIB, abs=1)
     card.others = 100 * GIB

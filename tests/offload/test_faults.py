@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
+from streambp.device import forget_error
 from streambp.offload import engines, manager, manager_of
 from streambp.offload.arena import host_limit
 from tests.offload.runs import (
@@ -179,7 +180,7 @@ class FakeEvent:
 
     passed = False
 
-    def __init__(self, enable_timing=False):
+    def __init__(self, device=None, enable_timing=False):
         self.timed = enable_timing
 
     def record(self, stream):
@@ -194,9 +195,16 @@ class FakeEvent:
         return 2.0
 
 
-class FakeStream:
+class CudaEngine(engines.AcceleratorEngine):
+    """Of a CPU that asks for host memory as a CUDA device does."""
+
+    def host_buffer(self, size):
+        return self.host.buffer(size, torch.device("cuda"))
+
+
+class FakeStream(contextlib.nullcontext):
     def __init__(self, device=None):
-        pass
+        super().__init__()
 
     def wait_event(self, event):
         assert isinstance(event, FakeEvent)
@@ -207,7 +215,7 @@ class FakeStream:
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """torch.cuda's streams and events on the CPU, where every copy is done at once; whether copies may be asynchronous."""
+    """CUDA's streams and events on the CPU, where every copy is done at once; whether copies may be asynchronous."""
     asynchronous = []
     real = Tensor.copy_
 
@@ -217,13 +225,13 @@ def fake_cuda(monkeypatch):
         return real(self, source)
 
     monkeypatch.setattr(Tensor, "copy_", copy)
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: monkeypatch.setattr(FakeEvent, "passed", True))
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: monkeypatch.setattr(FakeEvent, "passed", True))
     monkeypatch.setattr(FakeEvent, "passed", False)
-    monkeypatch.setattr(manager, "make_engine", engines.CudaEngine)
+    monkeypatch.setattr(engines, "forget_error", lambda device: forget_error(torch.device("cpu")))
+    monkeypatch.setattr(manager, "make_engine", lambda device: CudaEngine(device))
     return asynchronous
 
 

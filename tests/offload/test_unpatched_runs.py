@@ -306,7 +306,7 @@ def test_micro_batches_before_their_backward():
 
 
 def test_a_device_that_tells_corrects_the_prediction(monkeypatch):
-    monkeypatch.setattr(unpatched, "TELLING", ("cpu",))
+    monkeypatch.setattr(unpatched, "tells_memory", lambda device: True)
     model = patched()
     runs, device = model._streambp.state.unpatched, Device(limit=2_000_000)
     chooser_of(model).free = lambda _: device.limit - device.live
@@ -512,7 +512,7 @@ def test_what_sdpa_leaves_out_streams():
 def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
     plain = build("qwen3", **DROPS)
     model, reference = patched(plain), patched(plain, saves=())
-    monkeypatch.setattr(unpatched, "TELLING", ("cpu",))
+    monkeypatch.setattr(unpatched, "tells_memory", lambda device: True)
     chooser, device = chooser_of(model), Device()
     chooser.free = lambda _: PLENTY - 2000 * device.live
     model.zero_grad(set_to_none=True)
@@ -527,7 +527,7 @@ def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
 
 def test_what_is_small_does_not_correct_the_prediction(monkeypatch):
     """An allocator rounds up what a few tokens take."""
-    monkeypatch.setattr(unpatched, "TELLING", ("cpu",))
+    monkeypatch.setattr(unpatched, "tells_memory", lambda device: True)
     model = patched()
     chooser, device = chooser_of(model), Device()
     chooser.free = lambda _: PLENTY - 10 * device.live

@@ -205,7 +205,7 @@ def test_a_failed_plan_leaves_no_page(tmp_path):
     [(["--chunk-size", "0"], "chunk_size is 0"), (["--device", "cuda"], "torch finds no CUDA device")],
 )
 def test_profiles_that_cannot_run(arguments, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     build("llama").save_pretrained(tmp_path)
     assert cli.main(["profile", str(tmp_path), "--seq-len", "16", *arguments]) == 2
     assert words in capsys.readouterr().err

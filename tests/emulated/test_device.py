@@ -1,0 +1,156 @@
+"""The emulated device itself: it does to a program what a GPU does.
+
+covers: device.py, offload/engines.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from streambp.device import counted_bytes, is_accelerator, memory_limit, tells_memory
+from streambp.offload import engines
+from streambp.planner.measure_device import CPU, measure_device
+from tests.emulated import backend
+
+pytestmark = pytest.mark.emulated
+LIMIT = 64 * 2**30
+
+
+@pytest.fixture
+def limited(device):
+    """Sets the bytes that the device has."""
+    torch.accelerator.empty_cache()
+    yield lambda size: backend.extension().set_limit(0, size)
+    backend.extension().set_limit(0, LIMIT)
+
+
+def test_it_is_an_accelerator_that_tells_its_memory(device):
+    assert torch.accelerator.current_accelerator() == device
+    for index in range(backend.DEVICES):
+        one = torch.device(backend.NAME, index)
+        assert is_accelerator(one)
+        assert tells_memory(one)
+        assert memory_limit(one) == LIMIT
+    assert isinstance(engines.make_engine(device), engines.AcceleratorEngine)
+
+
+def test_devices_do_not_mix(device):
+    x = torch.randn(3, device=device)
+    for other in ("cpu", f"{backend.NAME}:1"):
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.randn(3, device=other)
+    assert torch.equal((x + 1).cpu(), x.cpu() + 1)
+    assert torch.equal(x.to(f"{backend.NAME}:1").cpu(), x.cpu())
+
+
+def test_the_host_runs_ahead_of_kernels_and_a_side_stream_of_both(device):
+    side = torch.Stream(device)
+    x = torch.zeros(8, device=device)
+    backend.extension().set_delays(0, 0, 0.0, 0.1)
+    try:
+        x.add_(1)
+        done = torch.Event(device)
+        done.record()
+        assert not done.query()
+        with side:
+            early = torch.zeros(8, device=device).copy_(x)
+        side.synchronize()
+        assert float(early.cpu().sum()) == 0  # nothing waited for the kernel
+        side.wait_event(done)
+        with side:
+            late = torch.zeros(8, device=device).copy_(x)
+        side.synchronize()
+        assert float(late.cpu().sum()) == 8
+    finally:
+        backend.extension().set_delays(0, 0, 0.0, 0.0)
+
+
+def test_pinned_memory_makes_copies_asynchronous(device):
+    x = torch.randn(8, device=device)
+    pinned = torch.zeros(8, pin_memory=True)
+    assert pinned.is_pinned()
+    backend.extension().set_delays(0, 0, 0.1, 0.0)
+    try:
+        pinned.copy_(x, non_blocking=True)
+        assert float(pinned.abs().sum()) == 0
+        torch.accelerator.synchronize()
+        assert torch.equal(pinned, x.cpu())
+    finally:
+        backend.extension().set_delays(0, 0, 0.0, 0.0)
+
+
+def test_memory_runs_out(device, limited):
+    here = torch.device(backend.NAME, 0)
+    before = counted_bytes(here, "allocated")
+    limited(counted_bytes(here, "reserved") + 2**20)
+    x = torch.empty(2**20, dtype=torch.uint8, device=here)
+    assert counted_bytes(here, "allocated") - before == 2**20
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2**20, dtype=torch.uint8, device=here)
+    del x
+    assert counted_bytes(here, "allocated") == before
+    torch.empty(2**20, dtype=torch.uint8, device=here)
+
+
+def test_a_number_of_allocations_from_now_one_fails(device):
+    backend.extension().fail_after(0, 1)
+    torch.empty(8, device=device)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(8, device=device)
+    torch.empty(8, device=device)
+
+
+def test_random_numbers_are_the_devices_own(device):
+    torch.manual_seed(1)
+    outer = torch.get_rng_state()
+    first = torch.rand(4, device=device)
+    assert torch.equal(torch.get_rng_state(), outer)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(4, device=device), first)
+
+
+def test_accelerate_sees_it(device):
+    from accelerate.state import PartialState
+
+    assert PartialState().device == device
+
+
+def test_its_rates_can_be_measured():
+    rates = measure_device(backend.NAME, CPU)
+    assert rates.name == "an emulated device"
+    assert min(rates.products, rates.forward, rates.backward, rates.bandwidth, rates.link) > 0
+
+
+def test_host_memory_that_it_uses_is_pinned_once_and_refused_with_a_warning(device, monkeypatch):
+    memory = engines.PinnedMemory()
+    assert memory.buffer(64, device).is_pinned()
+
+    def refuse(*args, pin_memory=False, real=torch.empty, **kwargs):
+        if pin_memory:
+            raise RuntimeError("no more pages\nto lock")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.warns(UserWarning, match=r"could not be pinned \(no more pages\)"):
+        assert not memory.buffer(64, device).is_pinned()
+    assert not memory.pinned
+
+
+def test_a_process_that_is_at_work_ends_quietly():
+    """Its streams have tasks left and hold tensors when the interpreter ends."""
+    program = """
+from tests.emulated import backend
+backend.register()
+import torch
+x = torch.randn(64, 64, device="emulated", requires_grad=True)
+backend.extension().set_delays(0, 0, 0.0, 0.01)
+for _ in range(20):
+    y = (x @ x).sum()
+    y.backward()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

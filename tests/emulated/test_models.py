@@ -1,0 +1,88 @@
+"""Models of many kinds on the emulated device: gradients are those of the unpatched model on the CPU.
+
+covers: offload/engines.py, layer/recompute.py, model/patching.py
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import streambp
+from streambp.offload import engines, manager_of
+from tests import zoo
+from tests.emulated import backend
+from tests.families import build, make_batch
+from tests.oracle import EXACT, gradients, worst_error
+from tests.tiers import thinned
+
+pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("float64_oracle")]
+FAMILIES = ("qwen3", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3", "qwen3_next", "falcon_h1", "mamba2")
+ALL = ("attn_out", "kv", "*")
+SETTINGS = {
+    "plain": {"saves": ()},
+    "saves": {"saves": ALL},
+    "auto": {},
+    "offload": {"saves": ALL, "offload": "cpu"},
+    "offload auto": {"offload": "auto"},
+    "shared": {"saves": (), "share_prefixes": True},
+}
+
+
+def made(family):
+    return build(family, torch.float64) if family in ("qwen3", "gemma3") else zoo.build(family)
+
+
+def batch_of(mode):
+    batch = make_batch(mode, rows=3)
+    if mode == "plain":  # rows that begin alike
+        batch["input_ids"][:, :12] = batch["input_ids"][:1, :12]
+        batch["labels"][:, :12] = -100
+    return batch
+
+
+@pytest.fixture(scope="module")
+def truths():
+    """Gradients on the CPU, unpatched, by family and mode."""
+    return {}
+
+
+@pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting in ("offload", "shared")))
+@pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("qwen3", "qwen3_next")))
+def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
+    """Patched on the CPU and moved, in two steps."""
+    mode = "plain" if setting == "shared" else "left-padded"
+    model, batch = made(family), batch_of(mode)
+    if (family, mode) not in truths:
+        truths[family, mode] = gradients(copy.deepcopy(model), **batch)[1]
+    streambp.patch(model, streambp.StreamConfig(chunk_size=7, **SETTINGS[setting])).to(device)
+    moved = {name: x.to(device) for name, x in batch.items()}
+    for _ in range(2):
+        _, found = gradients(model, **moved)
+        assert worst_error({name: g.cpu() for name, g in found.items()}, truths[family, mode]) <= EXACT
+    if SETTINGS[setting].get("offload") == "cpu":
+        transfers = manager_of(model).transfers
+        assert all(type(engine) is engines.AcceleratorEngine for engine in transfers.engines.values())
+        assert transfers.bytes[engines.OUT] > 0
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_layers_on_two_devices(offload):
+    accelerate = pytest.importorskip("accelerate")
+    batch = make_batch("left-padded")
+    model = build("qwen3", torch.float64, num_hidden_layers=4)
+    truth = gradients(copy.deepcopy(model), **batch)[1]
+    here, there = f"{backend.NAME}:0", f"{backend.NAME}:1"
+    places = {"model.embed_tokens": here, "model.rotary_emb": here, "model.norm": there, "lm_head": there}
+    places |= {f"model.layers.{index}": here if index < 2 else there for index in range(4)}
+    model = accelerate.dispatch_model(model, device_map=places, main_device=here, force_hooks=True)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload=offload))
+    moved = {name: x.to(here) for name, x in batch.items()}
+    for _ in range(2):
+        _, found = gradients(model, **moved)
+        assert {g.device.index for g in found.values()} == {0, 1}
+        assert worst_error({name: g.cpu() for name, g in found.items()}, truth) <= EXACT
+    if offload == "cpu":
+        assert len(manager_of(model).transfers.engines) == 2

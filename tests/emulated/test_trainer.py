@@ -1,0 +1,84 @@
+"""HF's Trainer on the emulated device: it trains as the unpatched model does there, through all that a run has.
+
+covers: model/patching.py, model/wrappers.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import streambp
+from tests.families import build, make_batch
+from tests.oracle import EXACT
+from tests.tiers import thinned
+
+pytestmark = pytest.mark.emulated
+ROWS = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1).items()} for seed in range(8)]
+
+
+def train(folder, device, config, resume=False, **arguments):
+    """The trainer after 4 steps of 2 micro-batches, or after 2 and their checkpoint's other 2."""
+    model = build("qwen3", torch.float64)
+    if config is not None:
+        streambp.patch(model, config)
+    settings = {
+        "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "max_grad_norm": 0.5, "learning_rate": 1e-3,
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "report_to": [], "seed": 3, "disable_tqdm": True,
+    }  # fmt: skip
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **arguments}
+    trainer = Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=ROWS, eval_dataset=ROWS[:3])
+    assert trainer.args.device.type == device.type
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    return trainer
+
+
+def told(trainer):
+    """Losses, norms and evaluations as logged."""
+    names = ("loss", "grad_norm", "eval_loss")
+    return [float(entry[name]) for entry in trainer.state.log_history for name in names if name in entry]
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("offload", thinned(["none", "cpu"], lambda offload: offload == "cpu"))
+def test_it_trains_as_unpatched_and_goes_on_from_a_checkpoint(offload, device, tmp_path):
+    config = streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload=offload)
+    plain = train(tmp_path / "plain", device, None)
+    ours = train(tmp_path / "ours", device, config)
+    again = train(tmp_path / "ours", device, config, resume=True)
+    assert len(told(plain)) == 12
+    for found in (ours, again):
+        torch.testing.assert_close(told(found), told(plain), rtol=EXACT, atol=0)
+        for ours_, theirs in zip(found.model.parameters(), plain.model.parameters(), strict=True):
+            assert ours_.device.type == device.type
+            # AdamW divides by the gradient's size: where that is nothing but rounding, a step is what rounding says.
+            torch.testing.assert_close(ours_.detach().cpu(), theirs.detach().cpu(), rtol=1e-6, atol=1e-9)
+
+
+def scaled(device, config):
+    """Losses and norms of 3 steps of 2 micro-batches under float16 autocast, by hand: accelerate knows makers by name."""
+    model = build("qwen3").to(device)
+    if config is not None:
+        streambp.patch(model, config)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), torch.amp.GradScaler(device.type)
+    found = []
+    for number in range(3):
+        for part in range(2):
+            batch = {name: x.to(device) for name, x in make_batch("left-padded", seed=2 * number + part).items()}
+            with torch.autocast(device.type, torch.float16):
+                loss = model(**batch, use_cache=False).loss / 2
+            scaler.scale(loss).backward()
+            found.append(loss.item())
+        scaler.unscale_(optimizer)
+        found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0**16  # no step was left out
+    return found
+
+
+def test_a_gradient_scaler(device):
+    ours = scaled(device, streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload="cpu"))
+    torch.testing.assert_close(ours, scaled(device, None), rtol=2e-3, atol=0)

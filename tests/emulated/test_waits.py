@@ -1,0 +1,126 @@
+"""The six waits of the offload engine, left out one by one while copies or kernels are slow.
+
+covers: offload/engines.py, offload/transfers.py
+
+A wait is implied if other waits and the order of a stream keep what it keeps ([Note: offload order] says which and why).
+Memory that is freed is overwritten by the stream it belongs to (device.cpp), so a tensor that is read too late shows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+
+import streambp
+from streambp.offload import engines, manager, manager_of, transfers
+from tests.emulated import backend
+from tests.families import build, make_batch
+from tests.tiers import thinned
+
+pytestmark = pytest.mark.emulated
+SETTINGS = {
+    "attn_out + kv": {"saves": ("attn_out", "kv"), "offload": "cpu"},
+    "gpu_memory=1": {"saves": (), "offload": "cpu", "gpu_memory": 1},
+    "auto": {"offload": "auto", "gpu_memory": 1},
+}
+SLOW = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}  # seconds a copy, or a kernel
+NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in fetch": "back", "6 in _let_go": "out"}
+IMPLIED = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
+BROKEN_OFF = "4 in _retire"  # reached where a step ends before its backward does
+LINES = inspect.getsource(transfers).splitlines()
+NUMBERED = re.compile(r"# (?:\[Note: offload order\], )?(\d)")
+WAITS = {}  # the line of each wait in transfers.py, by its number in the note and its function
+for number, line in enumerate(LINES, 1):
+    if ".wait(" in line and "def " not in line:
+        function = next(m[1] for before in reversed(LINES[:number]) if (m := re.match(r"\s*def (\w+)", before)))
+        WAITS[f"{NUMBERED.search(line)[1]} in {function}"] = number
+
+
+class Leaky(engines.AcceleratorEngine):
+    """Leaves out the waits of one line."""
+
+    line: int | None = None
+    left_out = 0
+
+    def wait(self, queue, event):
+        if sys._getframe(1).f_lineno == Leaky.line:
+            Leaky.left_out += event is not None
+        else:
+            super().wait(queue, event)
+
+
+def step(model, batch):
+    model.zero_grad(set_to_none=True)
+    model(**batch, use_cache=False).loss.backward()
+    torch.accelerator.synchronize()
+    return {name: p.grad.cpu() for name, p in model.named_parameters()}
+
+
+def slow_down(engine, out, back, compute):
+    c = backend.extension()
+    c.set_delays(0, 0, 0.0, compute)
+    c.set_delays(0, engine._streams[engines.OUT].stream_id, out, 0.0)
+    c.set_delays(0, engine._streams[engines.BACK].stream_id, back, 0.0)
+
+
+@pytest.fixture(scope="module", params=thinned(SETTINGS, lambda name: name == "attn_out + kv"))
+def run(request, device):
+    """The setting's name, its model, a batch, the gradients without offloading, and the engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "make_engine", Leaky)
+        batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
+
+        def made(**settings):
+            model = build("qwen3", num_hidden_layers=3).to(device)
+            return streambp.patch(model, streambp.StreamConfig(chunk_size=8, **settings))
+
+        plain = made(saves=())
+        step(plain, batch)
+        expected = step(plain, batch)
+        model = made(**SETTINGS[request.param])
+        for _ in range(3):
+            step(model, batch)
+        (engine,) = manager_of(model).transfers.engines.values()
+        yield request.param, model, batch, expected, engine
+
+
+def found(run, wait, slow):
+    """Whether a step has the gradients of one without offloading, and how many waits it left out."""
+    _, model, batch, expected, engine = run
+    assert type(engine) is Leaky
+    slow_down(engine, *SLOW[slow])
+    Leaky.line, Leaky.left_out = WAITS.get(wait), 0
+    try:
+        gradients = step(model, batch)
+    finally:
+        Leaky.line = None
+        slow_down(engine, 0.0, 0.0, 0.0)
+    return all(torch.equal(gradients[key], expected[key]) for key in expected), Leaky.left_out
+
+
+def test_every_wait_is_tried():
+    assert {*NEEDED, *IMPLIED, BROKEN_OFF} == set(WAITS)
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_with_all_waits_a_step_is_right(run, slow):
+    assert found(run, None, slow) == (True, 0)
+
+
+@pytest.mark.parametrize("wait", NEEDED)
+def test_a_wait_that_is_needed(run, wait):
+    same, left_out = found(run, wait, NEEDED[wait])
+    assert left_out > 0
+    assert not same
+
+
+@pytest.mark.parametrize("slow", thinned(SLOW, lambda slow: slow == "out"))
+@pytest.mark.parametrize("wait", IMPLIED)
+def test_a_wait_that_others_imply(run, wait, slow):
+    same, left_out = found(run, wait, slow)
+    assert left_out > 0 or (wait == "6 in borrow" and run[0] == "attn_out + kv")  # nothing is borrowed there
+    assert same

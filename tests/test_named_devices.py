@@ -1,0 +1,103 @@
+"""Where streambp/ names CUDA, and why. Everything else asks what a device can do: any accelerator takes the same path.
+
+covers: device.py
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from streambp.device import is_accelerator, tells_memory
+
+SOURCE = Path(__file__).parents[1] / "streambp"
+
+CUDAS = "CUDA's own: its kernels, its libraries, its runtime, or a cheaper way to what every accelerator tells"
+TARGET = "names what is counted for; no device is asked"
+TEXT = "a word of an error, of an option or of an attribute"
+PLACES = {
+    CUDAS: """
+        accumulate.py:_sums_inside
+        attention/backend.py:platform_of
+        attention/rules.py:_why_not_activated
+        attention/rules.py:why_not_cudnn
+        attention/rules.py:why_not_efficient
+        attention/rules.py:why_not_fused
+        attention/triton_merge.py:fits_triton
+        attention/triton_merge.py:merge_in_triton
+        device.py:counted_bytes
+        device.py:memory_limit
+        device.py:tells_memory
+        head/triton_fold.py:on_device
+        head/triton_fold.py:serves
+        model/describe.py:_describe_attention
+        offload/engines.py:PinnedMemory
+        offload/engines.py:pin
+        planner/measure.py:_measured
+        planner/measure.py:compare_step
+    """,
+    TARGET: """
+        planner/auto.py:_costs
+        planner/auto.py:counted
+        planner/counted.py:Asked
+        planner/estimate.py:estimate
+        planner/plan.py:plan
+        planner/skeleton.py:
+        planner/skeleton.py:Skeleton
+        planner/survey.py:Counter
+        planner/tree.py:_activations
+    """,
+    TEXT: """
+        cli.py:_add_device
+        cli.py:_add_profile
+        device.py:
+        lazy/standin.py:
+        model/wrappers.py:refuse_replicas
+        planner/survey.py:survey
+    """,
+}
+
+
+class Places(ast.NodeVisitor):
+    """Names of the functions and classes in which a name, or a text that is no docstring, says "cuda"."""
+
+    def __init__(self) -> None:
+        self.scope: list[str] = []
+        self.found: set[str] = set()
+
+    def visit(self, node: ast.AST) -> None:
+        """Go through a tree, but for docstrings."""
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return
+        said = (getattr(node, name, None) for name in ("id", "attr", "value", "arg", "name"))
+        if any(isinstance(text, str) and "cuda" in text.lower() for text in said):
+            self.found.add(self.scope[0] if self.scope else "")
+        scoped = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        if scoped:
+            self.scope.append(node.name)
+        super().generic_visit(node)
+        if scoped:
+            self.scope.pop()
+
+
+def places() -> Iterator[str]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        finder = Places()
+        finder.visit(ast.parse(path.read_text("utf-8")))
+        yield from (f"{path.relative_to(SOURCE).as_posix()}:{scope}" for scope in sorted(finder.found))
+
+
+def test_each_place_that_names_cuda_has_its_reason():
+    """A place that asks a device for its name hides what follows from every other accelerator, and from these tests."""
+    known = [place for listed in PLACES.values() for place in listed.split()]
+    assert len(known) == len(set(known))
+    assert sorted(places()) == sorted(known)
+
+
+def test_the_host_is_no_accelerator():
+    for device in (torch.device("cpu"), torch.device("meta")):
+        assert not is_accelerator(device)
+        assert not tells_memory(device)
