@@ -227,7 +227,11 @@ with open(os.path.join(os.environ["STREAMBP_LAUNCH_REPORT"], "11.json"), "w") as
 """
     monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path))
     assert launch(sys.executable, "-c", leaving) == 0
-    assert table(collect(tmp_path)).splitlines()[1:] == ["  program     train.py", "  model       A, patched", "  streams"]
+    assert table(collect(tmp_path)[0]).splitlines()[1:] == [
+        "  program     train.py",
+        "  model       A, patched",
+        "  streams",
+    ]
 
 
 def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch):
@@ -236,7 +240,7 @@ def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch)
     for process, rank in ((11, "1"), (12, "0")):
         assert leave(Account(process, rank, "train.py", models, 2**30 * (2 - int(rank))))
     assert [Path(f).suffix for f in os.listdir(tmp_path)] == [".json", ".json"]
-    assert table(collect(tmp_path)).splitlines() == [
+    assert table(collect(tmp_path)[0]).splitlines() == [
         "process 12 (rank 0), peak memory 2.00 GiB; process 11 (rank 1), peak memory 1.00 GiB",
         "  program     train.py",
         "  model       2 x A, patched",
