@@ -23,7 +23,7 @@ from streambp.launch.hook import VARIABLE
 from streambp.launch.place import place, remove
 from streambp.launch.report import FOLDER, collect, leave, say, streamed, table
 from streambp.launch.settings import Settings, add_flags, from_flags
-from streambp.reporting import told
+from streambp.reporting import reason, told
 
 SITE = Path(__file__).parent / "site"
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # as shells have them
@@ -84,9 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not program:
         raise ConfigError("there is no command to run; put it after --: streambp launch --chunk-size 8192 -- trl sft ...")
-    folder = told(tempfile.mkdtemp, None, "streambp-launch-", otherwise=lambda why: "")
+    folder, lost = "", ""
+    try:
+        folder = tempfile.mkdtemp(prefix="streambp-launch-")
+    except OSError as error:  # processes report by themselves
+        lost = reason(error)
     try:
         code = call(program, environment(settings, folder))
+        if lost:
+            return _lost(lost, code)
         return told(_report, program, Path(folder), code, arguments.allow_unpatched, otherwise=lambda why: _lost(why, code))
     finally:
         if folder:

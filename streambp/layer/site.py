@@ -15,6 +15,7 @@ from streambp.attention.carriers import NoAttention, ThroughInterface
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.fingerprint.looks import Fingerprint
+from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.store import Chooser, Offloader
 from streambp.recurrent.carriers import NoStates
@@ -117,6 +118,7 @@ class LayerSite:
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
         attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
+        owner: who is computing with the model. [Note: owner of a step]
     """
 
     layer: nn.Module
@@ -141,6 +143,7 @@ class LayerSite:
     previous: Callable[..., Any] | None = None
     attended: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
+    owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False, compare=False)
 
     @property
     def forward(self) -> Callable[..., Any]:

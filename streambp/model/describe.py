@@ -23,9 +23,10 @@ from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
 from streambp.layer.site import LayerSite
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.fused_layers import fused_modules
-from streambp.model.patching import Patch
+from streambp.model.patching import Patch, patch_of
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
+from streambp.reporting import told
 
 BLOCKS = MappingProxyType(
     {
@@ -37,6 +38,7 @@ BLOCKS = MappingProxyType(
 )
 CAME_LATER = "it came into the model after streambp.patch and costs memory; patch the model again to stream it"
 LIGERS = "Liger's kernels"
+LOST = "could not be told"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 
@@ -87,25 +89,37 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Which layers of a patched model stream, how large the chunks are, what is saved, and what costs memory.
+    """Which layers of a patched model stream, how large the chunks are, what is saved, and what costs memory. A part that
+    cannot be told says why. [Note: reports]
+
+    Args:
+        model: what was given to `patch`, what holds it, or what it holds, if all that streams is in there.
 
     Raises:
-        StreamBPError: the model is not patched.
+        StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
     """
-    found = next((m.__dict__["_streambp"] for m in model.modules() if "_streambp" in m.__dict__), None)
-    if found is None:
+    around = patch_of(model)
+    if around is None:
         raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch(model) first.")
+    _, found = around
     config = found.state.config
-    layers = _layers(model, found)
+    lost: list[str] = []
+
+    def layers_lost(why: str) -> tuple[LayerDescription, ...]:
+        lost.append(f"layers {LOST} ({why})")
+        return ()
+
+    layers = told(_layers, model, found, otherwise=layers_lost)
     chunk = str(found.state.chunk_rule or AUTO_RULE) if config.chunk_size == "auto" else str(config.chunk_size)
+    one, several = (lambda why: f"{LOST} ({why})"), (lambda why: (f"{LOST} ({why})",))
     return Description(
         layers,
         chunk,
-        _saves(found),
-        _describe_offload(found),
-        _describe_attention(found),
-        _describe_head(found),
-        _notes(model, found),
+        told(_saves, found, otherwise=several),
+        told(_describe_offload, found, otherwise=one),
+        told(_describe_attention, found, otherwise=one),
+        told(_describe_head, found, otherwise=one),
+        (*lost, *told(_notes, model, found, otherwise=several)),
     )
 
 

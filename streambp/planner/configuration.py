@@ -1,8 +1,8 @@
 """A model's configuration as the planner takes it: read, its numbers checked, its errors told with the field behind them.
 
-[Note: fields of an error] transformers checks the types of most fields and names them. What its models make of zero heads
-or of an unknown activation is any error, from anywhere. The field is found by leaving fields out, one at a time: those without
-which the error is gone are named, or else those without which it is another one.
+[Note: fields of an error] transformers checks the types of most fields and names them. What its models make of zero heads,
+say, is any error, from anywhere. The field is found by leaving fields out, one at a time: those without which the error is
+gone are named, or else those without which it is another one.
 """
 
 from __future__ import annotations
