@@ -270,7 +270,7 @@ def _rollouts(arguments: argparse.Namespace, found: Plan) -> Iterator[tuple[Way,
 def _rates(arguments: argparse.Namespace) -> Rates:
     """Of the device that was named or measured."""
     if arguments.measure_device is None:
-        return rates_of(arguments.device or DEFAULT)
+        return rates_of(DEFAULT if arguments.device is None else arguments.device)
     if arguments.device is not None:
         raise ConfigError("--device names rates and --measure-device measures them: pass one of the two.")
     rates = measure_device("cuda" if torch.cuda.is_available() else "cpu")

@@ -103,6 +103,7 @@ class Arena:
     def grow(self, stack: BufferStack, size: int) -> bool:
         """Add `size` bytes to a stack; False if that would exceed the budget even without the stacks that are free, or if
         the system does not give as many: then `refused` has its words."""
+        self.refused = None
         if self.allocated + size > self.limit and self._free:
             self._settle()
         while self.allocated + size > self.limit and self._free:
