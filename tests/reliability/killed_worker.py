@@ -24,7 +24,7 @@ from tests.families import LENGTH, build
 from tests.seeds import seeded
 
 ROWS = 4
-SECONDS = 20  # after which a rank gives up a collective that another one does not come to
+SECONDS = 60  # after which a rank gives up a collective that another one does not come to
 
 
 def checkpoint(folder):

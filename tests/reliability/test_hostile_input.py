@@ -31,7 +31,7 @@ def wrong(cases, budget):
     return [case for case in found if case[1] not in EXPECTED]
 
 
-BUDGETS = {"few": {"configs": 40, "settings": 400, "rates": 60, "reports": 60}, "many": {}}
+BUDGETS = {"few": {"configs": 24, "settings": 200, "rates": 40, "reports": 40}, "many": {}}
 BUDGETS["many"] = {"configs": 240, "settings": 4000, "rates": 600, "reports": 600}
 
 
@@ -53,10 +53,10 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("number", thinned([12, 140], lambda number: number == 12))
+@pytest.mark.parametrize("number", thinned([5, 160], lambda number: number == 5))
 def test_command_lines_end_with_a_code_that_is_no_verdict(number, checkpoint, record_property):
     found = list(itertools.islice(hostile.command_lines(checkpoint), number))
-    assert len(found) >= min(number, 90)
+    assert len(found) == number
     assert [case for case in found if case[1] != "refused"] == []
     record_property("cases", len(found))
 

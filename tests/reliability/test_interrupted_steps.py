@@ -95,7 +95,7 @@ ERRORS = {"out of memory": (torch.OutOfMemoryError, without_memory), "interrupt"
 
 
 @pytest.mark.parametrize("places", thinned([3, 40], lambda places: places == 3))
-@pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting in ("auto", "offload")))
+@pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting == "auto"))
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_at_an_operation(error, setting, places, record_property):
     subject, (kind, failing) = Subject(setting), ERRORS[error]
