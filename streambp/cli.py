@@ -7,18 +7,19 @@ import functools
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig, parse_bytes
 from streambp.device import is_accelerator
 from streambp.errors import ConfigError, StreamBPError
+from streambp.fields import MOST, shown
 from streambp.launch.command import add_launch, split
 from streambp.planner.devices import DEFAULT, DEVICES, Rates, device_of, rates_of, write_rates
 from streambp.planner.measure import compare_step
@@ -30,6 +31,7 @@ from streambp.planner.profile import Profile, Setting
 from streambp.planner.remedies import Remedy, Training, remedies, with_options
 from streambp.planner.report import Progress, as_json, comparison_table, plan_table, rates_table, remedies_table
 from streambp.planner.rollouts import COMPLETIONS, Rollouts, Way, both_ways, rollouts_table
+from streambp.reporting import reason
 from streambp.verify.compare import verify
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -47,16 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except StreamBPError as error:
-        print(f"streambp: {arguments.model}: {error}", file=sys.stderr)
-        return FAILED
+        return _failed(arguments, str(error))
     except torch.OutOfMemoryError as error:
-        first = str(error).splitlines()[0]
-        print(
-            f"streambp: {arguments.model}: {first} Pass a smaller --seq-len, --dtype bfloat16, or --device cpu.",
-            file=sys.stderr,
-        )
-        return FAILED
+        advice = "Pass a smaller --seq-len, --dtype bfloat16, or --device cpu."
+        return _failed(arguments, f"{str(error).splitlines()[0]} {advice}")
+    except Exception as error:  # an exit code of 1 would be a verdict
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        return _failed(arguments, f"{reason(error)} (in {where}). That is no verdict: check the arguments, or report it.")
     return code
+
+
+def _failed(arguments: argparse.Namespace, text: str) -> int:
+    print(" ".join(f"streambp: {arguments.model}: {text}".split()), file=sys.stderr)
+    return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -310,7 +316,7 @@ def _rates(arguments: argparse.Namespace) -> Rates:
     """Of the device that was named or measured."""
     if arguments.measure_device is None:
         memory = None if arguments.gpu_memory is None else device_of(parse_bytes("gpu_memory", arguments.gpu_memory))
-        return rates_of(arguments.device or memory or DEFAULT)
+        return rates_of(memory or DEFAULT if arguments.device is None else arguments.device)
     if arguments.device is not None:
         raise ConfigError("--device names rates and --measure-device measures them: pass one of the two.")
     rates = measure_device(_accelerator() or "cpu")
@@ -337,8 +343,9 @@ def _check_writable(option: str, file: Path) -> None:
             pass
         if new:
             file.unlink()
-    except OSError as error:
-        raise StreamBPError(f"{option} {file} cannot be written ({error.strerror}). Pass another file.") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        why = getattr(error, "strerror", None) or error
+        raise StreamBPError(f"{option} {file} cannot be written ({why}). Pass another file.") from error
 
 
 def _add_profile(commands: Any) -> None:
@@ -385,20 +392,21 @@ def parse_length(text: str) -> Any:
     if text == "max":
         return text
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKM]?)", text)
-    number = 0 if match is None else int(float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()])
-    if number < 1:
-        raise ConfigError(f'--seq-len is {text!r}; it must be a positive number such as 65536, 64k or 1M, or "max".')
-    return number
+    number = 0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+    if not 1 <= number <= MOST:
+        raise ConfigError(f'--seq-len is {shown(text)}; it must be a positive number such as 65536, 64k or 1M, or "max".')
+    return int(number)
 
 
 def _load(path_or_id: str, dtype: str) -> PreTrainedModel:
     """The checkpoint with transformers' default attention: sdpa wherever the model has it."""
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers' code, with files from anywhere
         raise StreamBPError(
-            f"It could not be loaded as a causal language model ({type(error).__name__}: {reason}). Pass the folder that "
-            "save_pretrained wrote, or an id on the Hub that this machine can reach."
+            f"It could not be loaded as a causal language model ({reason(error)}). Pass the folder that save_pretrained "
+            "wrote, or an id on the Hub that this machine can reach."
         ) from error
     return model

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from streambp.errors import ConfigError
+from streambp.fields import MOST, check_fields, shown
 
 SAVES = ("attn_out", "kv")
 LAST = "@"  # between a name among `saves` and the number of last layers that it is for
-ATTENTION = ("auto", "cudnn", "flash", "math")
-OFFLOAD = ("none", "cpu", "auto")
-ON_HOST_FULL = ("keep", "recompute", "raise")
-DOCUMENTS = ("from_positions", "as_given")
-KERNELS = ("own", "liger")
+DIGITS = 9  # of that number at most
 UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
 UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}  # no two of them differ in case alone
 
@@ -102,41 +98,24 @@ class StreamConfig:
         return dataclasses.replace(self, saves=tuple(saves))
 
     def __post_init__(self) -> None:
-        size = self.chunk_size
-        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(f'chunk_size is {size!r}; it must be a positive number of tokens, or "auto".')
-        self._check_saves()
-        named = {"attention": ATTENTION, "offload": OFFLOAD, "on_host_full": ON_HOST_FULL, "documents": DOCUMENTS}
-        named["kernels"] = KERNELS
-        for field, choices in named.items():
-            if getattr(self, field) not in choices:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be one of {list(choices)}.")
+        if isinstance(self.saves, list | tuple):  # command lines and JSON give ["auto"]
+            saves = tuple(self.saves)
+            alone = len(saves) == 1 and isinstance(saves[0], str) and saves[0] == "auto"
+            object.__setattr__(self, "saves", "auto" if alone else saves)
         for field in ("host_memory", "gpu_memory"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
-                if self.offload == "none":
-                    raise ConfigError(f"{field} is set, but offload='none' moves nothing; set offload='cpu' or 'auto' too.")
-        self._check_head()
-
-    def _check_saves(self) -> None:
-        if isinstance(self.saves, list | tuple) and tuple(self.saves) == ("auto",):  # as command lines and JSON give it
-            object.__setattr__(self, "saves", "auto")
-        if self.saves != "auto":
-            if not isinstance(self.saves, list | tuple) or not all(isinstance(name, str) for name in self.saves):
-                raise ConfigError(f"saves is {self.saves!r}; it must be a tuple of names, such as saves=('attn_out',).")
-            object.__setattr__(self, "saves", tuple(self.saves))
-            for name in self.saves:
-                start, last, count = name.partition(LAST)
-                if last and not (start and count.isdecimal() and int(count)):
-                    raise ConfigError(
-                        f"saves names {name!r}; behind {LAST} comes how many of the last layers save it, such as "
-                        "'attn_out@12'. Without it all do."
-                    )
-
-    def _check_head(self) -> None:
-        for field in ("head", "eval_logits", "lazy_logits", "share_prefixes", "unpatched_runs"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be True or False.")
+        check_fields(self, chunk_size=1)
+        for name in self.named_saves:
+            start, last, count = name.partition(LAST)
+            if last and not (start and count.isdecimal() and len(count) <= DIGITS and int(count)):
+                raise ConfigError(
+                    f"saves names {shown(name)}; behind {LAST} comes how many of the last layers save it, such as "
+                    "'attn_out@12'. Without it all do."
+                )
+        for field in ("host_memory", "gpu_memory"):
+            if getattr(self, field) is not None and self.offload == "none":
+                raise ConfigError(f"{field} is set, but offload='none' moves nothing; set offload='cpu' or 'auto' too.")
         for field in ("eval_logits", "lazy_logits"):
             if getattr(self, field) and not self.head:
                 raise ConfigError(
@@ -157,9 +136,9 @@ def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> Stre
     Raises:
         ConfigError: a name is unknown, or a value cannot be.
     """
-    unknown = sorted(set(found) - set(FIELDS))
+    unknown = [name for name in found if name not in FIELDS]
     if unknown:
-        raise ConfigError(f"{source} has the settings {unknown}; it may have {list(FIELDS)}.")
+        raise ConfigError(f"{source} has the settings {shown(unknown)}; it may have {list(FIELDS)}.")
     return dataclasses.replace(base, **found)
 
 
@@ -175,10 +154,10 @@ def parse_bytes(field: str, value: int | str) -> int:
         else None
     )
     number = float(match[1]) * UPPER[match[2].upper()] if match is not None and match[2].upper() in UPPER else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < math.inf:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number <= MOST:
         units = ", ".join(unit for unit in UNITS if unit)
         raise ConfigError(
-            f"{field} is {value!r}; it must be a positive number of bytes, or text of a number and a unit, such as "
+            f"{field} is {shown(value)}; it must be a positive number of bytes, or text of a number and a unit, such as "
             f'"96GiB". The units are {units}; a number without one is bytes.'
         )
     return int(number)

@@ -1,6 +1,6 @@
 """`describe` tells of the model as it is now, whatever became of its layers after `patch`.
 
-covers: model/describe.py
+covers: model/describe.py, model/patching.py, reporting.py
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import streambp
+from streambp.model import describe as describing
+from streambp.reporting import told
 from tests.families import build, make_batch
 from tests.seeds import seed_torch
 from tests.test_contract import check_agree
@@ -89,3 +91,54 @@ def test_layers_inside_checkpoint_wrappers_are_no_others():
     ours = streambp.patch(build("llama", torch.float64), CONFIG)
     apply_activation_checkpointing(ours, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer")
     assert [path for _, path in rows(ours)] == [STREAMS, STREAMS]
+
+
+class Wrapping(nn.Module):
+    """As DDP and engines hold a model."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_what_a_wrapper_was_patched_with_is_told_and_taken_off_by_the_model_inside():
+    inner = build("qwen3")
+    outer = streambp.patch(Wrapping(inner), CONFIG)
+    assert rows(inner) == [(name, STREAMS) for name in ("model.layers.0", "model.layers.1")]
+    for part in (inner.model, inner.model.layers[0]):  # not all that streams
+        for question in (streambp.describe, streambp.unpatch):
+            with pytest.raises(streambp.StreamBPError, match=r"part of a Wrapping that was given.*Pass the whole model"):
+                question(part)
+    assert streambp.unpatch(inner) is inner
+    assert "_streambp" not in outer.__dict__
+    assert not any("forward" in module.__dict__ for module in outer.modules())
+    assert streambp.unpatch(inner) is inner  # nothing happens
+
+
+@pytest.mark.parametrize(
+    "broken", ["_layers", "_saves", "_describe_offload", "_describe_attention", "_describe_head", "_notes"]
+)
+def test_a_part_that_cannot_be_told_says_why(broken, monkeypatch):
+    model = streambp.patch(build("qwen3"), CONFIG)
+    whole = str(streambp.describe(model))
+
+    def fails(*_):
+        raise KeyError("a hook of\nanother library")
+
+    monkeypatch.setattr(describing, broken, fails)
+    told = str(streambp.describe(model))
+    assert r"could not be told (KeyError: 'a hook of\nanother library')" in told
+    assert len(set(whole.splitlines()) & set(told.splitlines())) >= 4
+
+
+def test_a_report_of_an_error_that_cannot_be_shown():
+    class HostileError(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+        __repr__ = __str__
+
+    def fails():
+        raise HostileError
+
+    assert told(fails, otherwise=str) == "HostileError: a HostileError that cannot be shown"

@@ -9,7 +9,10 @@ file as `deepspeed=` and add `StreamCallback()`: DeepSpeed ignores sections that
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ from transformers import TrainerCallback
 
 from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.errors import ConfigError
+from streambp.fields import shown
 from streambp.planner.auto import patch
+from streambp.reporting import reason
 
 SECTION = "streambp"
 
@@ -28,7 +33,7 @@ def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, *
 
     Args:
         model: patched here, unless the config has no such section.
-        config: a dictionary, the path of a JSON file, or its base64 text, as DeepSpeed takes them. `config_params` and
+        config: a dictionary, the path of a JSON file, its text, or that as base64. `config_params` and
             `args.deepspeed_config` are looked at as well.
 
     Returns:
@@ -55,25 +60,40 @@ def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, *
 def read(source: Any) -> dict[str, Any]:
     """A DeepSpeed config as a dictionary.
 
+    Args:
+        source: a mapping, the path of a JSON file, its text, or that as base64.
+
     Raises:
-        ConfigError: it is no JSON object, or neither a file nor base64 text.
+        ConfigError: it is none of these.
     """
     if source is None:
         return {}
-    if isinstance(source, dict):
+    if isinstance(source, Mapping):
         return dict(source)
-    path = Path(source)
     try:
-        text = path.read_text() if path.is_file() else base64.urlsafe_b64decode(str(source)).decode()
-        found = json.loads(text)
-    except ValueError as error:
+        if not isinstance(source, str | os.PathLike):
+            raise ValueError(f"it is a {type(source).__name__}")
+        found = json.loads(_text(os.fspath(source)))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"No DeepSpeed config could be read from {str(source)[:200]!r} ({error}). Pass the path of a JSON file that is "
-            "there, its base64 text, or a dictionary."
+            f"No DeepSpeed config could be read from {shown(source)} ({reason(error)}). Pass the path of a JSON file that "
+            "is there, the file's text, that as base64, or a dictionary."
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"The DeepSpeed config is a {type(found).__name__}; it must be a JSON object.")
     return found
+
+
+def _text(source: str) -> str:
+    """Of a config that is itself JSON, or base64 of it, or the path of a file. No text of the first two kinds is asked for
+    among files: beyond 255 characters the system refuses it as a name."""
+    if source.lstrip().startswith("{"):
+        return source
+    with contextlib.suppress(ValueError):
+        text = base64.urlsafe_b64decode(source).decode()
+        if text.lstrip().startswith("{"):
+            return text
+    return Path(source).read_text("utf-8")
 
 
 def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
@@ -86,7 +106,7 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
     if section is None:
         return None
     if not isinstance(section, dict):
-        raise ConfigError(f'"{SECTION}" is {section!r}; it must be an object with the fields {list(FIELDS)}.')
+        raise ConfigError(f'"{SECTION}" is {shown(section)}; it must be an object with the fields {list(FIELDS)}.')
     if settings.get("activation_checkpointing"):
         raise ConfigError(
             '"activation_checkpointing" and "streambp" are both set; streamed layers recompute themselves. Remove '

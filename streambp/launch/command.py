@@ -7,6 +7,7 @@ import contextlib
 import os
 import queue
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from types import FrameType
 from typing import Any
 
 from streambp.errors import ConfigError
+from streambp.fields import shown
 from streambp.launch.hook import VARIABLE
 from streambp.launch.place import place, remove
 from streambp.launch.report import FOLDER, collect, leave, say, streamed, table
 from streambp.launch.settings import Settings, add_flags, from_flags
+from streambp.reporting import reason, told
 
 SITE = Path(__file__).parent / "site"
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # as shells have them
@@ -81,14 +84,35 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not program:
         raise ConfigError("there is no command to run; put it after --: streambp launch --chunk-size 8192 -- trl sft ...")
-    with tempfile.TemporaryDirectory(prefix="streambp-launch-") as folder:
+    folder, lost = "", ""
+    try:
+        folder = tempfile.mkdtemp(prefix="streambp-launch-")
+    except OSError as error:  # processes report by themselves
+        lost = reason(error)
+    try:
         code = call(program, environment(settings, folder))
-        accounts = collect(Path(folder))
+        if lost:
+            return _lost(lost, code)
+        return told(_report, program, Path(folder), code, arguments.allow_unpatched, otherwise=lambda why: _lost(why, code))
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report(program: Sequence[str], folder: Path, code: int, allowed: bool) -> int:
+    """Say what the processes of a program did, and judge its exit code by it; where that is not known, it is as it was."""
+    accounts, lost = collect(folder)
     for account in accounts:
         leave(account)  # for the launch that this one may be run by
     say(f"end of {shlex.join(program)}")
-    say(table(accounts))
-    return judge(code, streamed(accounts), arguments.allow_unpatched)
+    say("\n".join([*lost, *([table(accounts)] if accounts or not lost else [])]))
+    return code if lost else judge(code, streamed(accounts), allowed)
+
+
+def _lost(why: str, code: int) -> int:
+    """A program's exit code, where its report has failed. [Note: reports]"""
+    say(f"what the program's processes did could not be told ({why})")
+    return code
 
 
 def judge(code: int, patched: int, allowed: bool) -> int:
@@ -118,8 +142,8 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
     with _signals_to(came.put):
         try:
             child = subprocess.Popen(program, env=variables)
-        except OSError as error:
-            say(f"{program[0]} cannot be run: {error.strerror}")
+        except (OSError, ValueError) as error:  # ValueError: a NUL byte
+            say(f"{shown(program[0])} cannot be run: {getattr(error, 'strerror', None) or error}")
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
         with _signals_to(child.send_signal):
             while not came.empty():

@@ -130,7 +130,7 @@ def read() -> dict[str, Any]:
     text = os.environ.get(VARIABLE, "{}")
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ValueError(

@@ -24,6 +24,7 @@ from streambp.model.describe import describe
 from streambp.model.fused_head import add_head
 from streambp.model.patching import is_patched, streamed_head
 from streambp.planner.auto import patch
+from streambp.reporting import told
 
 
 class Launched:
@@ -38,7 +39,7 @@ class Launched:
         self._seen: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakKeyDictionary[nn.Module, StreamConfig] = weakref.WeakKeyDictionary()
         self._models: list[Model] = []
-        self._busy = False
+        self._busy = self._left = False
         atexit.register(self.finish)
 
     def __reduce__(self) -> tuple[type[Launched], tuple[StreamConfig]]:
@@ -122,11 +123,15 @@ class Launched:
         return any(part is model for seen in self._seen for part in seen.modules())
 
     def account(self) -> Account:
-        """What was done so far, left for the command that started the program; models that are gone as last seen."""
-        for model, told in list(self._seen.items()):
-            if told.left is None and is_patched(model):
-                told.description = str(describe(model))
-        account = Account(os.getpid(), os.environ.get("RANK"), sys.argv[0], self._models, _peak())
+        """What was done so far, left for the command that started the program; models that are gone as last seen.
+        [Note: reports]"""
+        return told(self._account, otherwise=lambda why: Account(os.getpid(), None, why, self._models))
+
+    def _account(self) -> Account:
+        for model, known in list(self._seen.items()):
+            if known.left is None and is_patched(model):
+                known.description = told(_described, model, otherwise=lambda why: f"could not be told ({why})")
+        account = Account(os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, _peak())
         self._left = leave(account)
         return account
 
@@ -144,7 +149,11 @@ class Launched:
     def _say(account: Account) -> None:
         """The other ranks of a machine would say the same."""
         if os.environ.get("RANK", "0") == "0":
-            say(table([account]))
+            say(told(table, [account], otherwise=lambda why: f"what this process did could not be told ({why})"))
+
+
+def _described(model: nn.Module) -> str:
+    return str(describe(model))
 
 
 def _peak() -> int | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from streambp.fields import check_fields
+from streambp.reporting import told
+
 FOLDER = "STREAMBP_LAUNCH_REPORT"  # in the environment: where processes leave their accounts
+DIGITS = 10  # fewer are a rank's number
 
 
 @dataclasses.dataclass
@@ -19,6 +25,9 @@ class Model:
     kind: str
     description: str | None = None
     left: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass
@@ -34,6 +43,9 @@ class Account:
     models: list[Model]
     peak: int | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self, process=0, peak=0)
+
 
 def leave(account: Account) -> bool:
     """Write an account where the command that started the program will look; False if there is no such place."""
@@ -45,19 +57,41 @@ def leave(account: Account) -> bool:
         written = file.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(dataclasses.asdict(account)), "utf-8")
         written.replace(file)  # at once: the program may be killed at any time
-    except OSError:  # another machine's folder
+    except (OSError, ValueError):  # another machine's folder, or none that can be written to
         return False
     return True
 
 
-def collect(folder: Path) -> list[Account]:
-    """The accounts in a folder, by rank."""
-    found = []
-    for file in folder.glob("*.json"):
-        fields = json.loads(file.read_text("utf-8"))
-        fields["models"] = [Model(**model) for model in fields["models"]]
-        found.append(Account(**fields))
-    return sorted(found, key=lambda account: (int(account.rank or -1), account.process))
+def collect(folder: Path) -> tuple[list[Account], list[str]]:
+    """The accounts in a folder, by rank, and why others could not be told. [Note: reports]"""
+    found: list[Account] = []
+    why = told(_writable, folder, otherwise=str)
+    left = [] if why is None else [f"what processes did could not be told: no account can be left in {folder} ({why})"]
+    for file in told(lambda: sorted(folder.glob("*.json")), otherwise=lambda why: []):
+        account = told(_read, file, otherwise=str)
+        if isinstance(account, Account):
+            found.append(account)
+        else:
+            left.append(f"what process {file.stem} did could not be told ({account})")
+    return sorted(found, key=lambda account: (*_place(account.rank), account.process)), left
+
+
+def _writable(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"a")
+
+
+def _read(file: Path) -> Account:
+    fields = json.loads(file.read_text("utf-8"))
+    fields["models"] = [Model(**model) for model in fields["models"]]
+    return Account(**fields)
+
+
+def _place(rank: str | None) -> tuple[bool, int, str]:
+    """Ranks by their numbers, then those that a scheduler names otherwise ("worker-0")."""
+    text = rank or ""
+    number = int(text) if text.isdecimal() and len(text) < DIGITS else -1
+    return bool(text) and number < 0, number, text
 
 
 def streamed(accounts: Iterable[Account]) -> int:
@@ -95,5 +129,6 @@ def _lines(account: Account) -> Iterable[str]:
 
 
 def say(text: str) -> None:
-    """To people, beside what the program prints."""
-    print("\n".join(f"streambp: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    """To people, beside what the program prints; to nobody, where they have closed it. [Note: reports]"""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print("\n".join(f"streambp: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)

@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 import json
 import typing
-from typing import Any
+from typing import Any, Literal
 
 from streambp.config import FIELDS, StreamConfig, config_of
-from streambp.errors import ConfigError
+from streambp.fields import check_fields
 
-AT = ("trainer", "train")
+DIGITS = 18  # of a number among the flags
 DEFAULTS = StreamConfig(lazy_logits=True)  # programs that know nothing of streambp ask for logits
 
 
@@ -27,11 +27,10 @@ class Settings:
     """
 
     config: StreamConfig = DEFAULTS
-    at: str = "trainer"
+    at: Literal["trainer", "train"] = "trainer"
 
     def __post_init__(self) -> None:
-        if self.at not in AT:
-            raise ConfigError(f"at is {self.at!r}; it must be one of {list(AT)}.")
+        check_fields(self)
 
     def to_json(self) -> str:
         """What differs from the defaults, for the environment of a program."""
@@ -77,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=told)
     parser.add_argument(
         "--at",
-        choices=AT,
+        choices=("trainer", "train"),
         default=argparse.SUPPRESS,
         help='"trainer" (the default): what HF Trainer and its subclasses train; "train": any transformers model too whose '
         "train() is called, for programs with a loop of their own",
@@ -94,4 +93,4 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _number_or_text(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() and len(text) <= DIGITS else text

@@ -156,6 +156,7 @@ class StreamedLayer(torch.autograd.Function):
             rest: the differentiable arguments and the parameters; values are read from `call` and from the layer's slots.
         """
         ctx.passes, ctx.call, ctx.parameters = passes, call, parameters
+        ctx.owner, ctx.began = call.site.owner, call.site.owner.current
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
         count = len(call.arguments.differentiable)
@@ -184,16 +185,18 @@ class StreamedLayer(torch.autograd.Function):
 
         Raises:
             BackwardError: it is the second backward, second derivatives are wanted, or something has changed since forward.
+            StreamBPError: another thread is computing with the model. [Note: owner of a step]
         """
         counts = None if grad is None else reference_counts(grad)
-        call, parameters = _begin_backward(ctx)
-        if call.site.notes is not None:
-            call.site.notes.in_backward()
-        grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
-        needs_input, wanted = call.wanted
-        sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)
-        inputs = InputGradients(call, wanted)
+        use = ctx.owner.enter(ctx.began)
         try:
+            call, parameters = _begin_backward(ctx)
+            if call.site.notes is not None:
+                call.site.notes.in_backward()
+            grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
+            needs_input, wanted = call.wanted
+            sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)
+            inputs = InputGradients(call, wanted)
             if needs_input:
                 reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
                 inputs.hidden_states = grad if reuse else mark(call.attempt(lambda _: _gradient_buffer(call)))
@@ -209,6 +212,8 @@ class StreamedLayer(torch.autograd.Function):
             found = call.attempt(lambda _: sums.result(values))
         except torch.OutOfMemoryError as error:
             raise explained(error, call.site, call.plan) from error
+        finally:
+            use.__exit__()
         pairs = zip(found, values, strict=True)
         gradients = [zeros_for_engines(parameter) if gradient is None else gradient for gradient, parameter in pairs]
         return None, None, None, inputs.hidden_states, *inputs.result(), *gradients

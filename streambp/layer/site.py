@@ -19,6 +19,7 @@ from streambp.errors import StreamBPError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, Look
 from streambp.layer.choices import Choices
+from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.store import Chooser, Notes, Offloader
 from streambp.recurrent.carriers import NoStates
@@ -144,6 +145,7 @@ class LayerSite:
     that are new are not tried: each forward watches whether they change what they are given, as it always does, and
     backward whether they keep it with its graph. A hook that does either ends the step with an error, and the layer is
     tried with it from then on.
+        owner: who is computing with the model. [Note: owner of a step]
     """
 
     layer: nn.Module
@@ -174,6 +176,7 @@ class LayerSite:
     adopted: set[frozenset[tuple[str, Any]]] = dataclasses.field(default_factory=set)
     hooks_tried: set[HookKey] = dataclasses.field(default_factory=set)
     shown: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False, compare=False)
 
     @property
     def forward(self) -> Callable[..., Any]:

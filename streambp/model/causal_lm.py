@@ -151,6 +151,10 @@ class CausalLMForward(InstanceForward):
         """
         if self.retired:
             return self.original(*args, **kwargs)
+        with self.state.owner.enter():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         want_log_probs = kwargs.pop("output_log_probs", False)
         if args:
             kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}

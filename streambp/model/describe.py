@@ -30,6 +30,7 @@ from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
 from streambp.offload.auto import OffloadChoice
 from streambp.prefixes.calls import Shared
+from streambp.reporting import told
 
 BLOCKS = MappingProxyType(
     {
@@ -41,6 +42,7 @@ BLOCKS = MappingProxyType(
 )
 CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
 LIGERS = "Liger's kernels"
+LOST = "could not be told"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 
@@ -107,21 +109,36 @@ class Description:
 
 def describe(model: nn.Module) -> Description:
     """What the last step of a patched model did, and how the model runs: which layers stream, how large the chunks are,
-    what is saved, and what costs memory.
+    what is saved, and what costs memory. A part that cannot be told says why. [Note: reports]
+
+    Args:
+        model: what was given to `patch`, what holds it, or what it holds, if all that streams is in there.
 
     Raises:
-        StreamBPError: the model is not patched.
+        StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
     """
     found: Patch = patch_of(model)
-    record = record_of(found.state)
+    lost: list[str] = []
+
+    def layers_lost(why: str) -> tuple[LayerDescription, ...]:
+        lost.append(f"layers {LOST} ({why})")
+        return ()
+
+    def step_lost(why: str) -> None:
+        lost.append(f"the last step {LOST} ({why})")
+
+    one, several = (lambda why: f"{LOST} ({why})"), (lambda why: (f"{LOST} ({why})",))
+    record = told(record_of, found.state, otherwise=step_lost)
+    layers = told(_layers, model, found, otherwise=layers_lost)
+    notes = told(_notes, model, found, otherwise=several)
     return Description(
-        _layers(model, found),
-        _chunk_size(found, record),
-        _saves(found, record),
-        _describe_offload(found),
-        _describe_attention(found, record),
-        head_of(found.state),
-        _notes(model, found),
+        layers,
+        told(_chunk_size, found, record, otherwise=one),
+        told(_saves, found, record, otherwise=several),
+        told(_describe_offload, found, otherwise=one),
+        told(_describe_attention, found, record, otherwise=one),
+        told(head_of, found.state, otherwise=one),
+        (*lost, *notes),
         record,
     )
 

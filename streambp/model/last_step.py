@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+import streambp.model.patching as patching
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.layer.saved import GRAPH
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
+from streambp.model.patching import Patch
 from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, WHOLE, HostTraffic, Saved, StepRecord
 from streambp.model.state import PatchState
 from streambp.model.steps import Choice, Step
@@ -33,16 +34,16 @@ def last_step(model: nn.Module) -> StepRecord | None:
     return record_of(patch_of(model).state)
 
 
-def patch_of(model: nn.Module) -> Any:
-    """The `Patch` of a patched model, whichever module inside the model was given to `patch`.
+def patch_of(model: nn.Module) -> Patch:
+    """The `Patch` of a patched model, whichever module inside or around the model was given to `patch`.
 
     Raises:
-        StreamBPError: the model is not patched.
+        StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
     """
-    found = next((m.__dict__["_streambp"] for m in model.modules() if "_streambp" in m.__dict__), None)
+    found = patching.patch_of(model)
     if found is None:
         raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch(model) first.")
-    return found
+    return found[1]
 
 
 def record_of(state: PatchState) -> StepRecord | None:

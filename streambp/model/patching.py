@@ -25,6 +25,7 @@ from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
 
 Model = TypeVar("Model", bound=nn.Module)
+OURS = (BackboneForward, LayerForward, CausalLMForward)
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
@@ -160,19 +161,49 @@ class Patch:
 
 
 def unpatch(model: Model) -> Model:
-    """Take off everything `patch` put on; the model is exactly what it was. Nothing happens to an unpatched model."""
-    for module in model.modules():
-        found = module.__dict__.pop(PATCH, None)
-        if found is not None:
-            for own in dict.fromkeys((module, found.state.root)):  # they differ in what `copy.copy` has made
-                own.__dict__.pop(PATCH, None)
-                for wrapper in reversed(own.__dict__.pop(WRAPPERS, ())) if own is not found.state.root else ():
-                    wrapper.leave(own.__dict__)
-            for wrapper in reversed(found.state.wrappers):
-                wrapper.remove()
-            found.fused.take_off()
-            unmark(module)
+    """Take off everything `patch` put on; the model is exactly what it was. Nothing happens to an unpatched model.
+
+    Raises:
+        StreamBPError: it is a part of a patched model, and other parts stream as well.
+    """
+    found = patch_of(model)
+    while found is not None:
+        module, patch = found
+        root = patch.state.root or module
+        for own in dict.fromkeys((module, root)):  # they differ in what `copy.copy` has made
+            own.__dict__.pop(PATCH, None)
+            for wrapper in reversed(own.__dict__.pop(WRAPPERS, ())) if own is not root else ():
+                wrapper.leave(own.__dict__)
+        for wrapper in reversed(patch.state.wrappers):
+            wrapper.remove()
+        patch.fused.take_off()
+        unmark(module)
+        found = patch_of(model)
     return model
+
+
+def patch_of(model: nn.Module) -> tuple[nn.Module, Patch] | None:
+    """The module that was given to `patch`, and what was put on: the model itself, a part of it, or what wraps it (DDP, an
+    engine), if all that streams there is in the model. None: it is not patched.
+
+    Raises:
+        StreamBPError: more streams there.
+    """
+    for module in model.modules():
+        if PATCH in module.__dict__:
+            return module, module.__dict__[PATCH]
+    states = (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS) and not f.retired)
+    root = next((state.root for state in states if state.root is not None and PATCH in state.root.__dict__), None)
+    if root is None:
+        return None
+    found: Patch = root.__dict__[PATCH]
+    inside, there = (set(map(id, around.modules())) for around in (model, root))
+    if any(id(wrapper.module) in there - inside for wrapper in found.state.wrappers):
+        raise StreamBPError(
+            f"This {type(model).__name__} is a part of a {type(root).__name__} that was given to streambp.patch, and other "
+            "parts of it stream as well. Pass the whole model."
+        )
+    return root, found
 
 
 def _final_norm(backbone: nn.Module) -> nn.Module | None:

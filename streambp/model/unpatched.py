@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -75,7 +74,7 @@ class UnpatchedRuns:
         self.config, self.chooser, self.sites = config, chooser, sites
         self.most = math.inf
         self.factor = 1.0
-        self._thread: int | None = None  # in which such a forward is running
+        self.within = False  # such a forward is running
         self._differentiated = 0  # tokens of the micro-batch whose backward has begun and not ended
 
     def __getstate__(self) -> Any:
@@ -84,11 +83,6 @@ class UnpatchedRuns:
 
     def __setstate__(self, state: Any) -> None:
         UnpatchedRuns.__init__(self, *state)
-
-    @property
-    def within(self) -> bool:
-        """Whether such a forward is running in this thread: another one may evaluate the model meanwhile."""
-        return self._thread == threading.get_ident()
 
     def attempt(self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig) -> T | None:
         """What `run` returns; None if the micro-batch is to be streamed.
@@ -107,7 +101,7 @@ class UnpatchedRuns:
         if predicted is None or spare is None or predicted > SHARE * spare:
             return None
         random, before = RandomState.capture(given.device), self.chooser.free(given.device)
-        self._thread = threading.get_ident()
+        self.within = True
         try:
             result = run()
         except torch.OutOfMemoryError:
@@ -117,7 +111,7 @@ class UnpatchedRuns:
             self.most = 0
             return None
         finally:
-            self._thread = None
+            self.within = False
         # Not above: the error's frames hold tensors.
         if result is None or self._took(predicted, given.device, before) > 2 * SHARE * spare:
             self.most = tokens // 2

@@ -53,7 +53,13 @@ class LayerForward(InstanceForward):
         super().__init__(module)
         self.state = state
         self.site = LayerSite(
-            module, state.config, kind_of(module), offloader=state.offloader, index=index, previous=eager(self.previous)
+            module,
+            state.config,
+            kind_of(module),
+            offloader=state.offloader,
+            index=index,
+            previous=eager(self.previous),
+            owner=state.owner,
         )
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None
@@ -77,10 +83,16 @@ class LayerForward(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, streamed where the call may stream."""
+        if self.retired:
+            return self.original(*args, **kwargs)
+        with self.state.owner.enter():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tree = self.state.tree
         if tree is not None:
             tell(tree, self.site, args, kwargs)
-        if self.retired or self.state.bypass or has_cache(kwargs):
+        if self.state.bypass or has_cache(kwargs):
             if self.state.unpatched is not None and self.state.unpatched.within:
                 self.state.unpatched.enter_layer()
             return self.original(*args, **kwargs)
@@ -150,6 +162,10 @@ class BackboneForward(InstanceForward):
             return self.original(*args, **kwargs)
         if args:
             kwargs = {**kwargs, **inspect.signature(self).bind_partial(*args).arguments}
+        with self.state.owner.enter():
+            return self._call(kwargs)
+
+    def _call(self, kwargs: dict[str, Any]) -> Any:
         before = self.state.bypass, self.state.shards, self.state.packed_rows
         self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from streambp.errors import StreamBPError
+from streambp.reporting import reason
 
 ALIGNMENT = 64
 NO_LIMIT = 2**62  # bytes, where nothing says how much memory a machine has
+NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator|(can't|cannot|could not) (allocate|pin|register)|out of memory", re.I)
 
 
 def padded(size: int) -> int:
@@ -72,6 +75,8 @@ class Arena:
 
     Args:
         limit: bytes. buffer: allocates as many. settle: waits until no copy reads or writes host memory any more.
+
+    refused: what the system said when it gave no memory within the budget.
     """
 
     def __init__(self, limit: int, buffer: Callable[[int], Tensor], settle: Callable[[], None] = lambda: None) -> None:
@@ -80,6 +85,7 @@ class Arena:
         self._settle = settle
         self._free: list[BufferStack] = []
         self.allocated = 0
+        self.refused: str | None = None
 
     def take(self, kind: str = "") -> BufferStack:
         """The free stack of that kind that was given back last, or a new one, which has no memory yet."""
@@ -95,16 +101,35 @@ class Arena:
         self._free.append(stack)
 
     def grow(self, stack: BufferStack, size: int) -> bool:
-        """Add `size` bytes to a stack; False if that would exceed the budget even without the stacks that are free."""
+        """Add `size` bytes to a stack; False if that would exceed the budget even without the stacks that are free, or if
+        the system does not give as many: then `refused` has its words."""
+        self.refused = None
         if self.allocated + size > self.limit and self._free:
             self._settle()
         while self.allocated + size > self.limit and self._free:
             self.allocated -= self._free.pop(0).size
         if self.allocated + size > self.limit:
             return False
-        stack.segments.append(self._buffer(size))
+        segment = self._allocate(size)
+        if segment is None and self._free:
+            self._settle()
+            self.allocated -= sum(free.size for free in self._free)
+            self._free.clear()
+            segment = self._allocate(size)
+        if segment is None:
+            return False
+        stack.segments.append(segment)
         self.allocated += size
         return True
+
+    def _allocate(self, size: int) -> Tensor | None:
+        try:
+            return self._buffer(size)
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and NO_HOST_MEMORY.search(str(error)) is None:
+                raise
+            self.refused = reason(error)
+            return None
 
 
 def as_tensor(host: Tensor, like: Tensor) -> Tensor:
@@ -157,18 +182,24 @@ def _available(meminfo: Path, cgroup: Path, membership: Path) -> float:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         if "MemAvailable" in lines:
             limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    for group in _groups(cgroup, membership):
-        most, current, stat = group / "memory.max", group / "memory.current", group / "memory.stat"
-        if most.exists() and current.exists() and most.read_text().strip() != "max":
+    for group, (most, current, cached) in _groups(cgroup, membership):
+        limit, used, stat = group / most, group / current, group / "memory.stat"
+        if limit.exists() and used.exists() and limit.read_text().strip() != "max":
             counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
             # MemAvailable counts such cache as free as well: a checkpoint that was just read fills it.
-            limits.append(int(most.read_text()) - int(current.read_text()) + int(counts.get("inactive_file", 0)))
+            limits.append(int(limit.read_text()) - int(used.read_text()) + int(counts.get(cached, 0)))
     return min(limits, default=math.inf)
 
 
-def _groups(cgroup: Path, membership: Path) -> list[Path]:
-    """This process's control group (version 2) and all above it: a batch system's limit is not at the root."""
+def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """This process's control groups and all above them, as a batch system's limit is not at the root, with the names of
+    limit, use and cache there. Of version 2 and of version 1, whose limit of a group without one is beyond any memory."""
     lines = membership.read_text().splitlines() if membership.exists() else []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    group = cgroup / own
-    return [group, *(parent for parent in group.parents if parent.is_relative_to(cgroup))]
+    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") > 1)}
+    first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
+    for root, path, files in (
+        (cgroup, own.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
+        (cgroup / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ):
+        group = root / path.lstrip("/")
+        yield from ((place, files) for place in (group, *group.parents) if place.is_relative_to(root))

@@ -184,10 +184,14 @@ class OffloadManager:
         if self._arena.grow(stack, self._wanted(holding, size)) or self._arena.grow(stack, padded(size)):
             return stack.push(size)
         if self.on_host_full == "raise":
+            arena = self._arena
+            wanted = f"{arena.allocated / 2**30:.2f} GiB allocated, {size / 2**20:.1f} MiB more wanted"
+            found = f"The host budget of {arena.limit / 2**30:.2f} GiB is used up ({wanted}). Raise host_memory"
+            if arena.refused is not None:
+                found = f"The host has no memory left within the budget ({wanted}; {arena.refused}). Free memory"
             raise HostMemoryError(
-                f"The host budget of {self._arena.limit / 2**30:.2f} GiB is used up ({self._arena.allocated / 2**30:.2f} "
-                f"GiB allocated, {size / 2**20:.1f} MiB more wanted). Raise host_memory, save less (saves=()), shorten the "
-                "sequence, or set on_host_full='keep' to leave the rest on the device."
+                f"{found}, save less (saves=()), shorten the sequence, or set on_host_full='keep' to leave the rest on the "
+                "device."
             )
         return None
 

@@ -22,10 +22,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from streambp.fields import check_fields
 from streambp.known_names import NO_PART_OF_A_STEP
+from streambp.planner.configuration import read_config
 from streambp.planner.mixers import KERNELS, Mixers, is_installed
 from streambp.planner.profile import Profile, from_json, to_json
-from streambp.planner.skeleton import Device, Skeleton, Source, read_config
+from streambp.planner.skeleton import Device, Skeleton, Source
 from streambp.planner.survey import SurveyRecipe, survey
 
 PACKAGE = Path(__file__).parent.parent
@@ -35,17 +37,24 @@ Said = Callable[[str, float], None]
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is counted, and for what; the arguments of `Skeleton` and of `survey`."""
+    """What is counted, and for what; the arguments of `Skeleton` and of `survey`.
+
+    Raises:
+        ConfigError: one of them has a value that it cannot have.
+    """
 
     source: Source
     dtype: torch.dtype = torch.bfloat16
     lora: int | None = None
-    bits: int = 16
+    bits: Literal[4, 8, 16] = 16
     device: Device = "cuda"
     mixers: Mixers | None = None
     fused_layers: bool = False
     batch_size: int = 1
     kernels: Literal["cudnn", "flash"] = "cudnn"
+
+    def __post_init__(self) -> None:
+        check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20))
 
     def skeleton(self) -> Skeleton:
         """The model without data.

@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from streambp.errors import ConfigError, StreamBPError
+from streambp.fields import check_fields
+from streambp.reporting import reason
 
 DISPATCH = 11e-6  # seconds of the host for an operation of torch
 FIELDS = ("products", "forward", "backward", "bandwidth", "link")
 LINKS = ("peers", "network", "node")
+SLOWEST = 1e-12  # a rate is above zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +55,7 @@ class Rates:
     node: int = 8
 
     def __post_init__(self) -> None:
-        wrong = [field for field in (*FIELDS, "dispatch", *LINKS) if not getattr(self, field) > 0]
-        if wrong:
-            raise ConfigError(
-                f"{wrong[0]} of the device {self.name!r} is {getattr(self, wrong[0])!r}; it must be a positive number."
-            )
+        check_fields(self, node=1, **dict.fromkeys((*FIELDS, "dispatch", *LINKS[:2]), SLOWEST))
 
 
 def _row(
@@ -148,12 +147,9 @@ def read_rates(file: Path) -> Rates:
     """
     try:
         fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        numbers: dict[str, Any] = {name: float(fields[name]) for name in (*FIELDS, "dispatch")}
-        links: dict[str, Any] = {name: float(fields[name]) for name in LINKS[:2] if name in fields}
-        links["node"] = int(fields.get("node", Rates.node))
-        return Rates(str(fields["name"]), **numbers, **links, guess=bool(fields["guess"]), source=str(fields["source"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Rates(**{field.name: fields[field.name] for field in dataclasses.fields(Rates) if field.name in fields})
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise StreamBPError(
-            f"No rates of a device could be read from {str(file)!r} ({type(error).__name__}: {error}). `streambp plan "
-            "--measure-device FILE` writes such a file."
+            f"No rates of a device could be read from {str(file)!r} ({reason(error)}). `streambp plan --measure-device "
+            "FILE` writes such a file."
         ) from error

@@ -10,11 +10,13 @@ import torch
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
+from streambp.fields import MOST, shown
+from streambp.planner.counted import Asked
 from streambp.planner.devices import DEFAULT, Rates, rates_of
 from streambp.planner.mixers import Mixers
 from streambp.planner.profile import Peak, Profile, Setting, available, flops, named, peak
 from streambp.planner.seconds import Seconds, seconds
-from streambp.planner.skeleton import Device, Skeleton, Source
+from streambp.planner.skeleton import Device, Source
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, PLAIN, streamed, survey
 
 UNPATCHED = (PLAIN, CHECKPOINTING, CHECKPOINTING_HEAD)
@@ -67,7 +69,7 @@ def estimate(
     batch_size: int = 1,
     setting: Setting | None = None,
     lora: int | None = None,
-    bits: int = 16,
+    bits: Literal[4, 8, 16] = 16,
     dtype: torch.dtype = torch.bfloat16,
     device: Device = "cuda",
     kernels: Literal["cudnn", "flash"] = "cudnn",
@@ -97,10 +99,10 @@ def estimate(
         StreamBPError: the model is unknown, or has no layers that stream.
     """
     check_length("seq_len", seq_len)
-    check_length("batch_size", batch_size)
+    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, fused_layers, batch_size, kernels)
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
     setting, known = setting or Setting(), rates_of(rates)
-    skeleton = Skeleton(model_or_config, dtype, lora, bits, device, mixers, fused_layers)
+    skeleton = asked.skeleton()
     shard = -(-seq_len // setting.ranks)
     chunk = plan_chunks(shard, batch_size, chunk_size).size
     recipes = (*UNPATCHED, streamed(saves, offload, setting.split))
@@ -118,5 +120,5 @@ def estimate(
 
 def check_length(field: str, value: int) -> None:
     """Raise ConfigError unless it is a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{field} is {value!r}; it must be a positive whole number.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise ConfigError(f"{field} is {shown(value)}; it must be a positive whole number.")

@@ -12,6 +12,7 @@ import torch
 from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig, parse_bytes
 from streambp.errors import ConfigError, UnsupportedModelError
+from streambp.fields import check_fields
 from streambp.planner.counted import Asked, Said, counted
 from streambp.planner.devices import DEFAULT, DEVICES, Rates, rates_of
 from streambp.planner.estimate import UNPATCHED, check_length
@@ -36,6 +37,9 @@ class Memory:
     gpu: int
     host: int | None = None
     reserve: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_fields(self, gpu=1, host=0, reserve=(0, 0.99))
 
     @property
     def usable(self) -> float:
@@ -132,7 +136,7 @@ def plan(
     reserve: float = 0.05,
     batch_size: int = 1,
     lora: int | None = None,
-    bits: int = 16,
+    bits: Literal[4, 8, 16] = 16,
     dtype: torch.dtype = torch.bfloat16,
     device: Device = "cuda",
     kernels: Literal["cudnn", "flash"] = "cudnn",
@@ -162,6 +166,7 @@ def plan(
             argument is out of range.
     """
     known, setting = rates_of(rates), setting or Setting()
+    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, fused_layers, batch_size, kernels)
     if seq_len != "max":
         check_length("seq_len", seq_len)
         if seq_len % setting.ranks:
@@ -169,12 +174,8 @@ def plan(
                 f"seq_len is {seq_len}, and {setting.ranks} ranks share a sequence. Shards must have the same shape: the "
                 "number of ranks must divide the number of tokens."
             )
-    check_length("batch_size", batch_size)
-    if not 0 <= reserve < 1:
-        raise ConfigError(f"reserve is {reserve!r}; it must be a part of the GPU's memory, from 0 to below 1.")
     host = None if host_memory is None else parse_bytes("host_memory", host_memory) // setting.gpus
     memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
-    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, fused_layers, batch_size, kernels)
     profile = counted(asked, recipes(setting, every_split), cache, said)
     return plan_profile(profile, seq_len, memory, setting, known)
 

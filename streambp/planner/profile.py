@@ -16,9 +16,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from streambp.errors import ConfigError
+from streambp.fields import check_fields
 from streambp.model.split import BOTH
 from streambp.planner.laws import Part
 from streambp.planner.work import Work
@@ -201,7 +202,7 @@ class Setting:
     """
 
     gpus: int = 1
-    zero: int = 0
+    zero: Literal[0, 1, 2, 3] = 0
     optimizer: float = 12.0
     gradient_bytes: int | None = None
     ulysses: int = 1
@@ -212,9 +213,8 @@ class Setting:
     room: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("gpus", "ulysses", "context_parallel", "expert_parallel"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be at least 1.")
+        ranks = dict.fromkeys(("gpus", "ulysses", "context_parallel", "expert_parallel"), 1)
+        check_fields(self, **ranks, zero=0, optimizer=0, gradient_bytes=0, room=0)
         if self.ulysses > 1 and self.context_parallel > 1:
             raise ConfigError(f"{BOTH} Choose one: ulysses is {self.ulysses}, context_parallel {self.context_parallel}.")
         if self.gpus % self.ranks:
@@ -222,11 +222,8 @@ class Setting:
                 f"gpus is {self.gpus}, and {self.ranks} ranks share a sequence; gpus counts all of them and must be a "
                 "multiple of that."
             )
-        if self.zero not in range(4) or self.gpus % self.expert_parallel or self.optimizer < 0:
-            raise ConfigError(
-                f"zero={self.zero}, gpus={self.gpus}, expert_parallel={self.expert_parallel}, optimizer={self.optimizer} "
-                "do not go together: zero must be 0 to 3, expert_parallel must divide gpus, and bytes are not negative."
-            )
+        if self.gpus % self.expert_parallel:
+            raise ConfigError(f"expert_parallel is {self.expert_parallel}; it must divide gpus, which is {self.gpus}.")
 
     @property
     def ranks(self) -> int:

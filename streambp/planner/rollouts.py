@@ -17,8 +17,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from streambp.errors import ConfigError
+from streambp.fields import check_fields
 from streambp.planner.devices import DEFAULT, DEVICES, Rates
-from streambp.planner.estimate import check_length
 from streambp.planner.laws import features
 from streambp.planner.plan import Memory, Plan, chunk_sizes, fits
 from streambp.planner.profile import Method, Peak, Profile, Setting, peak
@@ -40,8 +40,7 @@ class Rollouts:
     group: int
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_length(field.name, getattr(self, field.name))
+        check_fields(self, prompt=1, completion=1, group=1)
 
     @property
     def row(self) -> int:

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,18 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from streambp.admission.stacks import find_stacks, states_argument
 from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.model.patching import unpatch
+from streambp.planner.configuration import build, read_config
 from streambp.planner.fused_layers import fuse_layers, fused_rotary
-from streambp.planner.mixers import CHOICES, Mixers, globals_of, standing_in
+from streambp.planner.mixers import Mixers, globals_of, standing_in
 
 Device = Literal["cuda", "cpu"]
 INNER = 2
-Source: TypeAlias = str | PreTrainedConfig | nn.Module
+Source: TypeAlias = str | Path | PreTrainedConfig | nn.Module
 
 
 class Skeleton:
@@ -62,10 +62,6 @@ class Skeleton:
         mixers: Mixers | None = None,
         fused_layers: bool = False,
     ) -> None:
-        if lora is not None and lora < 1:
-            raise ConfigError(f"lora is {lora!r}; it must be the rank of the adapters, or None to train every parameter.")
-        if mixers is not None and mixers not in CHOICES:
-            raise ConfigError(f"mixers is {mixers!r}; it must be one of {', '.join(CHOICES)}, or None.")
         self.device = device
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
         self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
@@ -123,16 +119,12 @@ class Skeleton:
         )
 
     def _build(self, config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-        config = copy.deepcopy(config)
-        try:
+        def made(config: PreTrainedConfig) -> nn.Module:
             with torch.device("meta") if self.mode is None else contextlib.nullcontext():
-                model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        except ValueError as error:
-            raise StreamBPError(
-                f"No causal language model for {type(config).__name__} ({str(error).splitlines()[0][:200]}). Pass the "
-                "configuration of one, or the model itself."
-            ) from error
-        return model
+                model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+            return model
+
+        return build(config, made)
 
     def _copy(self, model: nn.Module) -> nn.Module:
         """The same modules with empty tensors."""
@@ -154,30 +146,6 @@ class Skeleton:
 
 def _not_tracing(tensor: Any = None) -> bool:
     return False  # a mock would remember its arguments, and their bytes would count
-
-
-def read_config(source: str | PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration behind an id, a folder or a config.json.
-
-    Raises:
-        StreamBPError: there is none, or transformers does not know its model_type.
-    """
-    if isinstance(source, PreTrainedConfig):
-        return source
-    path = Path(source)
-    try:
-        if path.is_file():
-            fields = json.loads(path.read_text())
-            config: PreTrainedConfig = AutoConfig.for_model(**fields)
-        else:
-            config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StreamBPError(
-            f"No model configuration could be read from {source!r} ({reason}). Pass a config.json, the folder that "
-            "save_pretrained wrote, or an id on the Hub that this machine can reach."
-        ) from error
-    return config
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
@@ -232,8 +200,6 @@ class Dequantised(torch.autograd.Function):
 
 def _quantise(model: nn.Module, bits: int) -> None:
     sizes = {4: 0.5 + 4 / 64, 8: 1.0}
-    if bits not in sizes:
-        raise ConfigError(f"bits is {bits}; it must be 4, 8 or 16.")
     replaced = 0
     for stack in find_stacks(model).stacks:
         for layer in stack.layers:

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from streambp.attention.attend import Layout
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.attention.spans import Block, Kind, Run, Spans
 from streambp.chunks import ChunkPlan
-from streambp.config import ATTENTION
+from streambp.config import StreamConfig
 from streambp.errors import AttentionChoiceError
 from tests.gpu import script
 from tests.gpu.report import backends
@@ -59,7 +60,7 @@ Tensors = dict[str, Tensor]
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
-    names = ATTENTION if args.device == "cuda" else backends(args.device)
+    names = get_args(get_type_hints(StreamConfig)["attention"]) if args.device == "cuda" else backends(args.device)
     rows: list[tuple[str, Callable[[], Result]]] = [
         (f"{spans} {attention} {size}", functools.partial(attention_row, spans, attention, size, args))
         for size, spans, attention in itertools.product(SIZES, SPANS, names)

@@ -21,6 +21,7 @@ import pytest
 from streambp.cli import main
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
+from streambp.launch import command
 from streambp.launch.command import ALLOWED, UNPATCHED, environment, split
 from streambp.launch.hook import VARIABLE
 from streambp.launch.place import place, remove
@@ -39,8 +40,8 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def launch(*command):
-    return main(["launch", "--", *map(str, command)])
+def launch(*words):
+    return main(["launch", "--", *map(str, words)])
 
 
 def program(tmp_path, text):
@@ -227,7 +228,11 @@ with open(os.path.join(os.environ["STREAMBP_LAUNCH_REPORT"], "11.json"), "w") as
 """
     monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path))
     assert launch(sys.executable, "-c", leaving) == 0
-    assert table(collect(tmp_path)).splitlines()[1:] == ["  program     train.py", "  model       A, patched", "  streams"]
+    assert table(collect(tmp_path)[0]).splitlines()[1:] == [
+        "  program     train.py",
+        "  model       A, patched",
+        "  streams",
+    ]
 
 
 def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch):
@@ -236,7 +241,7 @@ def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch)
     for process, rank in ((11, "1"), (12, "0")):
         assert leave(Account(process, rank, "train.py", models, 2**30 * (2 - int(rank))))
     assert [Path(f).suffix for f in os.listdir(tmp_path)] == [".json", ".json"]
-    assert table(collect(tmp_path)).splitlines() == [
+    assert table(collect(tmp_path)[0]).splitlines() == [
         "process 12 (rank 0), peak memory 2.00 GiB; process 11 (rank 1), peak memory 1.00 GiB",
         "  program     train.py",
         "  model       2 x A, patched",
@@ -245,3 +250,82 @@ def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch)
     ]
     monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path / "elsewhere"))
     assert not leave(Account(13, None, "train.py", models))
+
+
+ACCOUNT = {"process": 11, "rank": "0", "program": "train.py", "models": [{"kind": "A", "description": "streams"}]}
+
+
+def leaves(tmp_path, files, code):
+    """A program that leaves files where accounts are looked for; None: it removes the folder."""
+    return program(
+        tmp_path,
+        f"""
+import os, shutil, sys
+folder = os.environ["STREAMBP_LAUNCH_REPORT"]
+for name, text in ({files!r} or {{}}).items():
+    with open(os.path.join(folder, name), "wb") as file:
+        file.write(text)
+if {files is None}:
+    shutil.rmtree(folder)
+sys.exit({code})
+""",
+    )
+
+
+@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"11.json": json.dumps({**ACCOUNT, "rank": "worker-0"}).encode()}, "process 11 (rank worker-0)"),
+        ({"11.json": json.dumps({**ACCOUNT, "rank": "9" * 5000}).encode()}, "process 11 (rank 999"),
+        ({"11.json": json.dumps(ACCOUNT).encode()[:40]}, "what process 11 did could not be told (JSONDecodeError"),
+        ({"11.json": b""}, "what process 11 did could not be told"),
+        ({"11.json": b"\xff\xfe"}, "what process 11 did could not be told (UnicodeDecodeError"),
+        ({"11.json": b"[]"}, "what process 11 did could not be told (TypeError"),
+        ({"11.json": b"[" * 100_000}, "what process 11 did could not be told (RecursionError"),
+        (
+            {"11.json": json.dumps({**ACCOUNT, "models": [{"kind": 3}]}).encode()},
+            "(ConfigError: kind is 3; it must be",
+        ),
+        ({"11.json": json.dumps({**ACCOUNT, "peak": "x"}).encode()}, "(ConfigError: peak is 'x'"),
+        ({"11.json": json.dumps({**ACCOUNT, "surplus": 1}).encode()}, "surplus"),
+        (None, "no account can be left in"),
+    ],
+)
+def test_no_account_changes_an_exit_code(files, words, code, tmp_path, capfd):
+    assert launch(sys.executable, leaves(tmp_path, files, code)) == code
+    said = capfd.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_a_good_account_counts_beside_a_bad_one(tmp_path, capfd):
+    files = {"11.json": json.dumps(ACCOUNT).encode(), "12.json": b"{"}
+    assert launch(sys.executable, leaves(tmp_path, files, 0)) == 0
+    assert "A, patched" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["collect", "table", "judge"])
+def test_a_report_that_fails_leaves_the_exit_code(broken, tmp_path, monkeypatch, capfd):
+    def fails(*_):
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(command, broken, fails)
+    assert launch(sys.executable, leaves(tmp_path, {"11.json": json.dumps(ACCOUNT).encode()}, 3)) == 3
+    assert "could not be told (OSError: no such thing)" in capfd.readouterr().err
+
+
+def test_without_a_temporary_folder_a_program_runs(tmp_path, monkeypatch, capfd):
+    def mkdtemp(**_):
+        raise OSError("no usable temporary directory")
+
+    (tmp_path / "11.json").write_text("{")  # is nobody's account
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.tempfile, "mkdtemp", mkdtemp)
+    assert launch(sys.executable, "-c", "import sys; sys.exit(5)") == 5
+    assert "could not be told (OSError: no usable temporary directory)" in capfd.readouterr().err
+
+
+def test_a_program_with_a_nul_byte(capfd):
+    assert launch("a\0b") == 126
+    assert "cannot be run" in capfd.readouterr().err

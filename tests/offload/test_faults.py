@@ -123,6 +123,67 @@ def test_host_limit_of_a_job_in_its_own_control_group(tmp_path):
     assert host_limit(None, meminfo, tmp_path, membership=membership) == int(0.9 * 35000)
 
 
+@pytest.mark.parametrize("path", ["/slurm/job_1", "/elsewhere/of/the/host"])
+def test_host_limit_of_control_groups_of_version_1(tmp_path, path):
+    """In a container the root of the mount is the container's group, whatever path the host has for it."""
+    meminfo, membership = tmp_path / "meminfo", tmp_path / "membership"
+    meminfo.write_text("MemAvailable: 1000 kB\n")
+    membership.write_text(f"12:cpu,cpuacct:/other\n4:memory:{path}\n1:name=systemd:/init.scope\n0::/system.slice\n")
+    job = tmp_path / "memory" / "slurm" / "job_1"
+    job.mkdir(parents=True)
+    for group, most in ((job, 50000), (job.parent, 9223372036854771712), (job.parent.parent, 90000)):
+        (group / "memory.limit_in_bytes").write_text(f"{most}\n")
+        (group / "memory.usage_in_bytes").write_text("30000\n")
+        (group / "memory.stat").write_text("cache 9\ninactive_file 1\ntotal_inactive_file 5000\n")
+    free = 25000 if path == "/slurm/job_1" else 65000
+    assert host_limit(None, meminfo, tmp_path, membership=membership) == int(0.9 * free)
+
+
+REFUSALS = (
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to..."
+    ),
+    MemoryError(),
+    RuntimeError("CUDA error: out of memory"),
+)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=["allocator", "python", "pinning"])
+@pytest.mark.parametrize("on_host_full", ["keep", "recompute", "raise"])
+@pytest.mark.parametrize("granted", [0, 1, 3])
+def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, granted, monkeypatch):
+    """It is as if the budget were used up: `on_host_full` rules, and where that raises it says what to do."""
+    expected = step(model_with())
+    model = offloaded(on_host_full=on_host_full)
+    real, left = engines.SynchronousEngine.host_buffer, [granted]
+
+    def host_buffer(self, size):
+        if not left[0]:
+            raise refusal
+        left[0] -= 1
+        return real(self, size)
+
+    monkeypatch.setattr(engines.SynchronousEngine, "host_buffer", host_buffer)
+    if on_host_full == "raise":
+        with pytest.raises(streambp.StreamBPError, match=r"(?s)no memory left within.*Free memory, save less"):
+            step(model)
+        gc.collect()
+    else:
+        assert_same(step(model), expected)
+        assert manager_of(model).stats()["left"] > 0
+    left[0] = -1  # as much as there is
+    assert_same(step(model), expected)
+
+
+def test_other_errors_of_an_allocation_are_not_taken_for_a_lack_of_memory(monkeypatch):
+    def host_buffer(self, size):
+        raise RuntimeError("a device-side assert")
+
+    monkeypatch.setattr(engines.SynchronousEngine, "host_buffer", host_buffer)
+    with pytest.raises(RuntimeError, match="device-side"):
+        step(offloaded())
+
+
 def failed_step(model):
     """A step whose backward raised, and what keeps its tensors alive: its loss and its exception."""
     loss = forward(model, 5)

@@ -19,10 +19,11 @@ from streambp.errors import ConfigError
 from streambp.planner import Setting, estimate, peak
 from streambp.planner import profile as module
 from streambp.planner.compose import solve, unroll
+from streambp.planner.configuration import read_config
 from streambp.planner.count import StepCount, aten
 from streambp.planner.estimate import UNPATCHED
 from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json, work
-from streambp.planner.skeleton import Skeleton, read_config, reduce_layers
+from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, parameter_groups, streamed, survey
 from tests import test_families, zoo
 from tests.families import build

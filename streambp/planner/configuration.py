@@ -1,0 +1,116 @@
+"""A model's configuration as the planner takes it: read, its numbers checked, its errors told with the field behind them.
+
+[Note: fields of an error] transformers checks the types of most fields and names them. What its models make of zero heads,
+say, is any error, from anywhere. The field is found by leaving fields out, one at a time: those without which the error is
+gone are named, or else those without which it is another one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from streambp.errors import StreamBPError
+from streambp.fields import shown
+from streambp.reporting import reason
+
+T = TypeVar("T")
+MOST = 2**40  # of any number that a configuration counts by
+MOST_PARTS = 2**20  # of "num_experts" and the like: some models make a module for each
+MOST_LAYERS = 2**11  # each is built
+COUNTS = re.compile(r"(num|n)_")
+NAMED = 4  # fields in a message at most
+
+
+def read_config(source: str | Path | PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration behind an id, a folder or a config.json.
+
+    Raises:
+        StreamBPError: there is none, transformers does not know its model_type, or a field cannot be; it is named.
+    """
+    if isinstance(source, PreTrainedConfig):
+        _check_numbers(source.to_dict(), type(source).__name__)
+        return source
+    name, fields = shown(str(source)), None
+    try:
+        path = Path(source)
+        fields = json.loads(path.read_text("utf-8")) if path.is_file() else PreTrainedConfig.get_config_dict(source)[0]
+        if not isinstance(fields, dict):
+            raise TypeError(f"it is a {type(fields).__name__} instead of an object with fields")
+        _check_numbers(fields, name)
+        config: PreTrainedConfig = AutoConfig.for_model(**fields) if path.is_file() else AutoConfig.from_pretrained(source)
+    except StreamBPError:
+        raise
+    except Exception as error:  # transformers' code, with values from anywhere
+        named = "" if not isinstance(fields, dict) else _fields_of(error, fields, lambda some: AutoConfig.for_model(**some))
+        raise StreamBPError(
+            f"No model configuration could be read from {name} ({named}{reason(error)}). Pass a config.json, the folder "
+            "that save_pretrained wrote, or an id on the Hub that this machine can reach."
+        ) from error
+    return config
+
+
+def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
+    """What `make` makes of a configuration.
+
+    Raises:
+        StreamBPError: it raises; the message has the field. [Note: fields of an error]
+    """
+    try:
+        return make(config)
+    except Exception as error:  # transformers' code, with values from anywhere
+        kind = type(config)
+        given = {k: v for k, v in config.to_diff_dict().items() if k not in ("model_type", "transformers_version")}
+        named = _fields_of(error, given, lambda fields: make(kind(**fields)))
+        raise StreamBPError(
+            f"No causal language model for {kind.__name__} ({named}{reason(error)}). Pass the configuration of one, or the "
+            "model itself."
+        ) from error
+
+
+def _check_numbers(fields: Mapping[str, Any], name: str) -> None:
+    for field, value in _numbers(fields, ""):
+        last = field.rpartition(".")[2]
+        most = MOST_LAYERS if "layer" in last else MOST_PARTS if COUNTS.match(last) else MOST
+        if abs(value) > most:
+            raise StreamBPError(
+                f"{field} of {name} is {shown(value)}; the planner takes numbers up to {most:,} there. Pass the "
+                "configuration of a model that can be built."
+            )
+
+
+def _numbers(value: Any, field: str) -> Iterator[tuple[str, int]]:
+    """The whole numbers in nested values, each with its field: "text_config.num_hidden_layers"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield field, value
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(part, f"{field}.{key}" if field else str(key))
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _numbers(part, field)
+
+
+def _fields_of(error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> str:
+    """The fields that an error depends on, for a message; "" if there are none, or too many. [Note: fields of an error]"""
+    gone, other = [], []
+    level = logging.root.manager.disable
+    logging.disable()  # each attempt would warn again
+    try:
+        for field in fields:
+            told = f"{field} is {shown(fields[field])}"
+            try:
+                make({name: value for name, value in fields.items() if name != field})
+                gone.append(told)
+            except Exception as found:
+                other += [told] if reason(found) != reason(error) else []
+    finally:
+        logging.disable(level)
+    named = gone or other
+    return f"{', '.join(named)}: " if 0 < len(named) <= NAMED else ""

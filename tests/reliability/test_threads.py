@@ -1,0 +1,156 @@
+"""Two threads and one model: who comes between is refused, who waits for a turn is not. [Note: owner of a step]
+
+covers: layer/owner.py
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import streambp
+from streambp.layer.owner import StepOwner
+from tests import device_thread
+from tests.families import build, make_batch
+from tests.oracle import EXACT, worst_error
+
+CONFIG = streambp.StreamConfig(chunk_size=5, unpatched_runs=False)
+REFUSED = "Another thread is computing with this model"
+
+
+def streamed():
+    return streambp.patch(build("qwen3", torch.float64), CONFIG)
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture
+def expected(float64_oracle):
+    model = build("qwen3", torch.float64)
+    model(**make_batch("plain"), use_cache=False).loss.backward()
+    return gradients(model)
+
+
+@pytest.fixture
+def other():
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda function: pool.submit(function).result()
+
+
+def evaluate(model):
+    with torch.no_grad():
+        return model(**make_batch("plain", seed=1), use_cache=False).loss
+
+
+def in_the_middle(model, when, action):
+    """Call `action` once in the first layer's MLP, in forward or in its recomputation in backward."""
+    done = []
+
+    def act(module, args):
+        if not done and torch.is_grad_enabled() == (when == "backward"):
+            done.append(action())
+
+    return model.model.layers[0].mlp.register_forward_pre_hook(act), done
+
+
+@pytest.mark.parametrize("thread", ["caller's", "device's"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_thread_that_comes_between_is_refused(when, thread, expected, other, monkeypatch):
+    model, ran = streamed(), None
+    if thread == "device's":
+        ran = device_thread.use(monkeypatch)
+
+    def come_between():
+        with pytest.raises(streambp.StreamBPError, match=REFUSED):
+            other(lambda: evaluate(model))
+        return True
+
+    hook, done = in_the_middle(model, when, come_between)
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    loss.backward()
+    hook.remove()
+    assert done == [True]
+    assert ran is None or ran
+    assert worst_error(gradients(model), expected) <= EXACT
+    assert other(lambda: evaluate(model)).isfinite()  # its turn
+
+
+def test_backward_that_comes_between_is_refused_and_can_be_repeated(expected, other):
+    model = streamed()
+    loss = model(**make_batch("plain"), use_cache=False).loss
+
+    def come_between():
+        with pytest.raises(streambp.StreamBPError, match=REFUSED):
+            other(lambda: loss.backward(retain_graph=True))
+        return True
+
+    model.eval()
+    done = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None if done else done.append(come_between()))
+    evaluate(model)
+    hook.remove()
+    model.train()
+    assert done == [True]
+
+
+def test_threads_that_take_turns(expected):
+    """Forward in one, evaluation in a second, backward in a third."""
+    model = streamed()
+    pools = [ThreadPoolExecutor(1) for _ in range(3)]
+    loss = pools[0].submit(lambda: model(**make_batch("plain"), use_cache=False).loss).result()
+    assert pools[1].submit(lambda: evaluate(model)).result().isfinite()
+    pools[2].submit(loss.backward).result()
+    for pool in pools:
+        pool.shutdown()
+    assert worst_error(gradients(model), expected) <= EXACT
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("thread", ["caller's", "device's"])
+def test_a_checkpoint_around_the_model_is_its_own(reentrant, thread, expected, monkeypatch):
+    model, batch = streamed(), make_batch("plain")
+    ran = device_thread.use(monkeypatch) if thread == "device's" else [0]
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+
+    def loss_of(x):
+        return model(inputs_embeds=x, labels=batch["labels"], use_cache=False).loss
+
+    checkpoint(loss_of, embedded, use_reentrant=reentrant).backward()
+    assert ran
+    assert worst_error(gradients(model), expected) <= EXACT
+
+
+def test_copies_and_what_an_exception_left_behind_belong_to_nobody(other):
+    model = streamed()
+    with model._streambp.state.owner.enter():
+        clone, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        assert other(lambda: evaluate(clone)).isfinite()
+        assert other(lambda: evaluate(loaded)).isfinite()
+    sites = {id(wrapper.site.owner) for wrapper in clone._streambp.state.wrappers if hasattr(wrapper, "site")}
+    assert sites == {id(clone._streambp.state.owner)}
+    use = model._streambp.state.owner.enter()  # an interrupt came before `with`
+    with pytest.raises(streambp.StreamBPError, match=REFUSED):
+        other(lambda: evaluate(model))
+    del use
+    gc.collect()
+    assert other(lambda: evaluate(model)).isfinite()
+
+
+def test_a_backward_within_a_forward_is_its_owners_in_any_thread():
+    owner = StepOwner()
+    with owner.enter() as use:
+        began = owner.current
+        thread = threading.Thread(target=lambda: seen.append(owner.enter(began)))
+        seen = []
+        thread.start()
+        thread.join()
+        assert seen == [use]
