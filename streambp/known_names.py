@@ -174,7 +174,9 @@ ZERO_OPTIMIZERS = ("_z3_optimizer", "_zero_optimizer")  # where its optimizer ha
 OFFLOADS_PARAMETERS = "offload_param"  # of that optimizer
 OFFLOADS_STATES = ("offload_optimizer", "cpu_offload")  # of ZeRO-3's, and of ZeRO 1's and 2's
 ZERO_COUNTERS = ("ds_", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn")  # of modules, by how they start
-PRE_BACKWARD = "PreBackwardFunctionForModuleBackward"  # a node: gathers a module's own parameters, a model has none
+# A node around a module's output: gathers its own parameters, of which a model has none, and counts that it ran. All ranks
+# must have counted the same; the attribute is the function that does so.
+PRE_BACKWARD, RUNS_BEFORE_BACKWARD = "PreBackwardFunctionForModuleBackward", "pre_backward_function"
 SCALING_HOOK = "OutputBackwardHookManager"  # the engine's hook on a loss: divides by the accumulation steps
 # Of the object in the closure of Ulysses' attention function: the group, the inner attention, and whether eval splits.
 ULYSSES_GROUP, ULYSSES_ATTENTION, ULYSSES_NOT_IN_EVAL = "process_group", "attn", "disable_in_eval"

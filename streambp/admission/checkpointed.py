@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from streambp.admission.generators import generator_states, generators_of, set_generators
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Chunk
+from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.looks import Look, changed, versions_of
@@ -47,7 +48,9 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
         in_segments = InSegments(mixers, segments, None)
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
-        with around, checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments:
+        # ZeRO-3 counts the modules that ran, and other ranks may stream. [Note: inner leaves] reduces by its own hooks.
+        silenced = engine_hooks_silenced([] if site.of(reductions_of) else site.of(engine_hooks))
+        with around, checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments, silenced:
             return site.forward(*args, **kwargs)
 
     try:

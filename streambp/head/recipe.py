@@ -26,6 +26,7 @@ class HeadOutcome:
     used: a loss was computed block by block. computed: what lazy logits gave without being built.
     built_for: the operation that needed real logits; hidden_built_for: the one that needed the output projection's input.
     projecting: the output projection is running.
+    beside_loss: these logits were handed out beside a loss, whose backward tells engines that the model's begins.
     """
 
     values: TokenLogProbs | None = None
@@ -36,6 +37,7 @@ class HeadOutcome:
     built_for: str | None = None
     hidden_built_for: str | None = None
     projecting: bool = False
+    beside_loss: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, StreamBPError
-from streambp.known_names import DDP_SINK, PRE_BACKWARD, SCALING_HOOK, TENSOR_HOOKS
+from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, SCALING_HOOK, TENSOR_HOOKS
 from streambp.lazy.expression import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, result
 from streambp.lazy.standin import METADATA, SharedMemory, StandIn
@@ -73,6 +73,23 @@ class Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: None) -> None:
         """Nothing flows on to the stand-in."""
+
+
+class Begun(torch.autograd.Function):
+    """[1] -> [1], in whose backward ZeRO-3 hears that the model's begins; its own node would want zeros [*tokens, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Any, own: Tensor) -> Tensor:
+        """A zero [1]; place: the engine's node."""
+        ctx.place = place
+        ctx.set_materialize_grads(False)
+        return own.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: None) -> tuple[None, None]:
+        """As the engine's node does; no gradient flows on to the [1]."""
+        getattr(ctx.place, RUNS_BEFORE_BACKWARD)(ctx.place.module)
+        return None, None
 
 
 class Taken(torch.autograd.Function):
@@ -225,8 +242,14 @@ class LazyRows(StandIn):
 
     def heed(self) -> None:
         """Have an engine's node that stands before it in the graph run in backward, for what is made of it from now on."""
-        if type(self.grad_fn).__name__ == DDP_SINK and not self.heeded and torch.is_grad_enabled():
+        place = type(self.grad_fn).__name__
+        if self.heeded or not torch.is_grad_enabled():
+            return
+        if place == DDP_SINK:
             self.node, self.heeded = anchored(self.node, Anchor.apply(self)), True
+        if place == PRE_BACKWARD and not self.outcome.beside_loss:
+            own = torch.zeros(1, requires_grad=True)
+            self.node, self.heeded = anchored(self.node, Begun.apply(self.grad_fn, own)), True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Have an engine's scaling hook called for the gradients of what is made of it from now on.

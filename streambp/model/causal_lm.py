@@ -171,7 +171,8 @@ class CausalLMForward(InstanceForward):
             return output
         if want_log_probs:
             scored = self.score(kwargs, Wanted())
-            return _with_log_probs(type(scored.output))(**scored.output, log_probs=scored.tokens.log_probs)
+            kind: Any = _with_log_probs(scored.output.__class__)
+            return kind(**scored.output, log_probs=scored.tokens.log_probs)
         output = None if self.state.unpatched is None else self._unstreamed(kwargs)
         return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
@@ -229,6 +230,8 @@ class CausalLMForward(InstanceForward):
         self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
         lazy = HeadRequest(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
+        if lazy is not None:
+            lazy.outcome.beside_loss = True
         norms = self.norms if lazy is None else self._steady_norms
         output = self._run(kwargs, dataclasses.replace(request, norms=norms, num_items=kwargs.get("num_items_in_batch")))
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
@@ -363,7 +366,7 @@ class CausalLMForward(InstanceForward):
 
 
 @functools.cache
-def _with_log_probs(kind: type[ModelOutput]) -> Any:
+def _with_log_probs(kind: Any) -> Any:
     """A kind of output that has log_probs among its fields: FSDP2 and DDP look for gradients in declared ones alone."""
     field = ("log_probs", Tensor | None, None)
     return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__})

@@ -91,47 +91,80 @@ class HeldHead(nn.Module):
         """Give the output projection its place back."""
         self._model[0]._modules[self._name] = self._head[0]
 
-    def __getattr__(self, name: str) -> Any:
-        """The output projection's own, for models that ask for its weight's dtype or device."""
-        if name in ("_model", "_head"):
-            return super().__getattr__(name)
-        return getattr(self._head[0], name)
+    @property
+    def weight(self) -> Any:
+        """The output projection's own weight [V, h], for models that ask for its dtype or device."""
+        return self._head[0].weight
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., h] -> deferred logits [..., V], of copies of the projection's weights."""
-        head, copied = self._head[0], []
+        head: Any = self._head[0]
+        lent = Lent()
 
-        def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
+        def forward(hidden_states: Tensor) -> Tensor:
             weights = [x for x in (head.weight, head.bias) if x is not None]
-            found = WeightsHandedOut.apply(hidden_states, *weights)  # type: ignore[no-untyped-call]
-            copied.extend(found)
-            return tuple(x for x in found if x.requires_grad)
+            lent.copies = [x.detach().clone() for x in weights]
+            lent.trained = [x.requires_grad for x in weights]
+            result: Tensor = Lending.apply(lent, hidden_states, *weights)  # type: ignore[no-untyped-call]
+            return result
 
         before = head.__dict__.get("forward")
-        head.forward = forward  # type: ignore[method-assign, assignment]
+        head.forward = forward
         try:
-            seen = iter(head(hidden_states))
+            given = head(hidden_states)
         finally:
             del head.__dict__["forward"]
             if before is not None:
-                head.forward = before  # type: ignore[method-assign]
-        # What hooks made of them: an engine's own node stands behind each.
-        hidden_states, weight, *bias = (next(seen) if x.requires_grad else x for x in copied)
+                head.forward = before
+        hidden_states, weight, *bias = Borrowed.apply(lent, given)  # type: ignore[no-untyped-call]
         return Deferred.make(hidden_states, Recipe(self.request, weight=weight, bias=next(iter(bias), None), logits=True))
 
 
-class WeightsHandedOut(torch.autograd.Function):
-    """hidden_states [..., h], weight [V, h], bias [V] -> these, with the weights copied. [Note: a head that is held]"""
+@dataclasses.dataclass
+class Lent:
+    """Copies of an output projection's weights in one forward, and their gradients. [Note: a head that is held]
+
+    copies: [V, h] and perhaps [V]. trained: whether each wants a gradient. grads: of each, while backward is between the
+        two nodes.
+    """
+
+    copies: list[Tensor] = dataclasses.field(default_factory=list)
+    trained: list[bool] = dataclasses.field(default_factory=list)
+    grads: tuple[Tensor | None, ...] = ()
+
+
+class Lending(torch.autograd.Function):
+    """hidden_states [..., h], inside of the output projection -> the same: its only output, as in any other call, since
+    engines count those that a gradient comes to. What `Borrowed` left goes on to the weights [V, h], [V]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Copies of the weights want a gradient where these do."""
+    def forward(ctx: Any, lent: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
+        """hidden_states [..., h], in its own memory."""
+        ctx.lent = lent
         ctx.set_materialize_grads(False)
-        copies = [weight.detach().clone() for weight in weights]
-        ctx.mark_non_differentiable(*(x for x, weight in zip(copies, weights, strict=True) if not weight.requires_grad))
+        return hidden_states.view_as(hidden_states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients as they came: of hidden_states [..., h] and of each weight."""
+        grads, ctx.lent.grads = ctx.lent.grads, ()
+        return None, grad, *(grads or (None,) * (len(ctx.needs_input_grad) - 2))
+
+
+class Borrowed(torch.autograd.Function):
+    """hidden_states [..., h], behind the output projection -> the same, and the copies of its weights [V, h], [V]."""
+
+    @staticmethod
+    def forward(ctx: Any, lent: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """hidden_states [..., h] in its own memory, and copies that want a gradient where the weights do."""
+        ctx.lent, copies = lent, lent.copies
+        lent.copies = []
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x, trained in zip(copies, lent.trained, strict=True) if not trained))
         return (hidden_states.view_as(hidden_states), *copies)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients as they came: of hidden_states [..., h] and of each weight."""
-        return grads
+    def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[None, Tensor | None]:
+        """The gradient of hidden_states [..., h]; those of the weights are left for `Lending`."""
+        ctx.lent.grads = grads
+        return None, grad

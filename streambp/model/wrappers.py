@@ -86,7 +86,7 @@ class LayerForward(InstanceForward):
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
         if tree is not None:
-            check_streamed(self.site)
+            check_streamed(self.site, self.state.unshared)
         if self.final_norm is not None and self._defers(self.final_norm):
             assert self.state.defer_norm is not None
             # Not before: some models normalise the embeddings with the same module.
@@ -205,10 +205,15 @@ class BackboneForward(InstanceForward):
         def over(kwargs: Mapping[str, Any], tree: Tree | None, trial: bool = False) -> Any:
             state.defer_norm, state.tree, packed_rows = None if trial else deferred, tree, state.packed_rows
             state.packed_rows = packed_rows if tree is None and not trial else None
+            reasons: list[str] | None = [] if trial else None
+            state.unshared = reasons
             try:
-                return self.original(**kwargs)
+                output = self.original(**kwargs)
             finally:
-                state.tree, state.packed_rows = None, packed_rows
+                state.tree, state.packed_rows, state.unshared = None, packed_rows, None
+            if reasons:
+                raise UnsharedError(reasons[0])
+            return output
 
         if self.prefixes is None or state.shards is not None:
             return over(kwargs, None)

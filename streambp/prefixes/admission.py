@@ -96,10 +96,21 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
         raise UnsharedError(f"{type(site.layer).__name__} gets no attention mask that could tell of branches")
 
 
-def check_streamed(site: LayerSite) -> None:
-    """Raises UnsharedError of a layer that ran whole: what else mixes its tokens would mix branches."""
-    if site.last.because is not None:
-        raise UnsharedError(f"{type(site.layer).__name__} does not run in chunks: {site.last.because}")
+def check_streamed(site: LayerSite, later: list[str] | None) -> None:
+    """That a layer did not run whole: what else mixes its tokens would mix branches.
+
+    Args:
+        later: takes the reason, on trial: a rank that stopped in the middle of a forward would leave the others in it.
+
+    Raises:
+        UnsharedError: it ran whole, and the call is none on trial.
+    """
+    if site.last.because is None:
+        return
+    reason = f"{type(site.layer).__name__} does not run in chunks: {site.last.because}"
+    if later is None:
+        raise UnsharedError(reason)
+    later.append(reason)
 
 
 class Trials:

@@ -28,6 +28,7 @@ from streambp.errors import StreamBPError
 from streambp.known_names import GATHER, REDUCE_SCATTER
 from streambp.sharded import gathered, layer
 from tests.distributed import context_mutants, ring_on_cpu
+from tests.distributed.recorded import Recorded
 from tests.distributed.split_worker import float64_gradients, gradients_of, lifted, model_for, whole_batch
 from tests.oracle import relative_l2, worst_error
 
@@ -105,7 +106,8 @@ def everyones(mine):
 
 def config_of(case, rank):
     chunks = OTHER_CHUNKS if case.get("chunks") == "others" else case.get("chunks", CHUNKS)
-    return streambp.StreamConfig(chunk_size=chunks[rank], **case.get("config", {}))
+    settings = {"chunk_size": chunks[rank], **case.get("config", {}), **case.get("configs", [{}] * 9)[rank]}
+    return streambp.StreamConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
 
 def gradients(case, rank, mesh):
@@ -124,7 +126,8 @@ def gradients(case, rank, mesh):
     with pytest.MonkeyPatch.context() as patch:
         if case.get("heads") == 1:
             patch.setattr(gathered, "ROOM", 1)
-        with split(mesh, batch, case), noted(found), context_mutants.applied(case.get("mutant")):
+        alike = Recorded(json.dumps(case)) if "configs" in case else contextlib.nullcontext()
+        with split(mesh, batch, case), noted(found), context_mutants.applied(case.get("mutant")), alike:
             loss, ours, _ = gradients_of(model, batch, items, reduce=False)
     loss, ours = summed(loss, ours)
     result["issued alike"] = all(issued == found["issued"] for issued in everyones(found["issued"]))
@@ -173,7 +176,7 @@ ON_ONE_RANK = {
 def refused(case, rank, mesh):
     """The message on each rank."""
     batch, items = as_trainer_gives(case)
-    model = streambp.patch(model_for(case), config_of({**case, "config": case.get("configs", [{}] * 9)[rank]}, rank))
+    model = streambp.patch(model_for(case), config_of(case, rank))
     message, mesh = None, init_device_mesh("cpu", case["mesh"]) if "mesh" in case else mesh
     try:
         with split(mesh, batch, case):

@@ -1,6 +1,6 @@
 """What one rank may decide by itself, as a worker that has each rank decide otherwise. [Note: what a rank decides alone]
 
-python -m tests.distributed.decisions RANK PORT '[{"engine": "zero-3", "decisions": ["short", "lazy, read"], ...}]' WORLD_SIZE
+python -m tests.distributed.decisions RANK PORT '[{"engine": "zero-3", "decisions": ["short", "lazy, read"]}, ...]' RANKS
 
 Each case trains STEPS steps under an engine, patched and unpatched, on the same batches; `Recorded` raises at the first
 collective that another rank does not issue. A case's "mutant" takes a cure away.
@@ -25,12 +25,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import streambp
 from streambp.distributed.engines import Hold
-from streambp.lazy.head import Hub
-from streambp.model import deferring, state, unpatched
 from streambp.layer import graphs
+from streambp.lazy.head import Hub
+from streambp.model import deferring, state, unpatched, wrappers
 from streambp.prefixes import calls
 from tests.distributed import engines as adapters
 from tests.distributed.recorded import Recorded
@@ -38,7 +40,7 @@ from tests.distributed.watch import engines_seen
 from tests.distributed.worker import DONE, distance
 from tests.families import make_batch
 
-STEPS = 3
+STEPS = 2  # the first is looked at, and ZeRO-3 writes down its order of gathers; the second is decided
 SECONDS = 60  # of a case; then a rank that hangs says where, and ends
 ENGINES = {
     "ddp": (adapters.DDP, {}), "fsdp2": (adapters.FSDP2, {}),
@@ -57,7 +59,12 @@ def own_loss(model, batch):
 def read_logits(model, batch):
     """The model's loss, a term of the logits, and numbers that this rank alone looks at."""
     output = model(**batch, use_cache=False)
-    loss = output.loss + 0.1 * output.logits.float().logsumexp(-1).mean()
+    loss = output.loss
+    if isinstance(model, FSDPModule):  # beside a loss it gives no logits
+        return loss
+    if type(output.logits) is torch.Tensor:  # unpatched ZeRO-3 wants all ranks to use as many outputs
+        loss = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten())
+    loss = loss + 0.1 * output.logits.float().logsumexp(-1).mean()
     with torch.no_grad():
         assert 0 <= (output.logits.argmax(-1) == batch["labels"]).double().mean() <= 1
         assert output.logits.std().isfinite()
@@ -93,7 +100,7 @@ class Decision:
     stream: dict = dataclasses.field(default_factory=dict)
     one_chunk: bool = False
     batch: str = "plain"  # or "shared", of which rows begin alike
-    extra: tuple[str, ...] = ()  # of a batch: "mask", "positions"
+    masked: bool = False
     rows: int = 2
     loss: Callable | None = None
     prepare: Callable | None = None
@@ -107,22 +114,20 @@ EVERY = tuple(ENGINES)
 HELD = ("fsdp2", "zero-3")
 DECISIONS = {
     "chunks": Decision({"saves": ()}),
-    "saves": Decision({"saves": ("attn_out", "kv", "mlp.gate_proj")}),
-    "offloads": Decision({"saves": ("attn_out",), "offload": "cpu"}),
+    "saves": Decision({"saves": ("attn_out", "kv", "mlp.gate_proj"), "offload": "cpu"}),
     "short": Decision(AUTO, True, says=(("ddp", "as unpatched"),)),
     "begun again": Decision(AUTO, True, raises=True),
     "kept graphs": Decision({**AUTO, "unpatched_runs": False}, True),
     "let go": Decision({**AUTO, "unpatched_runs": False}, True, between=lambda s: s.pending.let_go and s.pending.let_go()),
-    "a hook mixes": Decision({"saves": ()}, prepare=mixed, says=tuple((name, "runs whole") for name in EVERY)),
+    "a hook mixes": Decision({"saves": ()}, prepare=mixed, says=tuple((name, "checkpoint") for name in EVERY)),
     "lazy, unread": Decision({"lazy_logits": True}),
     "lazy, read": Decision({"lazy_logits": True}, loss=read_logits),
     "own loss": Decision({}, loss=own_loss),
     "own loss, lazy": Decision({"lazy_logits": True}, loss=own_loss),
     "no label": Decision({}, loss=nothing_labelled),
     "per token": Decision({}, loss=per_token),
-    "shares": Decision(SHARES, batch="shared"),
-    "shares, mask": Decision(SHARES, batch="shared", extra=("mask",)),
-    "shares, positions": Decision(SHARES, batch="shared", extra=("positions",)),
+    "shares": Decision(SHARES, batch="shared", says=(("ddp", "were computed as"),)),
+    "shares, mask": Decision(SHARES, batch="shared", masked=True),
     "one row": Decision(SHARES, rows=1),
 }  # fmt: skip
 
@@ -130,15 +135,13 @@ DECISIONS = {
 def batches(rank, decision):
     """A rank's micro-batches; lengths differ between steps and ranks."""
     for step in range(STEPS):
-        length = (17, 23, 11)[step] + 6 * rank + (90 if decision.batch == "shared" else 0)
+        length = (17, 23)[step] + 6 * rank + (90 if decision.batch == "shared" else 0)
         batch = make_batch("plain", length=length, seed=10 * step + rank)
         if decision.batch == "shared":
             for name in ("input_ids", "labels"):
                 batch[name][1, :-6] = batch[name][0, :-6]
-        if "mask" in decision.extra:
+        if decision.masked:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        if "positions" in decision.extra:
-            batch["position_ids"] = torch.arange(length).expand_as(batch["input_ids"])
         yield {name: value[: decision.rows] for name, value in batch.items()}
 
 
@@ -175,7 +178,9 @@ def train(case, rank, decision, patched, name):
             raise torch.OutOfMemoryError("no memory")
         real(runs)
 
-    with pytest.MonkeyPatch.context() as patch, engines_seen() as seen:
+    projection = {}
+    watched = projection_seen(engine, projection) if case.get("projection") else contextlib.nullcontext()
+    with pytest.MonkeyPatch.context() as patch, engines_seen() as seen, watched:
         if patched and decision.raises:
             patch.setattr(unpatched.UnpatchedRuns, "enter_layer", enter_layer)
         for step, batch in enumerate(batches(rank, decision)):
@@ -188,7 +193,36 @@ def train(case, rank, decision, patched, name):
     found |= {f"weight {key}": weight for key, weight in engine.weights().items()}
     assert seen == {case["engine"]}, seen
     said = str(streambp.describe(engine.wrapped)) if patched else ""
-    return found, len(recorded.issued), {"raised": len(raised), "said": said}
+    return found, len(recorded.issued), {"raised": len(raised), "said": said, "projection": projection}
+
+
+@contextlib.contextmanager
+def projection_seen(engine, found):
+    """While layers run, forward and backward: bytes of the output projection that are on this rank, gathered or copied."""
+    head, copies, borrow = engine.module.get_output_embeddings(), [], deferring.Borrowed.forward
+    weight = next(iter(head.parameters()))
+
+    def forward(ctx, lent, hidden_states):
+        copies.extend(StorageWeakRef(x.untyped_storage()) for x in lent.copies)
+        return borrow(ctx, lent, hidden_states)
+
+    def look(module, args):
+        kept = sum(not copy.expired() for copy in copies)
+        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        found[phase] = max(found.get(phase, 0), weight.nbytes + kept * 4 * weight.ds_numel)
+
+    def reached(*_):
+        look(None, ())
+
+    # Backward hooks of a module's insides would be an engine's business; a tensor's are not.
+    layers = adapters.decoder_layers(engine.module)
+    handles = [layer.register_forward_pre_hook(look) for layer in layers]
+    handles += [layer.post_attention_layernorm.weight.register_hook(reached) for layer in layers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferring.Borrowed, "forward", staticmethod(forward))
+        yield
+    for handle in handles:
+        handle.remove()
 
 
 def begun_again():
@@ -217,14 +251,23 @@ def tries_alone():
     return [(calls, "must_agree", lambda module: False)]
 
 
-MUTANTS = {function.__name__: function for function in (begun_again, reads_the_weight, gathers_where_used, tries_alone)}
+def stops_in_a_trial():
+    """A rank leaves the others in the middle of a trial's forward."""
+    real = wrappers.check_streamed
+    return [(wrappers, "check_streamed", lambda site, later: real(site, None))]
+
+
+MUTANTS = {
+    function.__name__: function
+    for function in (begun_again, reads_the_weight, gathers_where_used, tries_alone, stops_in_a_trial)
+}
 
 
 @functools.cache
-def expected(engine, decisions, rank):
+def expected(engine, decisions, rank, projection):
     """What the unpatched engine gives for the same batches and losses."""
-    case = {"engine": engine, "decisions": decisions}
-    return train(case, rank, DECISIONS[decisions[rank]], None, f"unpatched {engine} {decisions}")[0]
+    case = {"engine": engine, "decisions": decisions, "projection": projection}
+    return train(case, rank, DECISIONS[decisions[rank]], None, f"unpatched {engine} {decisions} {projection}")
 
 
 def like(name):
@@ -233,7 +276,7 @@ def like(name):
 
     def key(d):
         loss = d.loss if d.loss is not per_token else None
-        return d.batch, d.extra, d.rows, loss, d.prepare
+        return d.batch, d.masked, d.rows, loss, d.prepare
 
     return next(other for other, decision in DECISIONS.items() if key(decision) == key(wanted))
 
@@ -248,8 +291,8 @@ def run(case, rank, number):
             patch.setattr(owner, attribute, value)
         found, issued, did = train(case, rank, decision, case.get("patched", "before"), name)
     row = {"issued": issued, **did}
-    stock = expected(case["engine"], tuple(like(other) for other in case["decisions"]), rank)
-    row["error"] = distance(found, stock)
+    stock = expected(case["engine"], tuple(like(other) for other in case["decisions"]), rank, case.get("projection"))
+    row["error"], row["projection unpatched"] = distance(found, stock[0]), stock[2]["projection"]
     row["done"] = all(text in row["said"] for engine, text in decision.says if engine == case["engine"])
     gc.collect()
     return {**row, "seconds": time.monotonic() - begun}
@@ -258,7 +301,12 @@ def run(case, rank, number):
 def main():
     rank, port, cases, size = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size), DS_ACCELERATOR="cpu"
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
     patience = datetime.timedelta(seconds=SECONDS / 2)
@@ -281,6 +329,16 @@ def main():
 def pairs():
     """Every pair of decisions, in no order: a rank's number decides nothing."""
     return list(itertools.combinations_with_replacement(DECISIONS, 2))
+
+
+def fours():
+    """Twenty times four of the sixteen decisions, such that every two of them come together once: the lines of the affine
+    plane over the field of four elements, whose sums are those of bits."""
+    times = [[0, 0, 0, 0], [0, 1, 2, 3], [0, 2, 3, 1], [0, 3, 1, 2]]
+    lines = [[4 * x + (times[slope][x] ^ start) for x in range(4)] for slope in range(4) for start in range(4)]
+    lines += [[4 * x + y for y in range(4)] for x in range(4)]
+    names = list(DECISIONS)
+    return [[names[point] for point in line] for line in lines]
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def server() -> BaseContext:
             "tests.distributed.worker",
             "tests.distributed.split_worker",
             "tests.distributed.context_worker",
+            "tests.distributed.decisions",
             "torch.distributed.pipelining",
         ]
     )

@@ -1,7 +1,7 @@
 """What each rank asks of the others, in order: a difference raises where it begins, on every rank, instead of a hang.
 
-Each collective is recorded where torch dispatches it, whoever calls it, with its shapes, and is told to a store before it is
-issued. A rank waits there, and not in the collective, for what the others are about to issue.
+Each collective is recorded where torch dispatches it, whoever calls it, with its shapes, and is told to a store before it
+is issued. A rank waits there, and not in the collective, for what the others are about to issue.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ class Recorded(TorchDispatchMode):
         """Say what comes next, and hear it of the others."""
         number = self._say(what, ranks)
         self.issued.append(what)
-        for other in ranks:
-            try:
-                key = f"{ranks} {number} {other}"
-                self.store.wait([key], datetime.timedelta(seconds=SECONDS))
-                said = self.store.get(key).decode()
-            except RuntimeError as error:
-                said = f"nothing for {SECONDS} s ({type(error).__name__})"
-            if said != what:
-                raise DifferentError(f"collective {number}: rank {self.rank} is at {what}, rank {other} at {said}")
+        keys = [f"{ranks} {number} {other}" for other in ranks]
+        try:
+            self.store.wait(keys, datetime.timedelta(seconds=SECONDS))
+        except RuntimeError as error:
+            raise DifferentError(
+                f"collective {number}: rank {self.rank} is at {what}, and one of {ranks} is nowhere for {SECONDS} s"
+            ) from error
+        for other, said in zip(ranks, self.store.multi_get(keys), strict=True):
+            if said.decode() != what:
+                raise DifferentError(f"collective {number}: rank {self.rank} is at {what}, rank {other} at {said.decode()}")

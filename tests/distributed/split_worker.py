@@ -9,6 +9,7 @@ weights after a few steps under "engines", in float32; the error of "bf16" gradi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import streambp
 from tests import zoo
+from tests.distributed.recorded import Recorded
 from tests.distributed.traffic import Gathers
 from tests.distributed.watch import engines_seen
 from tests.families import FAMILIES, build, make_batch
@@ -133,9 +135,12 @@ def compare(case, rank, reference):
         *_, result["checkpointing counts"] = gradients_of(model, dict(batch), items, reduce=False)
         result["stock"] = max(worst_error(stock, gradients), abs(stock_loss / loss - 1).item())
     for sizes in CHUNKS:
-        config = streambp.StreamConfig(chunk_size=sizes[rank], **case.get("config", {}))
+        settings = {"chunk_size": sizes[rank], **case.get("config", {}), **case.get("configs", [{}] * 9)[rank]}
+        config = streambp.StreamConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
         model = streambp.patch(model_for(case), config)
-        ours_loss, ours, counts = gradients_of(model, dict(batch), items, reduce=True)
+        alike = Recorded(json.dumps([case, sizes])) if "configs" in case else contextlib.nullcontext()
+        with alike:
+            ours_loss, ours, counts = gradients_of(model, dict(batch), items, reduce=True)
         result[f"single process, chunks {sizes}"] = max(worst_error(ours, gradients), abs(ours_loss / loss - 1).item())
         if case.get("stock"):
             result[f"unpatched Ulysses, chunks {sizes}"] = worst_error(ours, stock)

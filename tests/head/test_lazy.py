@@ -444,11 +444,20 @@ def test_an_engines_hook():
 
 
 def run_engines():
-    """DDP's node runs once and sees no gradient of logits; DeepSpeed's is passed by."""
+    """DDP's node runs once and sees no gradient of logits; DeepSpeed's is passed by, and hears that backward begins."""
     sink, ran = engine("_DDPSink", lambda x: x.clone())
     check(lambda z, y: grpo(sink.apply(z), y))
     before, passed = engine("PreBackwardFunctionForModule", lambda x: x.detach())
-    check(lambda z, y: grpo(before.apply(z), y))
+    heard = []
+
+    def behind(z):
+        logits = before.apply(z)
+        if logits.grad_fn is not None:
+            logits.grad_fn.module, logits.grad_fn.pre_backward_function = "model", heard.append
+        return logits
+
+    check(lambda z, y: grpo(behind(z), y))
+    assert heard == ["model"]
     assert [shape for shape in ran if shape is None] == [None]
     assert not [shape for shape in passed if shape is None]
 

@@ -1,0 +1,132 @@
+"""Ranks that decide differently: all collectives alike, gradients the unpatched engine's. [Note: what a rank decides alone]
+
+covers: distributed/agreement.py, distributed/engines.py, model/deferring.py, model/state.py, admission/checkpointed.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+
+import pytest
+
+from tests.distributed.decisions import DECISIONS, ENGINES, MUTANTS, SECONDS, fours, pairs
+from tests.distributed.ranks import launch, result_of, run_split
+from tests.distributed.recorded import DifferentError
+from tests.distributed.worker import DONE
+
+BAR = 1e-6  # of the gradients of all steps and the weights after the last, in float32
+ALONE = {  # one case for each cure; that of FSDP2 has its own ranks
+    "begun_again": {"engine": "zero-3", "decisions": ["begun again", "chunks"]},
+    "reads_the_weight": {"engine": "zero-3", "decisions": ["own loss", "chunks"], "projection": True},
+    "gathers_where_used": {"engine": "zero-3", "decisions": ["lazy, read", "lazy, unread"]},
+    "tries_alone": {"engine": "fsdp2", "decisions": ["shares, mask", "shares"]},
+    "stops_in_a_trial": {"engine": "fsdp2", "decisions": ["a hook mixes", "shares"]},
+}
+AFTER = {"engine": "zero-3", "decisions": ["a hook mixes", "own loss, lazy"], "patched": "after"}
+
+
+def rows_of(cases):
+    """What the ranks say of cases under one engine, as far as they came, and what they printed."""
+    engine, ranks = cases[0]["engine"], len(cases[0]["decisions"])
+    if engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    outputs, _ = launch(
+        "tests.distributed.decisions", json.dumps(cases), str(ranks), ranks=ranks, seconds=60 + SECONDS * len(cases)
+    )
+    lines = [line.removeprefix(DONE) for line in outputs[0].splitlines() if line.startswith(DONE)]
+    return [json.loads(line) for line in lines], outputs
+
+
+def check(cases):
+    rows, outputs = rows_of(cases)
+    assert len(rows) == len(cases), "\n".join([str(cases[len(rows)]), *(output[-3000:] for output in outputs)])
+    for row, case in zip(rows, cases, strict=True):
+        assert row["case"] == case
+        for rank, name in zip(row["ranks"], case["decisions"], strict=True):
+            assert rank["error"] <= BAR, (case, rank)
+            assert rank["issued"] > 0
+            assert rank["done"], (case, name, rank["said"])
+            assert rank["issued"] == row["ranks"][0]["issued"]
+    print(
+        f"\n{cases[0]['engine']}, {len(cases[0]['decisions'])} ranks: {len(rows)} cases, all collectives alike; "
+        f"worst {max(rank['error'] for row in rows for rank in row['ranks']):.1e}, "
+        f"longest {max(rank['seconds'] for row in rows for rank in row['ranks']):.0f} s"
+    )
+    return rows
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero-3", marks=pytest.mark.full)])
+def test_what_one_rank_alone_did(engine):
+    """Each was a hang: a forward begun again, a weight looked at, logits used on one rank, a trial; and a layer that one
+    rank alone cannot cut."""
+    cases = [case for case in (*ALONE.values(), AFTER) if case["engine"] == engine]
+    rows = check(cases)
+    for row in rows:
+        if row["case"].get("projection"):
+            for rank in row["ranks"]:
+                assert rank["projection"] == rank["projection unpatched"] == {"forward": 0, "backward": 0}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_without_its_cure(mutant):
+    """The first collective that differs is named; the ranks do not wait for each other."""
+    case = {**ALONE[mutant], "mutant": mutant}
+    rows, outputs = rows_of([case])
+    if rows:  # the same collectives, and the weight stays
+        assert mutant == "reads_the_weight"
+        assert any(rank["projection"]["forward"] for rank in rows[0]["ranks"])
+    else:
+        assert any(DifferentError.__name__ in output for output in outputs), outputs[0][-2000:]
+
+
+@pytest.mark.fast("zero-3")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_some_decisions(engine):
+    chosen = [["short", "own loss, lazy"], ["begun again", "no label"], ["per token", "kept graphs"]]
+    check([{"engine": engine, "decisions": names} for names in chosen])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_pair(engine):
+    assert len(pairs()) == len(DECISIONS) * (len(DECISIONS) + 1) // 2
+    check([{"engine": engine, "decisions": list(pair)} for pair in pairs()])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_pair_on_four_ranks(engine):
+    check([{"engine": engine, "decisions": names} for names in fours()])
+
+
+IN_SPLITS = {  # what a rank decides that holds a part of each sequence; saves of keys and of attention are agreed upon
+    "chunks": {}, "one chunk": {"chunk_size": 64}, "automatic": {"chunk_size": 64, "saves": "auto"},
+    "offloads": {"saves": ["mlp.gate_proj"], "offload": "cpu"}, "lazy": {"lazy_logits": True},
+}  # fmt: skip
+
+
+def in_splits():
+    """Every pair of these, as cases of the workers for split sequences, with padding and without."""
+    for number, names in enumerate(itertools.combinations_with_replacement(IN_SPLITS, 2)):
+        yield {"configs": [IN_SPLITS[name] for name in names], "mode": ("packed", "left-padded", "plain")[number % 3]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("split", ["context parallelism", "Ulysses"])
+def test_every_pair_where_sequences_are_split(split):
+    """In float64, against one process; the workers record the collectives."""
+    cases = list(in_splits())
+    if split == "Ulysses":
+        found = run_split(json.dumps({"gradients": cases}), "2")["gradients"]
+        errors = [row[name] for row in found for name in row if name.startswith("single process")]
+    else:
+        runs = json.dumps({"gradients": cases})
+        found = result_of(*launch("tests.distributed.context_worker", runs, "2", seconds=60 * len(cases)))["gradients"]
+        errors = [row["error"] for row in found]
+        assert all(row["issued alike"] for row in found)
+    print(f"\n{split}, 2 ranks: {len(found)} cases, all collectives alike; worst {max(errors):.1e}")
+    assert len(found) == len(cases) == 15
+    assert max(errors) <= 1e-10
