@@ -34,6 +34,13 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved"]) 
     return int(counts[f"{kind}_bytes"]["all"]["current"]) if counts else 0  # {} where CUDA was not used yet
 
 
+def alloc_retries(device: torch.device) -> int:
+    """How often torch's allocator has given its cache back to a CUDA device's driver, and waited, for want of memory."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+
+
 def forget_error(device: torch.device) -> None:
     """Clear the error that a failed call to CUDA's runtime left behind.
 

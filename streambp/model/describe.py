@@ -97,7 +97,7 @@ def describe(model: nn.Module) -> Description:
         raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch(model) first.")
     config = found.state.config
     layers = _layers(model, found)
-    chunk = str(found.state.chunk_rule or AUTO_RULE) if config.chunk_size == "auto" else str(config.chunk_size)
+    chunk = str(found.state.policy or AUTO_RULE) if config.chunk_size == "auto" else str(config.chunk_size)
     return Description(
         layers,
         chunk,
@@ -180,11 +180,11 @@ def _saves(found: Patch) -> tuple[str, ...]:
 
 def _chosen(found: Patch) -> str:
     """What saves="auto" did in the last micro-batch, if nothing is offloaded."""
-    if found.state.saves_rule is not None:
-        return f"auto: nothing ({found.state.saves_rule})"
-    choosers = (w.site.chooser for w in found.state.wrappers if isinstance(w, LayerForward))
-    chosen = next((chooser.latest for chooser in choosers if chooser is not None), None)
-    return "auto: nothing yet" if chosen is None else str(chosen)
+    policy = found.state.policy
+    if policy is None or policy.latest is not None:
+        return "auto: nothing yet" if policy is None else str(policy.latest)
+    why = policy.known.why if policy.known.need is None else ""
+    return f"auto: nothing ({why})" if why else "auto: nothing yet"
 
 
 def _describe_attention(found: Patch) -> str:
