@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
+from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.errors import ConfigError, StreamBPError
 from streambp.launch.command import add_launch, split
 from streambp.planner.devices import DEFAULT, DEVICES, Rates, rates_of, write_rates
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StreamBPError as error:
         print(f"streambp: {arguments.model}: {error}", file=sys.stderr)
         return FAILED
-    except torch.OutOfMemoryError as error:
+    except MEMORY_ERRORS as error:
+        if not is_out_of_memory(error):
+            raise
         first = str(error).splitlines()[0]
         print(
             f"streambp: {arguments.model}: {first} Pass a smaller --seq-len, --dtype bfloat16, or --device cpu.",

@@ -16,6 +16,7 @@ from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Forks
+from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.distributed.context_parallel import replaced_attention
 from streambp.distributed.engines import reduced_after_backward, reductions_of
 from streambp.errors import UnsupportedModelError
@@ -108,7 +109,9 @@ def admit(
         return call
     try:
         failed, verdict = look_for_writes(call), can_stream(call)
-    except torch.OutOfMemoryError as error:
+    except MEMORY_ERRORS as error:
+        if not is_out_of_memory(error):
+            raise
         raise explained(error, site, call.plan) from error
     if not verdict.streams:
         if arguments.tells:  # its kernels do something else than they are told

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
 from streambp.distributed.zero import full_shape
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Projection, Wanted
@@ -198,9 +199,11 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
     def computed(source: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
         try:
             return compute(source, weight, bias)
-        except torch.OutOfMemoryError:
-            if request.pending.let_go is None or not request.pending.let_go():
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error) or request.pending.let_go is None or not request.pending.let_go():
                 raise
+            allocators = isinstance(error, torch.OutOfMemoryError)
+        make_room(source.device, allocators)
         return compute(source, weight, bias)
 
     if recipe.head is None:

@@ -1,9 +1,10 @@
 """When a streamed layer runs out of device memory: saves are let go of, or an error says what to change.
 
-[Note: once for each chunk] A chunk's forward, refill and backward can be computed again after an OutOfMemoryError, once
-what layers have saved of their own accord is let go of. Random numbers are drawn from the same states, and keys and values
-are written to their place once more. What backward adds up while it runs is added once: the sums of weights' gradients, and
-those of keys and values, count what the first attempt has added, and the second leaves as much out, in the same order.
+[Note: once for each chunk] A chunk's forward, refill and backward can be computed again when the device had no memory for
+them, once what layers have saved of their own accord is let go of. Random numbers are drawn from the same states, and keys
+and values are written to their place once more. What backward adds up while it runs is added once: the sums of weights'
+gradients, and those of keys and values, count what the first attempt has added, and the second leaves as much out, in the
+same order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
 from streambp.errors import DeviceMemoryError
 from streambp.layer.saved import Kept
 from streambp.layer.site import LayerSite
@@ -35,16 +37,18 @@ def with_memory(chooser: Chooser, kept: Kept, compute: Callable[[bool], T]) -> T
     chooser.look(kept)
     try:
         return compute(False)
-    except torch.OutOfMemoryError:
-        if not chooser.let_go(kept):
+    except MEMORY_ERRORS as error:
+        if not is_out_of_memory(error) or not chooser.let_go(kept):
             raise
-    return compute(True)  # not above: the error's frames hold tensors
+        allocators = isinstance(error, torch.OutOfMemoryError)
+    make_room(kept.device, allocators)  # not above: the error's frames hold tensors
+    return compute(True)
 
 
 AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)  # where nobody can let go
 
 
-def explained(error: torch.OutOfMemoryError, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
+def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
     """The error to raise from this one, which carries the next lever; the error itself if it does already."""
     if isinstance(error, DeviceMemoryError):
         return error

@@ -43,6 +43,7 @@ from streambp.attention.backend import AsSdpa
 from streambp.attention.carriers import attention_configs
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
 from streambp.distributed.engines import engine_hooks
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import EAGER, GRADIENT_HOOKED, SDPA
@@ -112,11 +113,13 @@ class UnpatchedRuns:
         if predicted is None or spare is None or predicted > SHARE * spare:
             return None
         random, before = RandomState.capture(given.device), self.chooser.free(given.device)
-        self._thread = threading.get_ident()
+        self._thread, allocators = threading.get_ident(), True
         try:
             result = run()
-        except torch.OutOfMemoryError:
-            result = None
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            result, allocators = None, isinstance(error, torch.OutOfMemoryError)
         except ComputedAgainError:
             random.restore()
             self.most = 0
@@ -125,7 +128,8 @@ class UnpatchedRuns:
             self._thread = None
         # Not above: the error's frames hold tensors.
         if result is None or self._took(predicted, given.device, before) > 2 * SHARE * spare:
-            self.most = tokens // 2
+            result, self.most = None, tokens // 2
+            make_room(given.device, allocators)
             random.restore()
             return None
         self.chooser.ended()

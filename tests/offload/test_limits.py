@@ -34,11 +34,12 @@ class Device(LiveBytes):
     """Memory of so many bytes, within: an operation that makes more alive raises torch.OutOfMemoryError.
 
     shrinks_at: the operation from which on the limit is `then`. fails_at: the first operation from that number on that
-    makes anything alive raises, once.
+    makes anything alive raises, once. error: raised instead.
     """
 
-    def __init__(self, limit=PLENTY, shrinks_at=None, then=PLENTY, fails_at=math.inf):
+    def __init__(self, limit=PLENTY, shrinks_at=None, then=PLENTY, fails_at=math.inf, error=None):
         super().__init__()
+        self.error = torch.OutOfMemoryError("no memory left, says a test") if error is None else error
         self.limit, self.shrinks_at, self.then, self.fails_at = limit, shrinks_at, then, fails_at
         self.operations, self.failed = 0, False
 
@@ -51,7 +52,7 @@ class Device(LiveBytes):
         fails = self.operations >= self.fails_at and not self.failed
         if self.live > before + SMALL and (fails or self.live > self.limit):
             self.failed = True
-            raise torch.OutOfMemoryError("no memory left, says a test")
+            raise self.error
         return result
 
 

@@ -1,10 +1,11 @@
 """saves="auto" decides when a step begins, from what the model and its device are then. [Note: saves that fit]
 
-covers: device.py, offload/policy.py, planner/auto.py, planner/skeleton.py
+covers: device.py, layer/products.py, layer/saved.py, offload/policy.py, planner/auto.py, planner/skeleton.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import streambp
+from streambp.layer import saved
+from streambp.layer.saved import Kept
 from streambp.offload import fitting, policy
 from streambp.planner import auto
 from tests.families import LENGTH, build, make_batch
@@ -322,3 +325,102 @@ def test_float32_weights_under_autocast_are_bounded(card):
     saved = sum(chooser.latest.bytes.values())
     assert saved > 0
     assert device.peak - saved <= chooser.known.need(1024, 128) <= 4 * device.peak
+
+
+@contextlib.contextmanager
+def planned_and_kept(chooser):
+    """Collects, of each layer that it chooses for, the bytes by name that were planned, and those that are kept as the
+    layer's forward ends."""
+    found = {}
+    real = Kept.seal
+
+    def seal(self, size):
+        if self.site.chooser is not chooser:
+            return real(self, size)
+        sizes = {}
+        for (key, _), tensor in self.store._tensors.items():
+            part, _, name = key.partition(".")
+            if part in ("attn_out", "lse", "product"):
+                name = name.partition("#")[0] if part == "product" else "attn_out"
+                sizes[name] = sizes.get(name, 0) + tensor.nbytes
+        if "kv" in self.saves:
+            sizes["kv"] = sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites)
+        plan = chooser._plan.get(self.site.index, [])
+        found[self.site.index] = {c.name: c.bytes for c in plan}, sizes
+        return real(self, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kept, "seal", seal)
+        yield found
+
+
+def lora(model, **settings):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def lora_afterwards(model):
+    model = patched(model, chunk_size=5)
+    lora(model)
+    return model
+
+
+SET_UPS = {
+    "full": lambda: patched(tiny(), chunk_size=5),
+    "float32 under autocast": lambda: patched(build("qwen3", num_hidden_layers=3), chunk_size=5),
+    "adapters": lambda: patched(lora(tiny()), chunk_size=5),
+    "adapters added after patch": lambda: lora_afterwards(tiny()),
+    "first layers frozen": lambda: patched(without_gradients(tiny()), chunk_size=5),
+}
+
+
+def without_gradients(model):
+    for module in (model.model.embed_tokens, *model.model.layers[:1]):
+        module.requires_grad_(False)
+    return model
+
+
+def settled(name, room):
+    """Planned and kept, by layer, in three micro-batches: without gradients, with them, and after an evaluation."""
+    model = SET_UPS[name]()
+    chooser = policy_of(model)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled="autocast" in name)
+    kept = []
+    for number in range(3):
+        chooser.free = lambda device: room + chooser.known.need(2 * LENGTH, 10, chooser.present)
+        with planned_and_kept(chooser) as found, autocast:
+            loss = model(**make_batch("plain"), use_cache=False).loss
+        kept.append(found)
+        loss.backward()
+        if number == 1:
+            with torch.no_grad():
+                model.eval()(**make_batch("plain"), use_cache=False)
+            model.train()
+    return kept
+
+
+@pytest.mark.fast("adapters added after patch-all fits", "float32 under autocast-some fits")
+@pytest.mark.parametrize("room", [1e9, 6e4], ids=["all fits", "some fits"])
+@pytest.mark.parametrize("name", SET_UPS)
+def test_what_was_planned_is_kept(name, room, card):
+    """Name by name and byte by byte, from the first step on."""
+    for number, found in enumerate(settled(name, room)):
+        planned = {index: plan for index, (plan, _) in found.items()}
+        assert planned == {index: sizes for index, (_, sizes) in found.items()}, number
+        assert sum(sum(plan.values()) for plan in planned.values()) <= room
+        assert any(planned.values())
+        if room == 1e9 and "adapters" in name:
+            assert {"self_attn.v_proj.base_layer", "self_attn.v_proj.lora_A.default"} <= set(planned[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", ["globs", "hidden states' bytes"])
+def test_other_names_and_bytes_are_seen(mutant, card, monkeypatch):
+    if mutant == "globs":
+        real = Kept.find_products
+        monkeypatch.setattr(Kept, "find_products", lambda self: setattr(self, "named", True) or real(self))
+    else:
+        monkeypatch.setattr(saved, "output_bytes", lambda weight: 2)
+    with pytest.raises(AssertionError):
+        test_what_was_planned_is_kept("adapters", 1e9, card)
