@@ -27,6 +27,7 @@ With four times the room it is not streamed at all. [Note: micro-batches as unpa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -251,23 +252,26 @@ class SavesPolicy:
         known = self.known.costs
         here = {index: known[index] for index in indices if index in known and known[index].device == device}
         plan: dict[int, list[Candidate]] = {index: [] for index in indices}
-        found = [candidate for index, cost in here.items() for candidate in cost.candidates(index, tokens, length)]
+        named_by = {index: list(cost.candidates(index, tokens, length)) for index, cost in here.items()}
 
-        def take(index: int, size: float) -> bool:
-            if any(size > room for upto, room in rooms if upto >= index):
-                return False
-            for entry in rooms:
-                entry[1] -= size if entry[0] >= index else 0.0
-            return True
-
-        for candidate in sorted(found, key=lambda candidate: (-candidate.worth, -candidate.index)):
-            if take(candidate.index, candidate.bytes):
-                plan[candidate.index].append(candidate)
-        for index, cost in sorted(here.items(), reverse=True) if whole else ():
-            named = sum(candidate.bytes for candidate in plan[index])
-            size = max(named, cost.graph * tokens / cost.tokens)
-            if cost.graph and len(plan[index]) == sum(c.index == index for c in found) and take(index, size - named):
-                plan[index] = [Candidate(index, GRAPH, size, 0.0)]
+        found = sorted(itertools.chain(*named_by.values()), key=lambda candidate: (-candidate.worth, -candidate.index))
+        for index in sorted(here, reverse=True) if whole else ():
+            if here[index].graph:
+                found.append(Candidate(index, GRAPH, here[index].graph * tokens / here[index].tokens, 0.0))
+        for candidate in found:
+            index, size, named = candidate.index, candidate.bytes, 0.0
+            if candidate.name == GRAPH:
+                if len(plan[index]) < len(named_by[index]):
+                    continue
+                named = sum(other.bytes for other in plan[index])
+                size, candidate = max(0.0, size - named), dataclasses.replace(candidate, bytes=max(size, named))
+            for upto, room in rooms:
+                if index <= upto and size > room:
+                    break
+            else:
+                for entry in rooms:
+                    entry[1] -= size if index <= entry[0] else 0.0
+                plan[index] = [candidate] if candidate.name == GRAPH else [*plan[index], candidate]
         return plan
 
     def _take_back(self, kept: Kept, tokens: int) -> None:

@@ -146,32 +146,30 @@ patch.__doc__ = patching.patch.__doc__
 
 class Look(NamedTuple):
     """A model's parameters at a glance. key: what decides what its steps take. present: the part of its trainable bytes
-    whose gradients are there. partitioned: by ZeRO-3."""
+    whose gradients are there."""
 
     key: tuple[Any, ...]
     present: float
-    partitioned: bool
 
     @classmethod
     def at(cls, model: nn.Module) -> Look:
         """As it is now: a tenth of a millisecond for a hundred modules."""
-        waiting, seen, key = [model], set[int](), list[Any]()
+        modules: list[nn.Module | None] = [model]
+        key: list[Any] = []
         trained = present = 0
-        while waiting:
-            tables = waiting.pop().__dict__
-            for parameter in tables["_parameters"].values():
-                if parameter is None or id(parameter) in seen:
+        for module in modules:  # which grows
+            own = {} if module is None else module.__dict__
+            if own and own["_modules"]:
+                modules += own["_modules"].values()
+            for parameter in own["_parameters"].values() if own and own["_parameters"] else ():
+                if parameter is None:
                     continue
-                if is_partitioned(parameter):
-                    return cls((), 0.0, True)
-                seen.add(id(parameter))
-                number, dtype, trains = parameter.numel(), parameter.dtype, parameter.requires_grad
-                key += number, dtype, trains, parameter.device
+                size, trains = parameter.nbytes, parameter.requires_grad
+                key += size, parameter.dtype, trains, parameter.device
                 if trains:
-                    trained += number * dtype.itemsize
-                    present += 0 if parameter.grad is None else number * dtype.itemsize
-            waiting += [module for module in tables["_modules"].values() if module is not None]
-        return cls(tuple(key), present / trained if trained else 0.0, False)
+                    trained += size
+                    present += 0 if parameter.grad is None else size
+        return cls(tuple(key), present / trained if trained else 0.0)
 
 
 class ModelStates:
@@ -192,15 +190,16 @@ class ModelStates:
     def __call__(self, device: torch.device) -> tuple[Known, float]:
         """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
         look = Look.at(self.model)
-        key = device, autocast_dtype(device.type), look.partitioned, look.key
+        key = device, autocast_dtype(device.type), look.key
         if key not in self._known:
             if len(self._known) == REMEMBERED:
                 self._known.clear()
-            why = "parameters that ZeRO-3 has divided cannot be counted"
-            self._known[key] = Known(why=why) if look.partitioned else self._count(device)
+            self._known[key] = self._count(device)
         return self._known[key], look.present
 
     def _count(self, device: torch.device) -> Known:
+        if any(is_partitioned(parameter) for parameter in self.model.parameters()):
+            return Known(why="parameters that ZeRO-3 has divided cannot be counted")
         layers = [w for w in self.model._streambp.state.wrappers if isinstance(w, LayerForward)]  # type: ignore[union-attr]
         bound = HostLaw.of(self.model, [wrapper.module for wrapper in layers])
         if free_memory(device) is None:
@@ -352,7 +351,13 @@ class FreeMemory:
         limit = self._limits[device]
         if limit is not None:
             return limit - _allocated(device)
-        return self._of_the_host() if device.type == "cpu" else None
+        if device.type != "cpu":
+            return None
+        now = time.monotonic()
+        if now > self._until:
+            found = host_limit(None)
+            self._host, self._until = None if found == NO_LIMIT else HOST_SHARE * found, now + FRESH
+        return self._host
 
     def forget(self) -> None:
         """Ask the driver when it is next wanted: others may have taken memory, or given some back."""
@@ -365,13 +370,6 @@ class FreeMemory:
     def retries(self, device: torch.device) -> int:
         """How often the allocator has given its cache back to the driver for want of memory."""
         return alloc_retries(device) if self._limits.get(device) is not None else 0
-
-    def _of_the_host(self) -> float | None:
-        now = time.monotonic()
-        if now > self._until:
-            limit = host_limit(None)
-            self._host, self._until = None if limit == NO_LIMIT else HOST_SHARE * limit, now + FRESH
-        return self._host
 
 
 def _allocated(device: torch.device) -> int:

@@ -52,7 +52,7 @@ class Device(LiveBytes):
         fails = self.operations >= self.fails_at and not self.failed
         if self.live > before + SMALL and (fails or self.live > self.limit):
             self.failed = True
-            raise self.error
+            raise type(self.error)(*self.error.args)  # one that is kept would keep the frames it came through
         return result
 
 
