@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig, parse_bytes
-from streambp.device import is_accelerator
+from streambp.device import is_accelerator, is_out_of_memory
 from streambp.errors import ConfigError, StreamBPError
 from streambp.fields import MOST, shown
 from streambp.launch.command import add_launch, split
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
     except StreamBPError as error:
         return _failed(arguments, str(error))
-    except torch.OutOfMemoryError as error:
-        advice = "Pass a smaller --seq-len, --dtype bfloat16, or --device cpu."
-        return _failed(arguments, f"{str(error).splitlines()[0]} {advice}")
     except Exception as error:  # an exit code of 1 would be a verdict
+        if is_out_of_memory(error):
+            advice = "Pass a smaller --seq-len, --dtype bfloat16, or --device cpu."
+            return _failed(arguments, f"{str(error).splitlines()[0]} {advice}")
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(last.filename).name}, line {last.lineno}"
         return _failed(arguments, f"{reason(error)} (in {where}). That is no verdict: check the arguments, or report it.")

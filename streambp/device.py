@@ -66,6 +66,15 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "
     return int(counts[f"{name}_bytes"]["all"][when]) if counts else 0  # {} where CUDA was not used yet
 
 
+def alloc_retries(device: torch.device) -> int:
+    """How often torch's allocator has given its cache back to a device's driver, and waited, for want of memory."""
+    if not tells_memory(device):
+        return 0
+    if device.type != "cuda":
+        return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+
+
 def forget_error(device: torch.device) -> None:
     """Clear the error that a failed call to CUDA's runtime left behind.
 
@@ -78,7 +87,42 @@ def forget_error(device: torch.device) -> None:
 
 
 LIBRARIES = re.compile(r"\b(CUDA|cuDNN|CUDNN\w*|cuBLAS\w*|CUBLAS\w*|HIP|MIOpen|hipBLAS\w*|FlashAttention|Triton)\b")
+FULL = re.compile(r"out[ _]of[ _]memory|ALLOC_FAILED|bad_alloc|can't allocate memory", re.IGNORECASE)
+WHOSE = re.compile(r"CUDA|cuDNN|cuBLAS|cuSPARSE|cuSOLVER|HIP|MIOpen|rocBLAS|Triton|RMM|bad_alloc|Allocator", re.IGNORECASE)
+MEMORY_ERRORS = (RuntimeError, MemoryError)  # one of these is what `is_out_of_memory` looks for
 KERNELS = ("streambp.attention.kernels", "triton.")  # modules that hold little but calls of kernels
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device has no memory left for what raised this error.
+
+    torch's own allocator has a class for that. cuBLAS and cuDNN (handles, workspaces), the driver (kernels that are loaded
+    when they are first called, events), Triton and pluggable allocators say so in their messages. Not NCCL: a collective
+    that failed on one rank cannot be repeated.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    told = str(error) if isinstance(error, MEMORY_ERRORS) else ""
+    return bool(FULL.search(told) and WHOSE.search(told)) and "nccl" not in told.lower()
+
+
+def make_room(device: torch.device, allocators: bool) -> None:
+    """Before what ran out of memory is tried again: free what the failed attempt left behind.
+
+    A backward that failed inside another has left tasks, and with them its graph, in autograd's queue for the device; the
+    next backward inside drops them. What torch's allocator holds in its cache is what others lack.
+
+    Args:
+        allocators: torch's own allocator raised, which has emptied its cache already.
+    """
+    with contextlib.suppress(*MEMORY_ERRORS):
+        if torch._C._current_graph_task_id() != -1:
+            with torch.enable_grad():
+                z = torch.zeros((), device=device, requires_grad=True)
+                torch.autograd.grad(z * 1, z)
+        if is_accelerator(device) and not allocators:
+            forget_error(device)
+            torch.accelerator.empty_cache()
 
 
 def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:

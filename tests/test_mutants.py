@@ -34,7 +34,8 @@ from streambp.lazy import deferred
 from streambp.losses import masked
 from streambp.model import causal_lm
 from streambp.offload import arena, stores
-from streambp.planner import auto, count, delta_rules, profile
+from streambp.offload.policy import SavesPolicy
+from streambp.planner import count, delta_rules, profile
 from streambp.sharded import call as sharded_call
 from streambp.sharded import layer as sharded
 from streambp.sharded import shards
@@ -430,7 +431,7 @@ MUTANTS = {
     "the smallest chunks are the best": (
         profile.Method, "counts_chunks", False, test_plans.check_longest_with_states,
     ),
-    "chunks whatever is free": (auto.FittingChunk, "tokens", lambda *_: 8192, test_plans.check_chunks_fit),
+    "chunks whatever is free": (SavesPolicy, "size", lambda *_: 8192, test_plans.check_chunks_fit),
     "cuDNN gets blocks of any size": (
         kernels.CudnnKernel, "takes", lambda self, block: block.kind in self.kinds, of(graph_cache, "left-padded"),
     ),

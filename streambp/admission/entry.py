@@ -18,7 +18,7 @@ from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Forks
-from streambp.device import has_data
+from streambp.device import MEMORY_ERRORS, has_data, is_out_of_memory
 from streambp.distributed.context_parallel import replaced_attention
 from streambp.distributed.engines import reduced_after_backward, reductions_of
 from streambp.errors import UnsupportedModelError
@@ -117,7 +117,9 @@ def admit(
     try:
         with nothing_compiled(), call.autocast.off():  # [Note: autocast]
             failed, verdict = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
-    except torch.OutOfMemoryError as error:
+    except MEMORY_ERRORS as error:
+        if not is_out_of_memory(error):
+            raise
         raise explained(error, site, call.plan) from error
     site.hooks_tried |= call.look.hooks.places.keys()
     if not verdict.streams:

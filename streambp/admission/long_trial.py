@@ -12,6 +12,7 @@ from torch import Tensor
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, choices_once, chose_alike, coarsest
 from streambp.attention.prefix import Prefix, Stage
 from streambp.chunks import Chunk
+from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.layer.call import LayerCall
 from streambp.layer.site import ANY_SIZE
 from streambp.recurrent.states import States
@@ -34,8 +35,8 @@ def why_not_at_length(call: LayerCall) -> str | None:
                     with choices_once(call) as choices:
                         alike = _is_alike(call, chunks) and chose_alike(choices, coarsest(call, call.hidden_states))
                 break
-            except torch.OutOfMemoryError:
-                if chunks == 2:
+            except MEMORY_ERRORS as error:
+                if chunks == 2 or not is_out_of_memory(error):
                     raise
             chunks = max(2, chunks // 2)
     tried = call.plan[chunks - 1].stop

@@ -23,6 +23,7 @@ from streambp.admission.registry import distinct_attentions
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Chunk
+from streambp.device import is_out_of_memory
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import CACHES, EAGER, STATE
@@ -56,9 +57,9 @@ class OwnRun:
         x.requires_grad_(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
         try:
             output = self._output(x)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise OtherModelError(
                 f"{self._named} streams a few random tokens and fails to compute them unpatched "
                 f"({type(error).__name__}: {error}), so that it cannot be told whether both are the same. {WHAT_TO_DO}"

@@ -39,7 +39,7 @@ from streambp.admission.rehearsal import (
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.device import failed_in_a_kernel, has_data, raised_among_kernels
+from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import Choices
@@ -133,7 +133,7 @@ def _judged_at_length(call: LayerCall) -> Verdict:
         try:
             because = why_not_at_length(call)
         except Exception as error:
-            if isinstance(error, StreamBPError | torch.OutOfMemoryError) or failed_in_a_kernel(error, call.device):
+            if isinstance(error, StreamBPError) or is_out_of_memory(error) or failed_in_a_kernel(error, call.device):
                 raise
             because = _broken(error)
     call.site.verdicts[call.arguments.kind] = because
@@ -169,9 +169,11 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
                 with evaluated(call):
                     because = _unread_state(call, x) or because
             return because, certain and finite
-        except (torch.OutOfMemoryError, AttentionChoiceError, OtherModelError):
+        except (AttentionChoiceError, OtherModelError):
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             if isinstance(error, StreamBPError) and raised_among_kernels(error):
                 raise  # the attention that was asked for cannot do it
             if failed_in_a_kernel(error, x.device):
@@ -221,9 +223,9 @@ def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list
     try:
         own = own_run(call, x, upstream, shadows)
         pieces = [] if own is None else _run(call, x, upstream, cut, {}, small_ones(shadows))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # which of them, and why, `_why_unlike` finds out
+    except Exception as error:  # which of them, and why, `_why_unlike` finds out
+        if is_out_of_memory(error):
+            raise
         return None
     return own if own is not None and own.agrees(pieces) else None
 

@@ -42,7 +42,7 @@ from streambp.attention.kv import KVBuffer
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
-from streambp.device import has_data
+from streambp.device import has_data, is_out_of_memory
 from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.data_flow import trace_unread
@@ -90,9 +90,9 @@ def look_for_writes(call: LayerCall) -> Exception | None:
                 few_tokens(call, x, chunks[-1].stop, turned) as tokens,
             ):
                 site.overwritten |= _writes(call, tokens, chunks)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             failed = error
             continue
         site.turns = turned
@@ -113,9 +113,9 @@ def holding(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
 def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
     try:
         return holds(names)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # the layer wants one of them whole
+    except Exception as error:  # the layer wants one of them whole
+        if is_out_of_memory(error):
+            raise
         return False
 
 
@@ -331,9 +331,9 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
 
         try:
             found = trace_unread(linears, run)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a trace is there to save work; what is wrong with the layer, its own passes will say
+        except Exception as error:  # a trace is there to save work; what is wrong with the layer, its own passes will say
+            if is_out_of_memory(error):
+                raise
             return UnreadProducts()
         found = dataclasses.replace(found, states=ran[0].goes_on)
         if known and found.recompute:
@@ -345,9 +345,9 @@ def _recomputable(names: Labels, trial: Trial, ran: Recomputed) -> Labels:
     """What of it a recomputation can leave out. ran: one that left out nothing."""
     try:
         expected = trial.gradients_again(ran)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # as of a trace
+    except Exception as error:  # as of a trace
+        if is_out_of_memory(error):
+            raise
         return frozenset()
     return holding(names, lambda names: same_gradients(trial.call, trial.gradients(names), expected))
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from streambp.attention.mask_scan import reads
 from streambp.attention.spans import Block, Kind, Tiling
+from streambp.device import has_data
 
 aten = torch.ops.aten
 K_BLOCK = 16384
@@ -315,7 +316,7 @@ def _dropout_mask(weights: Tensor, task: Task) -> Tensor | None:
     """0 or 1 / (1 - p), the same in forward, recomputation and backward: it depends on nothing but the task's seed."""
     if task.dropout == 0.0:
         return None
-    generator = torch.Generator(weights.device).manual_seed(task.seed)
+    generator = torch.Generator(weights.device).manual_seed(task.seed) if has_data(weights) else None
     draw = torch.rand(weights.shape, generator=generator, device=weights.device, dtype=torch.float32)
     return (draw >= task.dropout).to(weights.dtype) / (1.0 - task.dropout)
 

@@ -279,7 +279,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
         """
         if torch.is_grad_enabled():
             raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
-        return once_more(ctx.inputs.let_go, lambda: BlockwiseLogProbs._gradients(ctx, grads), "in the loss' backward")
+        device = ctx.saved_tensors[0].device
+        return once_more(
+            device, ctx.inputs.let_go, lambda: BlockwiseLogProbs._gradients(ctx, grads), "in the loss' backward"
+        )
 
     @staticmethod
     def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

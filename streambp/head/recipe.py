@@ -180,7 +180,8 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
     at = recipe.places
     compute = _loss if at is None else functools.partial(_loss_at_places, places=at)
     given = source, recipe, target, ignore_index, reduction
-    return once_more(recipe.request.pending.let_go, lambda: compute(*given), "in the output projection and its loss")
+    let_go = recipe.request.pending.let_go
+    return once_more(source.device, let_go, lambda: compute(*given), "in the output projection and its loss")
 
 
 def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
+from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.distributed.engines import zeros_for_engines
 from streambp.errors import BackwardError
 from streambp.fingerprint.hooks import HookKey, described, watching
@@ -167,7 +168,9 @@ class StreamedLayer(torch.autograd.Function):
             with watching(hooks) if hooks.places else NOBODY as acted:
                 outputs = passes.forward(call, True)
             call.site.refuse_untried(acted)
-        except torch.OutOfMemoryError as error:
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
             raise explained(error, call.site, call.plan) from error
         call.seen = call.site.fingerprint.seen(call.layer, call.look, versions, acted)
         if call.kept.store.copies:
@@ -210,7 +213,9 @@ class StreamedLayer(torch.autograd.Function):
                 call.carried.drop_states()
             values = parameters.current()
             found = call.attempt(lambda _: sums.result(values))
-        except torch.OutOfMemoryError as error:
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
             raise explained(error, call.site, call.plan) from error
         finally:
             use.__exit__()

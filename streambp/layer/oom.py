@@ -1,9 +1,10 @@
 """When a streamed layer runs out of device memory: saves are let go of, or an error says what to change.
 
-[Note: once for each chunk] A chunk's forward, refill and backward can be computed again after an OutOfMemoryError, once
-what layers have saved of their own accord is let go of. Random numbers are drawn from the same states, and keys and values
-are written to their place once more. What backward adds up while it runs is added once: the sums of weights' gradients, and
-those of keys and values, count what the first attempt has added, and the second leaves as much out, in the same order.
+[Note: once for each chunk] A chunk's forward, refill and backward can be computed again when the device had no memory for
+them, once what layers have saved of their own accord is let go of. Random numbers are drawn from the same states, and keys
+and values are written to their place once more. What backward adds up while it runs is added once: the sums of weights'
+gradients, and those of keys and values, count what the first attempt has added, and the second leaves as much out, in the
+same order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
 from streambp.errors import DeviceMemoryError
 from streambp.layer.saved import Kept
 from streambp.layer.site import LayerSite
@@ -36,16 +38,18 @@ def with_memory(chooser: Chooser, kept: Kept, compute: Callable[[bool], T]) -> T
     chooser.look(kept)
     try:
         return compute(False)
-    except torch.OutOfMemoryError:
-        if not chooser.let_go(kept):
+    except MEMORY_ERRORS as error:
+        if not is_out_of_memory(error) or not chooser.let_go(kept):
             raise
-    return compute(True)  # not above: the error's frames hold tensors
+        allocators = isinstance(error, torch.OutOfMemoryError)
+    make_room(kept.device, allocators)  # not above: the error's frames hold tensors
+    return compute(True)
 
 
 AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)  # where nobody can let go
 
 
-def explained(error: torch.OutOfMemoryError, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
+def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
     """The error to raise from this one, which carries the next lever; the error itself if it does already."""
     if isinstance(error, DeviceMemoryError):
         return error
@@ -84,9 +88,9 @@ def explaining(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except DeviceMemoryError:
-        raise
-    except torch.OutOfMemoryError as error:
+    except MEMORY_ERRORS as error:
+        if isinstance(error, DeviceMemoryError) or not is_out_of_memory(error):
+            raise
         details = str(error).splitlines()[0] if str(error) else "torch gave no details"
         raise DeviceMemoryError(
             f"The device ran out of memory {where}. Set offload='cpu' in StreamConfig, or a smaller chunk_size, or shorten "
@@ -94,7 +98,7 @@ def explaining(where: str) -> Iterator[None]:
         ) from error
 
 
-def once_more(let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str) -> T:
+def once_more(device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str) -> T:
     """The result of `compute`, outside of layers. It runs once more if there was no memory, and layers had saves to let go
     of; so it must change nothing before it ends.
 
@@ -104,7 +108,9 @@ def once_more(let_go: Callable[[], bool] | None, compute: Callable[[], T], where
     with explaining(where):
         try:
             return compute()
-        except torch.OutOfMemoryError:
-            if let_go is None or not let_go():
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error) or let_go is None or not let_go():
                 raise
-        return compute()  # not above: the error's frames hold tensors
+            allocators = isinstance(error, torch.OutOfMemoryError)
+        make_room(device, allocators)  # not above: the error's frames hold tensors
+        return compute()

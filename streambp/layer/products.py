@@ -272,6 +272,11 @@ def _known(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, ca
     return out
 
 
+def output_bytes(weight: Tensor) -> int:
+    """Of an element of the output of a Linear with this weight [out, in], as autocast is now."""
+    return (_cast_to(weight) or weight.dtype).itemsize
+
+
 def _cast_to(x: Tensor) -> torch.dtype | None:
     """What autocast makes of x; None where it is off: it leaves float64 alone."""
     device = x.device.type

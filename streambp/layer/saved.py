@@ -27,7 +27,7 @@ from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
 from streambp.layer.cost import Cost, Product, Watch
-from streambp.layer.products import Sums, captured, known, matching, never_read
+from streambp.layer.products import Sums, captured, known, matching, never_read, output_bytes
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, Offloader, SavedTensors
@@ -190,7 +190,7 @@ class Kept:
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
         prefix, overwritten = self.carried.prefix, self.site.overwritten
         products = {
-            name: Product(linear.out_features * tokens * hidden_chunk.itemsize, 2.0 * linear.weight.numel() * tokens)
+            name: Product(linear.out_features * tokens * output_bytes(linear.weight), 2.0 * linear.weight.numel() * tokens)
             for name, linear in self.site.linears.items()
             if name not in overwritten.products
         }
@@ -229,10 +229,10 @@ class Kept:
             if self.named:
                 raise self._attended_overwritten()
             self.saves = tuple(name for name in self.saves if name != "attn_out")
-        globs = [name for name in self.saves if name not in SAVES]
-        if globs:
+        names = [name for name in self.saves if name not in SAVES]
+        if names:
             self.linears = self.site.linears
-            products = matching(self.linears, globs)
+            products = matching(self.linears, names) if self.named else [name for name in self.linears if name in names]
             self.products = [name for name in products if name not in overwritten.products]
             if self.named and len(self.products) < len(products):
                 raise self._product_overwritten(*(name for name in products if name in overwritten.products))

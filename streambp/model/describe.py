@@ -147,7 +147,7 @@ def _chunk_size(found: Patch, record: StepRecord | None) -> str:
     """As configured; of "auto" the size in the last step, and the rule."""
     if found.state.config.chunk_size != "auto":
         return f"{found.state.config.chunk_size:,}"
-    rule = str(found.state.chunk_rule or AUTO_RULE)
+    rule = str(found.state.policy or AUTO_RULE)
     if record is None:
         return rule
     size = f"{record.chunk_size:,}" if record.chunks > 1 else "the whole sequence"
@@ -223,8 +223,9 @@ def _saves(found: Patch, record: StepRecord | None) -> tuple[str, ...]:
         return config.named_saves
     if found.state.offloader is not None:
         return () if choice is None else choice.saves
-    if found.state.saves_rule is not None:
-        return (f"nothing (auto: {found.state.saves_rule})",)
+    known = None if found.state.policy is None else found.state.policy.known
+    if known is not None and known.need is None and known.why:
+        return (f"nothing (auto: {known.why})",)
     return (f"{NOT_TRIED} (auto)",) if record is None else record.saves()
 
 

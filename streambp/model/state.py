@@ -23,6 +23,7 @@ from streambp.model.packing import finds_other_documents
 from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.manager import OffloadManager
+from streambp.offload.policy import SavesPolicy
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows
 from streambp.sharded.shards import Shards
@@ -39,9 +40,8 @@ class PatchState:
     bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
-    chunk_rule: what decides chunk_size="auto" instead of the plain rule; its str() says how.
     steps: notes on its steps. [Note: notes on a step]
-    saves_rule: why saves="auto" saves nothing, if it cannot be decided.
+    policy: what decides chunk_size="auto", whose rule its str() says, and saves="auto" without offloading.
     unpatched: decides which micro-batches run as unpatched, where saves="auto" decides. [Note: micro-batches as unpatched]
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
@@ -68,8 +68,7 @@ class PatchState:
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
     steps: Steps = dataclasses.field(default_factory=Steps, repr=False)
-    chunk_rule: object | None = None
-    saves_rule: str | None = None
+    policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
     shards: Shards | None = None

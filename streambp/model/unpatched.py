@@ -42,13 +42,14 @@ from streambp.attention.backend import AsSdpa
 from streambp.attention.carriers import attention_configs
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
-from streambp.device import tells_memory
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room, tells_memory
 from streambp.distributed.engines import engine_hooks
 from streambp.known_names import EAGER, SDPA
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.model.split import find_split
-from streambp.offload.fitting import SLACK, AsUnpatched, FittingSaves
+from streambp.offload.fitting import AsUnpatched
+from streambp.offload.policy import SLACK, SavesPolicy
 from streambp.prefixes.calls import IGNORED
 
 SHARE = 0.25  # of the memory that a step without saves leaves free
@@ -70,7 +71,7 @@ class UnpatchedRuns:
     most: tokens over all rows, by what once was too much. factor: by which forward took more than predicted.
     """
 
-    def __init__(self, config: StreamConfig, chooser: FittingSaves, sites: list[LayerSite]) -> None:
+    def __init__(self, config: StreamConfig, chooser: SavesPolicy, sites: list[LayerSite]) -> None:
         self.config, self.chooser, self.sites = config, chooser, sites
         self.most = math.inf
         self.factor = 1.0
@@ -93,7 +94,10 @@ class UnpatchedRuns:
         if self.within:
             return run()
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-        if not isinstance(given, Tensor) or given.dim() < 2 or not self._can(given, config):
+        if not isinstance(given, Tensor) or given.dim() < 2:
+            return None
+        self.chooser.begins(given.device)
+        if not self._can(given, config):
             return None
         tokens = given.shape[0] * given.shape[1]
         predicted = self.predicted(tokens, given.shape[1], given.device, config)
@@ -101,11 +105,13 @@ class UnpatchedRuns:
         if predicted is None or spare is None or predicted > SHARE * spare:
             return None
         random, before = RandomState.capture(given.device), self.chooser.free(given.device)
-        self.within = True
+        self.within, allocators = True, True
         try:
             result = run()
-        except torch.OutOfMemoryError:
-            result = None
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            result, allocators = None, isinstance(error, torch.OutOfMemoryError)
         except ComputedAgainError:
             random.restore()
             self.most = 0
@@ -114,9 +120,11 @@ class UnpatchedRuns:
             self.within = False
         # Not above: the error's frames hold tensors.
         if result is None or self._took(predicted, given.device, before) > 2 * SHARE * spare:
-            self.most = tokens // 2
+            result, self.most = None, tokens // 2
+            make_room(given.device, allocators)
             random.restore()
             return None
+        self.chooser.ended()
         self.chooser.latest = AsUnpatched(tokens, predicted, spare)
         self._watch(result, tokens)
         return result
@@ -156,9 +164,7 @@ class UnpatchedRuns:
             return False
         if (is_initialized() and find_split(config, True) is not None) or not all(map(_is_plain, self.sites)):
             return False
-        first = self.sites[0]
-        rule, size = first.chunk_rule, self.config.chunk_size
-        size = size if rule is None else rule(first.index, batch_size, length, given.device)
+        size = self.chooser.size(batch_size, length, given.device) if self.chooser.sizes else self.config.chunk_size
         return len(plan_chunks(length, batch_size, size)) == 1
 
     def _heed_backward(self) -> None:

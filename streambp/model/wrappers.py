@@ -177,6 +177,9 @@ class BackboneForward(InstanceForward):
             self._check(kwargs)
             refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
+            given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+            if self.state.policy is not None and isinstance(given, Tensor):
+                self.state.policy.begins(given.device)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             if output is not None:
                 self._note(kwargs, output)
@@ -205,6 +208,8 @@ class BackboneForward(InstanceForward):
             return output
         finally:
             self.state.asked_cache = False
+            if self.state.policy is not None:
+                self.state.policy.ended()
             self.state.bypass, self.state.shards, self.state.packed_rows = before
             if self.state.deferring is not None:
                 self.state.deferring.remove()

@@ -2,71 +2,97 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
-from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.config import LAST, StreamConfig
-from streambp.device import counted_bytes, memory_limit, tells_memory
+from streambp.device import alloc_retries, autocast_dtype, counted_bytes, memory_limit, tells_memory
 from streambp.distributed.zero import is_partitioned
 from streambp.model.last_step import record_of
-from streambp.model.state import PatchState
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import NO_LIMIT, host_limit
-from streambp.offload.fitting import FittingSaves, LayerCost
+from streambp.offload.fitting import LayerCost
+from streambp.offload.policy import Known, Need, SavesPolicy
 from streambp.planner.count import StepCount
-from streambp.planner.plan import CHUNK_TOKENS
-from streambp.planner.profile import Method
+from streambp.planner.devices import DEFAULT, DEVICES, Rates
+from streambp.planner.profile import Method, Phase
+from streambp.planner.seconds import seconds
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import SurveyRecipe, survey
 
 Model = TypeVar("Model", bound=nn.Module)
+T = TypeVar("T")
 WORK = 8  # how often a chunk's recomputation and its gradients have what a layer's weights take and give
+WIDE = 2.0  # float32 weights under autocast: no tensor takes more than twice what it takes in half precision
 HOST_SHARE = 0.5  # of a machine's free memory: it is not a step's alone, and running out of it raises no error
 FRESH = 0.2  # seconds; looking takes a third of a millisecond
 SEEN = 1024  # tokens of the chunks in which layers without data are seen
-USABLE = 0.95  # the rest is left to fragmentation and other libraries
+USABLE, LEFT = 0.95, 2**30  # the rest, or as many bytes, is left to fragmentation and other libraries
+REMEMBERED = 64  # states of a model, and lengths
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
-class Law:
-    """Bytes that a streamed step without saves takes.
+class Law(Need):
+    """Bytes that a streamed step without saves takes, as counted.
 
     Args:
-        method: the model's streamed step.
+        method: the model's streamed step. factor, casts: a step takes so many times as much as that, and bytes besides.
     """
 
     method: Method
+    factor: float = 1.0
+    casts: float = 0.0
 
-    def __call__(self, tokens: int, chunk: int) -> float:
-        """Of so many tokens over all rows, in chunks of `chunk`."""
-        return max(phase.at(tokens, min(chunk, tokens)) for phase in self.method.first)
+    def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
+        """Of so many tokens over all rows, in chunks of `chunk`; between both regimes of gradients by the part of them that
+        are there."""
+        first = _by_layer(self.method.first, tokens, chunk)
+        if present and self.method.accumulating:
+            again = _by_layer(self.method.accumulating, tokens, chunk)
+            first = {upto: (1 - present) * size + present * again.get(upto, size) for upto, size in first.items()}
+        return tuple((upto, self.factor * size + self.casts) for upto, size in first.items())
 
     def at_work(self, chunk: int) -> float:
         """What computing a chunk of so many tokens takes."""
-        return chunk * max(phase.per_chunk_token for phase in self.method.first)
+        return self.factor * chunk * max(phase.per_chunk_token for phase in self.method.first)
+
+
+def _by_layer(phases: Sequence[Phase], tokens: int, chunk: int) -> dict[float, float]:
+    """The largest phase while layers up to one wait for their backward; -1: none does."""
+    found: dict[float, float] = {}
+    for phase in phases:
+        kind, _, number = phase.name.rpartition(" ")
+        upto = float(number) if kind == "backward" and number.isdigit() else math.inf
+        upto = -1.0 if phase.name == "embedding backward" else upto
+        found[upto] = max(found.get(upto, 0.0), phase.at(tokens, min(chunk, tokens)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
-class HostLaw:
-    """Bytes that a streamed step without saves takes on a CPU, at most: nothing is counted there, patching is to be quick.
+class HostLaw(Need):
+    """Bytes that a streamed step without saves takes, at most: for CPUs, where nothing is counted, and for models that
+    cannot be counted.
 
     Args:
-        gradients: of all trainable parameters. inputs: of all layers, for a token. work: that computing a chunk takes for
-            each of its tokens, with what each weight of the largest layer takes and gives WORK times.
+        gradients: of all trainable parameters. once: those of the largest part that is computed at a time. inputs: of all
+            layers, for a token. work: that computing a chunk takes for each of its tokens, with what each weight of the
+            largest layer takes and gives WORK times.
     """
 
     gradients: float
+    once: float
     inputs: float
     work: float
 
@@ -77,128 +103,205 @@ class HostLaw:
         weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
         inputs = sum(max((p.shape[-1] * p.itemsize for p in found), default=0) for found in weights)
         work = max((sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights), default=0)
-        return cls(sum(p.nbytes for p in trained), inputs, WORK * work)
+        parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
+        once = max((*parts, *(p.nbytes for p in trained)), default=0)
+        return cls(sum(_held(p) for p in trained), once, inputs, WORK * work)
 
-    def __call__(self, tokens: int, chunk: int) -> float:
+    def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
         """Of so many tokens over all rows, in chunks of `chunk`."""
-        return self.gradients + self.inputs * tokens + self.at_work(chunk)
+        gradients = (1 - present) * self.gradients + present * min(self.once, self.gradients)
+        return ((math.inf, gradients + self.inputs * tokens + self.at_work(chunk)),)
 
     def at_work(self, chunk: int) -> float:
         """What computing a chunk of so many tokens takes."""
         return self.work * chunk
 
 
-@dataclasses.dataclass
-class FittingChunk:
-    """The largest chunk size with which a step fits into what the device has left when the step begins.
-
-    Args:
-        law: what the model's streamed step takes.
-    """
-
-    law: Law
-    _sizes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-
-    def __call__(self, index: int, batch_size: int, length: int, device: torch.device) -> int:
-        """Positions per row for layer `index`; the first layer of a forward decides for all."""
-        key = (batch_size, length)
-        if index == 0 or key not in self._sizes:
-            free = free_memory(device)
-            if free is None:
-                return plan_chunks(length, batch_size, "auto").size
-            size = max(1, self.tokens(batch_size * length, free) // batch_size)
-            self._sizes = {key: length if size >= length else in_one_pass(size)}
-        return self._sizes[key]
-
-    def tokens(self, length: int, free: float) -> int:
-        """Tokens over all rows in a chunk of a step of `length` tokens; the smallest size if nothing fits."""
-        for size in CHUNK_TOKENS:
-            if self.law(length, size) <= free:
-                return size
-        return CHUNK_TOKENS[-1]
-
-    def __str__(self) -> str:
-        return (
-            f"auto: the largest of {', '.join(f'{size:,}' for size in CHUNK_TOKENS)} tokens over all rows of the batch "
-            "whose step fits into the device's free memory"
-        )
+def _held(tensor: Tensor) -> int:
+    """Bytes of a tensor [...] on this rank."""
+    return int(getattr(tensor, "_local_tensor", tensor).nbytes)
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
     model = patching.patch(model, config)
     installed: patching.Patch = model._streambp  # type: ignore[assignment]
-    state, device = installed.state, _device(model)
+    state = installed.state
     state.steps.name, state.steps.tell = type(model).__name__, functools.partial(record_of, state)
-    cuts = state.config.chunk_size == "auto" and free_memory(device) is not None
-    saves = state.config.saves == "auto" and state.offloader is None and (device.type == "cpu" or tells_memory(device))
     layers = [wrapper for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
-    if not layers or not (cuts or saves):
+    sizes = state.config.chunk_size == "auto"
+    saves = state.config.saves == "auto" and state.offloader is None
+    if not layers or not (sizes or saves):
         return model
-    law = _law(model, state.config, layers)
-    if cuts:
-        rule = FittingChunk(law) if isinstance(law, Law) else f"{AUTO_RULE} ({law})"
-        state.chunk_rule = rule
-        for wrapper in layers:
-            wrapper.site.chunk_rule = None if isinstance(rule, str) else rule
-    state.saves_rule = law if saves and isinstance(law, str) else None
-    if saves and not isinstance(law, str):
-        _choose_saves(model, state, layers, law)
-    return model
-
-
-def _choose_saves(model: nn.Module, state: PatchState, layers: list[LayerForward], law: Law | HostLaw) -> None:
-    costs: dict[int, LayerCost] = {}
-    if isinstance(law, Law):
-        costs = _costs(model, state.config, {wrapper.site.index: _device(wrapper.module) for wrapper in layers})
-    chooser = FittingSaves(1 + max(wrapper.site.index for wrapper in layers), FreeMemory(), law, costs)
+    number = 1 + max(wrapper.site.index for wrapper in layers)
+    state.policy = policy = SavesPolicy(number, FreeMemory(), ModelStates(model, state.config), sizes, saves)
     for wrapper in layers:
-        wrapper.site.chooser = chooser
-    state.pending.let_go = chooser.let_go
-    if state.config.unpatched_runs and not state.config.share_prefixes:
-        state.unpatched = UnpatchedRuns(state.config, chooser, [wrapper.site for wrapper in layers])
+        wrapper.site.chunk_rule = policy.chunk if sizes else None
+        wrapper.site.chooser = policy if saves else None
+    if saves:
+        state.pending.let_go = policy.let_go
+        if state.config.unpatched_runs and not state.config.share_prefixes:
+            state.unpatched = UnpatchedRuns(state.config, policy, [wrapper.site for wrapper in layers])
+    return model
 
 
 patch.__doc__ = patching.patch.__doc__
 
 
-def _law(model: nn.Module, config: StreamConfig, layers: list[LayerForward]) -> Law | HostLaw | str:
-    """What a step takes; why it is not known, where it cannot be counted without data."""
-    if any(is_partitioned(parameter) for parameter in model.parameters()):
-        return "parameters that ZeRO-3 has divided cannot be counted"
-    if free_memory(_device(model)) is None:
-        return HostLaw.of(model, [wrapper.module for wrapper in layers])
-    return counted(model, config)
+class Look(NamedTuple):
+    """A model's parameters at a glance. key: what decides what its steps take. present: the part of its trainable bytes
+    whose gradients are there."""
+
+    key: tuple[Any, ...]
+    present: float
+
+    @classmethod
+    def at(cls, model: nn.Module) -> Look:
+        """As it is now: a tenth of a millisecond for a hundred modules."""
+        modules: list[nn.Module | None] = [model]
+        key: list[Any] = []
+        trained = present = 0
+        for module in modules:  # which grows
+            own = {} if module is None else module.__dict__
+            if own and own["_modules"]:
+                modules += own["_modules"].values()
+            for parameter in own["_parameters"].values() if own and own["_parameters"] else ():
+                if parameter is None:
+                    continue
+                size, trains = parameter.nbytes, parameter.requires_grad
+                key += size, parameter.dtype, trains, parameter.device
+                if trains:
+                    trained += size
+                    present += 0 if parameter.grad is None else size
+        return cls(tuple(key), present / trained if trained else 0.0)
 
 
-def counted(model: nn.Module, config: StreamConfig) -> Law | str:
-    """What a step in half precision takes on a GPU; why not, where it cannot be counted without data."""
-    if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        return "weights in half precision would let the device's memory decide"
+class ModelStates:
+    """What is known of a model's steps, in each of its states, counted when it is first asked for. [Note: saves that fit]
+
+    Args:
+        model: that was given to `patch`. config: as it is streamed.
+    """
+
+    def __init__(self, model: nn.Module, config: StreamConfig) -> None:
+        self.model, self.config = model, config
+        self._known: dict[tuple[Any, ...], Known] = {}
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled model is counted anew."""
+        return ModelStates, (self.model, self.config)
+
+    def __call__(self, device: torch.device) -> tuple[Known, float]:
+        """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
+        look = Look.at(self.model)
+        key = device, autocast_dtype(device.type), look.key
+        if key not in self._known:
+            if len(self._known) == REMEMBERED:
+                self._known.clear()
+            self._known[key] = self._count(device)
+        return self._known[key], look.present
+
+    def _count(self, device: torch.device) -> Known:
+        if any(is_partitioned(parameter) for parameter in self.model.parameters()):
+            return Known(why="parameters that ZeRO-3 has divided cannot be counted")
+        layers = [w for w in self.model._streambp.state.wrappers if isinstance(w, LayerForward)]  # type: ignore[union-attr]
+        bound = HostLaw.of(self.model, [wrapper.module for wrapper in layers])
+        if free_memory(device) is None:
+            return Known(bound)
+        cast = autocast_dtype(device.type)
+        wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
+        law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
+        if isinstance(law, str):
+            return Known(bound, why=law)
+        places = {wrapper.site.index: _device(wrapper.module) for wrapper in layers}
+        costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
+        rates = rates_here(device)
+        if not isinstance(law, Law) or not law.method.work:
+            return Known(law, costs)
+        return Known(law, costs, _Seconds(law.method, rates), rates.products)
+
+
+@dataclasses.dataclass
+class _Seconds:
+    """Of a step without saves; those of the lengths that came last are remembered."""
+
+    method: Method
+    rates: Rates
+    _known: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, tokens: int, chunk: int) -> float:
+        """Of so many tokens, in chunks of `chunk`."""
+        key = tokens, chunk
+        if key not in self._known:
+            if len(self._known) == REMEMBERED:
+                self._known.clear()
+            self._known[key] = seconds(self.method, tokens, chunk, self.rates).total
+        return self._known[key]
+
+
+def in_a_thread(work: Callable[[], T]) -> T:
+    """What `work` returns, without what acts in the running thread: autocast, no_grad, modes, hooks on saved tensors.
+    Random numbers go on where they were."""
+    before = torch.default_generator.get_state()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def rates_here(device: torch.device) -> Rates:
+    """Of a device by its name; of the one that is not known those of the default."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
+    found = [known for known in DEVICES if known.replace("RTX", "RTX ") in name or known in name]
+    return DEVICES[max(found, key=len, default=DEFAULT)]
+
+
+def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
+    skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
+    if cast is not None:
+        skeleton.model.to(cast)
+    return skeleton
+
+
+def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> Need | str:
+    """What a step takes on a GPU; why it is not known, where it cannot be counted without data.
+
+    Args:
+        cast: what autocast makes of float32 weights; None: it is off, or has nothing to cast.
+    """
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
     saves = tuple(dict.fromkeys(name.partition(LAST)[0] for name in config.named_saves))  # of all layers: at most that
     fixed = dataclasses.replace(config, saves=saves, offload=offload, host_memory=None)
     recipe = SurveyRecipe("streambp", fixed)
     try:
-        skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
-        return Law(survey(skeleton, [recipe], accumulating=False, tree=False, timed=False).methods[0])
+        method = survey(_skeleton(model, cast), [recipe], tree=False).methods[0]
     except Exception as error:  # a count that fails must not keep a model from training
         return f"a step could not be counted: {type(error).__name__}: {error}"
+    if cast is None:
+        return Law(method)
+    found = find_stacks(model).stacks
+    largest = max(sum(p.numel() for p in layer.parameters()) for stack in found for layer in stack.layers)
+    head = max(p.numel() for p in model.parameters())
+    return Law(method, WIDE, cast.itemsize * (largest + head))
 
 
-def _costs(model: nn.Module, config: StreamConfig, devices: Mapping[int, torch.device]) -> dict[int, LayerCost]:
+def _costs(
+    model: nn.Module, config: StreamConfig, devices: Mapping[int, torch.device], cast: torch.dtype | None
+) -> dict[int, LayerCost]:
     """What each layer may save, by its index: seen in a step of two chunks of a model without data. {} where such a step
     does not run, or has several stacks of layers: then each layer's first step shows it.
 
     Args:
-        devices: of the layers.
+        devices: of the layers. cast: as in `_law`; the residual stream stays in float32 then.
     """
     try:
-        skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
+        skeleton = _skeleton(model, cast)
         if len(find_stacks(skeleton.model).stacks) > 1:
             return {}
         reduced = reduce_layers(skeleton.model.eval())  # without dropout, whose numbers no tensor without data has
         patching.patch(skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none"))
-        sees = FittingSaves(len(reduced.kept), lambda _: None, Law(Method("", (), "none", False, True, (), (), 0, 0, ())))
+        sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
+        known = Known()
         for wrapper in skeleton.model._streambp.state.wrappers:  # type: ignore[union-attr]
             if isinstance(wrapper, LayerForward):
                 wrapper.site.chooser = sees
@@ -206,13 +309,13 @@ def _costs(model: nn.Module, config: StreamConfig, devices: Mapping[int, torch.d
             ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
             skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found = sees.learn()
-        return {
-            index: dataclasses.replace(found[place], device=devices[index])
-            for index in range(len(reduced.kinds))
-            if (place := reduced.stand_in(index)) in found
-        }
+        seen = {index: found[place] for index in devices if (place := reduced.stand_in(index)) in found}
     except Exception:  # what layers may save is seen in their first step as well
         return {}
+    if cast is not None:
+        for index, one in seen.items():
+            seen[index] = dataclasses.replace(one, cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0)
+    return {index: dataclasses.replace(one, device=devices[index]) for index, one in seen.items()}
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -220,26 +323,57 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def free_memory(device: torch.device) -> float | None:
-    """Bytes that a step may take on a device beyond what is allocated now; None where no limit is known."""
+    """Bytes that a step may take on a device beyond what is allocated now, by the driver; None where no limit is known, as
+    with allocators that do not tell."""
     if not tells_memory(device):
         return None
-    return USABLE * memory_limit(device) - counted_bytes(device, "allocated")
+    try:
+        limit, allocated = memory_limit(device), counted_bytes(device, "allocated")
+    except RuntimeError:
+        return None
+    return min(USABLE * limit, limit - LEFT) - allocated
 
 
 @dataclasses.dataclass
 class FreeMemory:
-    """Bytes that a step may take on a device; None where no limit is known. On a CPU half of the machine's free memory,
-    which is looked up every `FRESH` seconds: that reads files."""
+    """Bytes that a step may take on a device; None where no limit is known.
 
+    The driver is asked once, then torch's own count tells what went since, until `forget`. On a CPU half of the machine's
+    free memory, which is looked up every `FRESH` seconds: that reads files.
+    """
+
+    _limits: dict[torch.device, float | None] = dataclasses.field(default_factory=dict)
     _host: float | None = None
     _until: float = -math.inf
 
     def __call__(self, device: torch.device) -> float | None:
         """Now, or on a CPU a moment ago."""
+        if device not in self._limits:
+            free = free_memory(device)
+            self._limits[device] = None if free is None else free + _allocated(device)
+        limit = self._limits[device]
+        if limit is not None:
+            return limit - _allocated(device)
         if device.type != "cpu":
-            return free_memory(device)
+            return None
         now = time.monotonic()
         if now > self._until:
-            limit = host_limit(None)
-            self._host, self._until = None if limit == NO_LIMIT else HOST_SHARE * limit, now + FRESH
+            found = host_limit(None)
+            self._host, self._until = None if found == NO_LIMIT else HOST_SHARE * found, now + FRESH
         return self._host
+
+    def forget(self) -> None:
+        """Ask the driver when it is next wanted: others may have taken memory, or given some back."""
+        self._limits.clear()
+
+    def sees_others(self, device: torch.device) -> bool:
+        """Whether what other processes take of it meanwhile shows: then a lack of it is no sign of a wrong law."""
+        return self._limits.get(device) is None
+
+    def retries(self, device: torch.device) -> int:
+        """How often the allocator has given its cache back to the driver for want of memory."""
+        return alloc_retries(device) if self._limits.get(device) is not None else 0
+
+
+def _allocated(device: torch.device) -> int:
+    return counted_bytes(device, "allocated") if tells_memory(device) else 0

@@ -23,8 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from streambp.admission.stacks import find_stacks, states_argument
+from streambp.distributed.engines import drops_masks
 from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
+from streambp.instance_forward import InstanceForward, forwards
+from streambp.known_names import MODULE_HOOKS
 from streambp.model.patching import unpatch
 from streambp.planner.configuration import build, read_config
 from streambp.planner.fused_layers import fuse_layers, fused_rotary
@@ -133,7 +136,14 @@ class Skeleton:
             for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
                 if isinstance(tensor, Tensor) and id(tensor) not in memo:
                     memo[id(tensor)] = self._empty(tensor)
-        return unpatch(copy.deepcopy(model, memo))
+        for hook in (hook for table in _hook_tables(model) for hook in table.values()):
+            memo[id(hook)] = hook  # not what it holds
+        copied = unpatch(copy.deepcopy(model, memo))
+        for wrapper in [f for module in copied.modules() for f in forwards(module) if isinstance(f, InstanceForward)]:
+            wrapper.remove()  # of the forward that is running
+        for table in _hook_tables(copied):  # a program's are not to see tensors without data; that there are some counts
+            table.update({key: hook if drops_masks(hook) else _nothing for key, hook in table.items()})
+        return copied
 
     def _empty(self, tensor: Tensor) -> Tensor:
         device = torch.device("cpu" if self.mode is not None else "meta")
@@ -142,6 +152,14 @@ class Skeleton:
         else:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
+    return (getattr(module, name) for module in model.modules() for name in MODULE_HOOKS)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of a hook."""
 
 
 def _not_tracing(tensor: Any = None) -> bool:

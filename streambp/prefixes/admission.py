@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from streambp.accumulate import HALF
 from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
-from streambp.device import autocast_dtype, has_data
+from streambp.device import autocast_dtype, has_data, is_out_of_memory
 from streambp.errors import UnsharedError
 from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
 from streambp.layer.outputs import recording
@@ -168,11 +168,11 @@ class Trials:
             try:
                 expected = over(kwargs, None)[0][here]
                 found = spread_all(over(packed(kwargs, tree, self.takes_positions), tree), tree)[0][here]
-            except torch.OutOfMemoryError:
-                raise
             except UnsharedError as error:
                 return str(error)
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 return f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
             set_once = restored.set_once()
         if set_once:

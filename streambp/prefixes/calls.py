@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.insides import why_rows
+from streambp.device import is_out_of_memory
 from streambp.distributed.agreement import everyones_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import LABELS, SHARED_INPUTS
@@ -68,9 +69,9 @@ class SharedPrefixes:
         if isinstance(tree, Tree):
             try:
                 output = spread_all(over(packed(kwargs, tree, self.trials.takes_positions), tree), tree)
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # a hook of this call alone may want the rows (peft's adapter_names)
+                if is_out_of_memory(error):
+                    raise
                 self._refuse_on_ranks(error)
                 known = isinstance(error, UnsharedError)
                 tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"

@@ -15,7 +15,7 @@ from streambp.attention.prefix import Prefix
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import StreamConfig
-from streambp.device import has_data
+from streambp.device import has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS
 from streambp.layer.arguments import Arguments
@@ -195,9 +195,9 @@ class _Halves:
         """What the traces propose, as far as trials confirm it. [Note: writes through pointers]"""
         try:
             first, second = trace(self.linears, lambda: self.before()[:1]), trace(self.linears, self.after)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # as in `trials.unread_products`
+        except Exception as error:  # as in `trials.unread_products`
+            if is_out_of_memory(error):
+                raise
             return UnreadInHalves()
         unreached = second.called - second.reached
         queries, before, after = first.called - first.reached, first.called - first.read, second.called - second.read

@@ -14,7 +14,9 @@ from streambp import chunks
 from streambp.attention.backend import Use
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import plan_chunks
+from streambp.offload.policy import Known, SavesPolicy
 from streambp.planner import auto
+from streambp.planner.profile import Method, Phase
 from tests.attention.meta_runs import CUDNN_FIRST, HEADS, KV_HEADS, SIZE, run
 from tests.attention.platforms import A100, B200, H200, MI300, RTX_4090, backend
 
@@ -186,9 +188,9 @@ def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
     if rule == "plain":
         size = plan_chunks(length, rows, "auto").size
     else:
-        monkeypatch.setattr(auto, "free_memory", lambda device: 1.0)
-        monkeypatch.setattr(auto.FittingChunk, "tokens", lambda *_: 8192)
-        size = auto.FittingChunk(None)(0, rows, length, None)
+        law = auto.Law(Method("streambp", (), "none", False, True, (Phase("backward 0", 0.0, 0.0),), (), 0, 0, ()))
+        known = Known(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
+        size = SavesPolicy(1, lambda device: 1.0, lambda device: (known, 0.0), True, True).chunk(0, rows, length, None)
     assert size == length or passes(size) == 1
     assert size * rows <= 8192 or size == 1
     assert 2 * size * rows > min(2048, length * rows) * 0.99

@@ -1,6 +1,7 @@
 """saves="auto" without offloading: it fits, changes no value, and gives way where memory runs short. [Note: saves that fit]
 
-covers: layer/function.py, layer/oom.py, layer/saved.py, layer/store.py, offload/fitting.py, planner/auto.py
+covers: layer/function.py, layer/oom.py, layer/saved.py, layer/store.py, offload/fitting.py,
+    offload/policy.py, planner/auto.py
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import functools
 import gc
 import itertools
+import math
 import random
 from pathlib import Path
 
@@ -24,9 +26,10 @@ from streambp.layer.call import LayerCall
 from streambp.layer.cost import Cost, Product
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import InMemory, Kept
-from streambp.offload import fitting
+from streambp.offload import policy
 from streambp.offload.arena import host_limit
-from streambp.offload.fitting import FittingSaves, LayerCost
+from streambp.offload.fitting import LayerCost
+from streambp.offload.policy import Known, SavesPolicy
 from streambp.planner import auto
 from streambp.planner.profile import Method, Phase
 from tests import zoo
@@ -55,8 +58,7 @@ def patched(monkeypatch):
     """Makes a streamed model whose saves are chosen for the memory that a `Device` says."""
 
     def make(model=None, room=PLENTY, chunk_size=5):
-        monkeypatch.setattr(auto, "_law", lambda *_: LAW)
-        monkeypatch.setattr(auto, "_costs", lambda *_: {})
+        monkeypatch.setattr(auto.HostLaw, "of", lambda *_: LAW)
         model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
         model = streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, saves="auto"))
         device = Device(room)
@@ -107,7 +109,7 @@ def kept_by_layer():
 @contextlib.contextmanager
 def after_the_first_layer(act):
     """Acts as the second layer of a forward asks what to save."""
-    real = FittingSaves.saves
+    real = SavesPolicy.saves
 
     def saves(self, kept, *args):
         if kept.site.index == 1:
@@ -115,7 +117,7 @@ def after_the_first_layer(act):
         return real(self, kept, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FittingSaves, "saves", saves)
+        patch.setattr(SavesPolicy, "saves", saves)
         yield
 
 
@@ -179,12 +181,12 @@ def chosen_of_three(length, share):
     products = {name: Product(length * o * 2, 2.0 * length * o * i) for name, (o, i) in shapes.items()}
     cost = Cost(length * 8192, length * 8320, length * 4096, 4.0 * 4096 * length / 2 * length, products)
     one = LayerCost(torch.device("cpu"), cost, 0.0, length, length, 1)
-    chooser = FittingSaves(3, lambda device: None, LAW, dict.fromkeys(range(3), one))
-    chooser._device = one.device
+    chooser = SavesPolicy(3, lambda device: None, lambda device: (Known(), 0.0), False, True)
+    chooser.known = Known(LAW, dict.fromkeys(range(3), one))
     all_there_is = [candidate for index in range(3) for candidate in one.candidates(index, length, length)]
     room = share * sum(candidate.bytes for candidate in all_there_is)
-    chooser._fill(room, range(3), length, length, False)
-    return [candidate for chosen in chooser._plan.values() for candidate in chosen], all_there_is, room
+    plan = chooser._fill([[math.inf, room]], range(3), one.device, length, length, False)
+    return [candidate for chosen in plan.values() for candidate in chosen], all_there_is, room
 
 
 @pytest.mark.parametrize("length", [4096, 65536])
@@ -203,7 +205,7 @@ def test_no_other_choice_spares_much_more(length, share):
 
 
 def test_another_order_is_seen(monkeypatch):
-    monkeypatch.setattr(fitting, "sorted", lambda found, **_: reversed(list(found)), raising=False)
+    monkeypatch.setattr(policy, "sorted", lambda found, **_: list(found)[::-1], raising=False)
     with pytest.raises(AssertionError):
         test_no_other_choice_spares_much_more(65536, 0.3)
 
@@ -320,7 +322,7 @@ def test_many_lengths_leave_nothing_behind(patched):
         assert planned(model) <= 1e5
     gc.collect()
     assert not chooser_of(model)._waiting
-    assert len(chooser_of(model)._costs) == 3
+    assert len(chooser_of(model).known.costs) == 3
     assert not chooser_of(model)._seen
 
 
@@ -348,7 +350,7 @@ def test_what_other_processes_take_of_a_machine(monkeypatch):
     chooser = chooser_of(streambp.patch(model, streambp.StreamConfig(chunk_size=5)))
     for _ in range(2):
         assert_same(seeded(model), expected)
-    needed = chooser.need(2 * LENGTH, 10)
+    needed = chooser.known.need(2 * LENGTH, 10)
     assert chooser.latest.room == PLENTY - needed
     assert sum(chooser.latest.layers.values()) > 3
     with after_the_first_layer(lambda: machine.__setitem__(0, 0.0)):
@@ -387,29 +389,31 @@ def test_describe_tells(patched):
 
 
 def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
-    monkeypatch.setattr(auto, "_law", lambda *_: "a reason of a test")
+    monkeypatch.setattr(auto, "is_partitioned", lambda parameter: True)
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5, saves="auto"))
     expected = seeded(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5)))
     for _ in range(2):
         assert_same(seeded(model), expected)
-    assert streambp.describe(model).saves == ("nothing (auto: a reason of a test)",)
+    assert streambp.describe(model).saves == ("nothing (auto: parameters that ZeRO-3 has divided cannot be counted)",)
 
 
 def test_copies_have_seen_nothing(patched):
     model, _ = patched()
     seeded(model)
-    assert chooser_of(copy.deepcopy(model))._costs == {}
+    assert chooser_of(copy.deepcopy(model)).known.costs == {}
 
 
 def test_the_first_step_saves_what_was_counted(monkeypatch):
     """On tensors without data, layer by layer: the same bytes as are seen in the step itself."""
     monkeypatch.setattr(auto, "_law", lambda *_: LAW)
+    monkeypatch.setattr(auto, "free_memory", lambda device: PLENTY)
     model = build("qwen3", num_hidden_layers=4, attention_dropout=0.3)
     expected = seeded(plain(model))
     model = streambp.patch(model, streambp.StreamConfig(chunk_size=5, saves="auto"))
     chooser = chooser_of(model)
     chooser.free = Device(1.5e5).free
-    counted = {index: set(cost.candidates(index, 2 * LENGTH, LENGTH)) for index, cost in chooser._counted.items()}
+    chooser.begins(torch.device("cpu"))
+    counted = {index: set(cost.candidates(index, 2 * LENGTH, LENGTH)) for index, cost in chooser.known.costs.items()}
     with kept_by_layer() as kept:
         assert_same(seeded(model), expected)
     taken = sum(size for _, size in kept.values())
@@ -425,7 +429,7 @@ def test_the_first_step_saves_what_was_counted(monkeypatch):
 def test_the_law_is_counted(monkeypatch):
     """The one that `patch` uses: what a step of 96 more tokens takes is no less than its saved inputs."""
     model = build("qwen3", num_hidden_layers=2, dtype=torch.bfloat16)
-    law = auto.counted(model, streambp.StreamConfig(saves="auto"))
+    law = auto._law(model, streambp.StreamConfig(saves="auto"), None)
     assert isinstance(law, auto.Law), law
     inputs = 2 * model.config.hidden_size * 2 * 2**16  # two layers, two bytes
     assert law(2 * 2**16, 2048) - law(2**16, 2048) >= inputs
@@ -438,7 +442,7 @@ def other_numbers(patch):
 
 
 def nothing_let_go(patch):
-    patch.setattr(FittingSaves, "let_go", lambda self, kept: False)
+    patch.setattr(SavesPolicy, "let_go", lambda self, kept: False)
 
 
 def inputs_let_go(patch):
@@ -460,7 +464,7 @@ def test_mutant_turns_a_test_red(patched, monkeypatch, mutant):
 
 @pytest.mark.full
 def test_a_choice_that_ignores_the_room_is_seen(patched, monkeypatch):
-    real = FittingSaves._fill
-    monkeypatch.setattr(FittingSaves, "_fill", lambda self, room, *args: real(self, PLENTY, *args))
+    real = SavesPolicy._fill
+    monkeypatch.setattr(SavesPolicy, "_fill", lambda self, rooms, *args: real(self, [[math.inf, PLENTY]], *args))
     with pytest.raises(AssertionError):
         test_it_takes_what_it_planned_and_changes_no_value(patched, 1e5)

@@ -1,7 +1,7 @@
 """saves="auto" on a device whose memory is a number that shrinks at any operation: it runs wherever saves=() does.
 
 covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/graphs.py, layer/oom.py, layer/shadows.py,
-    offload/fitting.py
+    offload/fitting.py, offload/policy.py
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import streambp
 from streambp.attention.kv import KVBuffer
 from streambp.layer.shadows import GradientSum
-from streambp.offload.fitting import FittingSaves
-from streambp.planner import auto
+from streambp.offload import policy
+from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import LiveBytes
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
@@ -34,11 +34,12 @@ class Device(LiveBytes):
     """Memory of so many bytes, within: an operation that makes more alive raises torch.OutOfMemoryError.
 
     shrinks_at: the operation from which on the limit is `then`. fails_at: the first operation from that number on that
-    makes anything alive raises, once.
+    makes anything alive raises, once. error: raised instead.
     """
 
-    def __init__(self, limit=PLENTY, shrinks_at=None, then=PLENTY, fails_at=math.inf):
+    def __init__(self, limit=PLENTY, shrinks_at=None, then=PLENTY, fails_at=math.inf, error=None):
         super().__init__()
+        self.error = torch.OutOfMemoryError("no memory left, says a test") if error is None else error
         self.limit, self.shrinks_at, self.then, self.fails_at = limit, shrinks_at, then, fails_at
         self.operations, self.failed = 0, False
 
@@ -51,21 +52,31 @@ class Device(LiveBytes):
         fails = self.operations >= self.fails_at and not self.failed
         if self.live > before + SMALL and (fails or self.live > self.limit):
             self.failed = True
-            raise torch.OutOfMemoryError("no memory left, says a test")
+            raise type(self.error)(*self.error.args)  # one that is kept would keep the frames it came through
         return result
 
 
-class Need:
+class Need(policy.Need):
     """What a step without saves was seen to take; how much of it a chunk takes is not known."""
 
     def __init__(self):
         self.bytes = 0.0
 
-    def __call__(self, tokens, chunk):
-        return self.bytes
+    def by_layer(self, tokens, chunk, present):
+        return ((math.inf, self.bytes),)
 
     def at_work(self, chunk):
         return 0.0
+
+
+class KnownNeed:
+    """What a policy knows of a model's steps is what they need; what layers may save they show."""
+
+    def __init__(self, need):
+        self.known = policy.Known(need)
+
+    def __call__(self, device):
+        return self.known, 0.0
 
 
 class Pair:
@@ -77,7 +88,8 @@ class Pair:
         configs = (streambp.StreamConfig(chunk_size=chunk_size, saves=saves) for saves in (saves, ()))
         self.model, self.plain = map(streambp.patch, models, configs)
         self.chooser = next(w.site.chooser for w in self.model._streambp.state.wrappers if hasattr(w, "site"))
-        self.chooser.need = self.need = Need()
+        self.need = Need()
+        self.chooser.states = KnownNeed(self.need)
         self.device = None
         self.chooser.free = lambda device: self.device.limit - self.device.live
 
@@ -99,11 +111,6 @@ class Pair:
         return self
 
 
-@pytest.fixture(autouse=True)
-def nothing_counted(monkeypatch):
-    monkeypatch.setattr(auto, "_law", lambda *_: Need())
-
-
 def stepped(model, device, **batch):
     model.zero_grad(set_to_none=True)
     batch = batch or make_batch("plain")
@@ -121,7 +128,8 @@ def through(pair, make, count):
     raised = []
     for number in range(count):
         at = 1 + (2 * number + 1) * whole.operations // (2 * count)
-        pair.chooser._most = math.inf
+        pair.chooser.margins.clear()
+        pair.chooser._shortage = None
         device = make(at)
         try:
             assert_same(pair.step(device), expected)
@@ -193,7 +201,7 @@ def test_random_lengths_and_limits_do_not_grow(steps):
     del device
     pair.device = None
     assert not [kept for kept in pair.chooser._waiting if kept.saves]
-    assert len(pair.chooser._costs) == 2
+    assert len(pair.chooser.known.costs) == 2
 
 
 @pytest.mark.usefixtures("float64_oracle")
@@ -218,7 +226,7 @@ def keys_added_again(patch):
 
 
 def nothing_let_go(patch):
-    patch.setattr(FittingSaves, "let_go", lambda self, kept=None: False)
+    patch.setattr(SavesPolicy, "let_go", lambda self, kept=None: False)
 
 
 @pytest.mark.full

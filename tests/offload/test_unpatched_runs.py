@@ -1,6 +1,7 @@
 """Micro-batches of one chunk that fit many times over run as the unpatched model. [Note: micro-batches as unpatched]
 
-covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/fitting.py
+covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/fitting.py,
+    offload/policy.py
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import streambp
 from streambp.layer.graphs import nodes_behind
 from streambp.layer.recompute import RandomState
 from streambp.model import state, unpatched
-from streambp.offload.fitting import AsUnpatched, FittingSaves
+from streambp.offload.fitting import AsUnpatched
+from streambp.offload.policy import SavesPolicy
 from tests import zoo
 from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
 from tests.offload.runs import assert_same, step
@@ -161,7 +163,7 @@ def test_else_it_streams(reason):
 def test_it_has_to_fit_four_times(share):
     model = patched()
     runs, chooser = model._streambp.state.unpatched, chooser_of(model)
-    kept, need = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config), chooser.need(2 * LENGTH, 2 * LENGTH)
+    kept, need = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config), chooser.known.need(2 * LENGTH, 2 * LENGTH)
     chooser.free = lambda _: need + share * kept
     assert streams(model(**make_batch("plain")).loss) == (share < 4)
 
@@ -241,13 +243,14 @@ def shrinking(share, places=8, **settings):
         expected = step(reference)
     need, runs = device.peak, model._streambp.state.unpatched
     kept = patched(plain)._streambp.state.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config)
-    chooser_of(model).need = Need()
-    chooser_of(model).need.bytes = need
+    chooser_of(model).known.need = Need()
+    chooser_of(model).known.need.bytes = need
     free, failed = need + 4.1 * kept, []
     for number in range(places):
         at = 1 + (2 * number + 1) * 400 // (2 * places)
         chooser_of(model).free = lambda _: free
-        chooser_of(model)._most = math.inf
+        chooser_of(model).margins.clear()
+        chooser_of(model)._shortage = None
         if runs is not None:
             runs.most = math.inf
         with Device(free, shrinks_at=at, then=need + share * 4.1 * kept) as device:
@@ -545,7 +548,7 @@ def test_a_head_that_has_not_streamed_does():
 MUTANTS = {
     "random numbers": (RandomState, "restore", lambda self: None, test_out_of_memory_in_forward_streams_instead),
     "logits": (unpatched, "LOGITS", 0, test_the_prediction_holds_what_forward_keeps),
-    "graphs": (FittingSaves, "graphs", lambda *_: 0.0, test_the_prediction_holds_what_forward_keeps),
+    "graphs": (SavesPolicy, "graphs", lambda *_: 0.0, test_the_prediction_holds_what_forward_keeps),
     "share": (unpatched, "SHARE", math.inf, lambda: test_it_has_to_fit_four_times(3)),
     "eager": (unpatched, "_is_plain", lambda _: True, lambda: test_else_it_streams("eager")),
     "backward": (

@@ -13,7 +13,7 @@ from torch import nn
 
 import streambp
 from streambp.model.wrappers import LayerForward
-from streambp.offload.fitting import FittingSaves
+from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from tests.families import build
 
@@ -89,8 +89,12 @@ def by_launch(monkeypatch):
 
 def check(found: nn.Module):
     state = found._streambp.state
-    assert isinstance(state.chunk_rule, auto.FittingChunk)
-    assert all(isinstance(w.site.chooser, FittingSaves) for w in state.wrappers if isinstance(w, LayerForward))
+    assert isinstance(state.policy, SavesPolicy)
+    sites = [w.site for w in state.wrappers if isinstance(w, LayerForward)]
+    assert all(site.chooser is state.policy and site.chunk_rule == state.policy.chunk for site in sites)
+    assert state.policy.known.need is None  # nothing is decided yet
+    state.policy.begins(torch.device("cpu"))
+    assert isinstance(state.policy.known.need, auto.Law)
 
 
 def test_patch():

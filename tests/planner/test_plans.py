@@ -18,6 +18,7 @@ import torch
 import streambp
 from streambp import cli
 from streambp.config import parse_bytes
+from streambp.offload.policy import Known, SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
 from streambp.planner.plan import choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
@@ -231,14 +232,19 @@ def test_profile_on_the_command_line(tmp_path, capsys):
 
 def fitting():
     phase = Phase("backward 0", 1000, 10, 100)
-    return auto.FittingChunk(auto.Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, ())))
+    law = auto.Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, ()))
+    known = Known(law, {}, seconds=lambda tokens, chunk: tokens / chunk)  # larger chunks are faster
+    free = [0.0]
+    return SavesPolicy(1, lambda device: free[0], lambda device: (known, 0.0), True, True), free
 
 
 def check_chunks_fit():
-    rule = fitting()
-    for size in (8192, 4096, 2048, 1024):
-        assert rule.tokens(100_000, 1000 + 10 * 100_000 + 100 * size) == size
-    assert rule.tokens(100_000, 0) == 1024
+    rule, free = fitting()
+    for size in (16384, 8192, 4096, 2048, 1024):
+        free[0] = 1000 + 10 * 100_000 + 100 * size
+        assert rule.chunk(0, 1, 100_000, torch.device("cpu")) == size
+    free[0] = 0
+    assert rule.chunk(0, 1, 100_000, torch.device("cpu")) == 1024
 
 
 def test_the_largest_chunk_that_fits():
@@ -251,33 +257,30 @@ def test_auto_chunks_follow_the_device(monkeypatch):
     free = [10**12]
     monkeypatch.setattr(auto, "free_memory", lambda device: free[0])
     model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(share_prefixes=False))
-    rule = model._streambp.state.chunk_rule
-    assert isinstance(rule, auto.FittingChunk)
+    rule = model._streambp.state.policy.chunk
+    assert rule(0, 1, 200000, torch.device("cpu")) == 16384
     assert "fits into the device's free memory" in streambp.describe(model).chunk_size
-    assert rule(0, 1, 20000, torch.device("cpu")) == 8192
     free[0] = 0
-    assert rule(1, 1, 20000, torch.device("cpu")) == 8192
-    assert rule(0, 4, 20000, torch.device("cpu")) == 256
+    assert rule(1, 1, 200000, torch.device("cpu")) == 16384
+    assert rule(0, 4, 200000, torch.device("cpu")) == 256
     seen = []
-    monkeypatch.setattr(auto.FittingChunk, "__call__", lambda self, index, *_: seen.append(index) or 5)
+    monkeypatch.setattr(SavesPolicy, "chunk", lambda self, index, *_: seen.append(index) or 5)
     for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         one(**make_batch("plain"), use_cache=False).loss.backward()
         assert seen == [0, 1]
         seen.clear()
-    assert (
-        streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=7))._streambp.state.chunk_rule
-        is None
-    )
+    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=7))
+    assert all(w.site.chunk_rule is None for w in model._streambp.state.wrappers if hasattr(w, "site"))
 
 
 def test_auto_says_why_it_keeps_the_plain_rule(monkeypatch):
     monkeypatch.setattr(auto, "free_memory", lambda device: 10**12)
-    model = streambp.patch(build("qwen3"))
-    assert "half precision" in streambp.describe(model).chunk_size
     monkeypatch.setattr(auto, "survey", lambda *_, **__: 1 / 0)
     model = streambp.patch(build("qwen3", torch.bfloat16))
+    for _ in range(2):
+        model(**make_batch("plain"), use_cache=False).loss.backward()
     assert "could not be counted: ZeroDivisionError" in streambp.describe(model).chunk_size
-    model(**make_batch("plain"), use_cache=False).loss.backward()
+    assert "auto saved nothing" not in str(streambp.describe(model).saves)  # by a bound
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -1,0 +1,201 @@
+"""Whoever says that the device is full, saves are let go of and the chunk is computed again. [Note: once for each chunk]
+
+covers: device.py, head/recipe.py, layer/function.py, layer/oom.py, model/unpatched.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+
+import streambp
+from streambp import device
+from streambp.device import is_out_of_memory, make_room
+from tests.families import LENGTH, build
+from tests.offload.runs import assert_same
+from tests.offload.test_limits import Device, Pair, stepped
+
+KINDS = {
+    "torch": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "driver": torch.AcceleratorError("CUDA error: out of memory"),
+    "triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "pluggable": MemoryError("std::bad_alloc: out_of_memory: RMM failure"),
+}
+OTHERS = (
+    RuntimeError("the data set's cache is out of memory"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+    ValueError("CUDA out of memory"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+)
+
+
+def anew(kind):
+    """The same error without a traceback."""
+    return type(KINDS[kind])(*KINDS[kind].args)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_says_so(kind):
+    assert is_out_of_memory(anew(kind))
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_what_is_something_else(error):
+    assert not is_out_of_memory(error)
+
+
+def errors_at(pair, kind, places, every=None):
+    """Steps in which one operation fails: bit for bit, or an error; the places where one raised."""
+    expected, _ = pair.reference()
+    pair.step(whole := Device())
+    found = [1 + (2 * number + 1) * whole.operations // (2 * places) for number in range(places)]
+    raised = []
+    for at in range(1, whole.operations, every) if every else found:
+        pair.chooser.margins.clear()
+        pair.chooser._shortage = None
+        runs = pair.model._streambp.state.unpatched
+        if runs is not None:
+            runs.most = float("inf")
+        try:
+            assert_same(pair.step(Device(fails_at=at, error=anew(kind))), expected)
+        except device.MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            raised.append(at)
+    if runs is None:
+        assert_same(pair.step(Device()), expected)
+    return raised
+
+
+@pytest.mark.fast("triton", "pluggable")
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_let_go_of_and_computed_again(kind):
+    assert len(errors_at(Pair(5).warmed(), kind, 3)) <= 1  # the embedding's
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chunk_size", [5, LENGTH])
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_every_29th_operation(kind, chunk_size):
+    pair = Pair(chunk_size).warmed()
+    assert len(errors_at(pair, kind, 0, every=29)) <= 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["torch", "cublas"])
+def test_as_unpatched(kind):
+    """Its forward is streamed instead, its backward raises; the next step is exact."""
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=LENGTH))
+    plain = build("qwen3")
+    policy, runs = model._streambp.state.policy, model._streambp.state.unpatched
+    policy.free = lambda _: 10**9
+    stepped(model, Device())
+    expected = stepped(plain, Device())
+    streamed = stepped(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=LENGTH, saves=())), Device())
+    stepped(model, whole := Device())
+    for at in range(1, whole.operations, 29):
+        runs.most = float("inf")
+        policy.margins.clear()
+        policy._shortage = None
+        try:
+            _, gradients = stepped(model, Device(fails_at=at, error=anew(kind)))
+        except device.MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            exact = [all(torch.equal(gradients[n], g) for n, g in one[1].items()) for one in (expected, streamed)]
+            assert any(exact), at
+        runs.most, runs._differentiated = float("inf"), 0
+        assert_same(stepped(model, Device()), expected)
+
+
+def test_errors_that_only_torch_knows_are_seen(monkeypatch):
+    """As it was: the step fails, although saves are there to be let go of."""
+    for module in (streambp.layer.oom, streambp.head.recipe, streambp.layer.function):
+        monkeypatch.setattr(module, "is_out_of_memory", lambda error: isinstance(error, torch.OutOfMemoryError))
+    with pytest.raises(AssertionError):
+        test_it_is_let_go_of_and_computed_again("triton")
+
+
+class Inside(torch.autograd.Function):
+    """Its backward differentiates a graph of its own that fails, makes room, and tells what is left of that graph."""
+
+    @staticmethod
+    def forward(ctx, x, left):
+        ctx.left = left
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        def fail():
+            with torch.enable_grad():
+                x = torch.ones(8, requires_grad=True)
+                held = Held()
+                ctx.kept = weakref.ref(held)
+                side = Waits.apply(x, held)  # in the queue while the other branch fails
+                first = Fails.apply(x)
+                torch.autograd.grad((first + side).sum(), x)
+
+        with contextlib.suppress(RuntimeError):
+            fail()
+        make_room(torch.device("cpu"), True)
+        ctx.left.append(ctx.kept() is not None)
+        return grad, None
+
+
+class Held:
+    """What a graph keeps."""
+
+
+class Waits(torch.autograd.Function):
+    """Its node keeps an object."""
+
+    @staticmethod
+    def forward(ctx, x, held):
+        ctx.held = held
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Fails(torch.autograd.Function):
+    """Its backward has no memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("no memory left, says a test")
+
+
+def left_behind():
+    left = []
+    Inside.apply(torch.ones(1, requires_grad=True), left).backward()
+    return left
+
+
+def test_a_failed_backward_leaves_nothing_in_autograds_queue(monkeypatch):
+    assert left_behind() == [False]
+    monkeypatch.setattr(torch.autograd, "grad", Only(torch.autograd.grad))
+    assert left_behind() == [True]  # without make_room's
+
+
+class Only:
+    """Differentiates the first time alone."""
+
+    def __init__(self, real):
+        self.real, self.calls = real, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.real(*args) if self.calls == 1 else None

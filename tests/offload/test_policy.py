@@ -1,0 +1,426 @@
+"""saves="auto" decides when a step begins, from what the model and its device are then. [Note: saves that fit]
+
+covers: device.py, layer/products.py, layer/saved.py, offload/policy.py, planner/auto.py, planner/skeleton.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+
+import pytest
+import torch
+
+import streambp
+from streambp.layer import saved
+from streambp.layer.saved import Kept
+from streambp.offload import fitting, policy
+from streambp.planner import auto
+from tests.families import LENGTH, build, make_batch
+from tests.offload.runs import assert_same, step
+from tests.offload.test_limits import Device, KnownNeed, Need, stepped
+from tests.seeds import seed_torch
+
+HERE = torch.device("cpu")
+GIB = 2**30
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A device that says what it has free: the CPU stands in for it. Readings are collected."""
+
+    class Card:
+        free, readings = 80.0 * GIB, 0
+
+        def __call__(self, device):
+            self.readings += 1
+            return self.free
+
+    found = Card()
+    monkeypatch.setattr(auto, "free_memory", found)
+    return found
+
+
+def policy_of(model):
+    return model._streambp.state.policy
+
+
+def tiny(**settings):
+    return build("qwen3", dtype=torch.bfloat16, num_hidden_layers=3, **settings)
+
+
+def patched(model, **settings):
+    return streambp.patch(model, streambp.StreamConfig(**{"unpatched_runs": False, **settings}))
+
+
+def answers(model, lengths=(2048, 16384, 65536)):
+    """What is decided at some lengths."""
+    chooser = policy_of(model)
+    chooser.begins(HERE)
+    chooser.ended()
+    found = []
+    for length in lengths:
+        size = chooser.size(1, length, HERE)
+        rooms = chooser._rooms(chooser.free(HERE), length, size)
+        found.append((size, chooser._fill(rooms, range(3), HERE, length, length, size == length)))
+    return found
+
+
+def on_the_card(model):
+    return patched(copy.deepcopy(model))
+
+
+def on_a_cpu_first(model, card, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(auto, "free_memory", lambda device: None)
+        model = patched(copy.deepcopy(model))
+        step(model)
+        assert isinstance(policy_of(model).known.need, auto.HostLaw)
+    model.zero_grad(set_to_none=True)
+    policy_of(model).states._known.clear()  # the CPU stands in for another device as well
+    return model
+
+
+def on_meta_first(model, card, monkeypatch):
+    states = model.state_dict()
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16)
+    empty = patched(empty).to_empty(device=HERE).train()
+    empty.load_state_dict(states)
+    return empty
+
+
+@pytest.mark.parametrize("flow", [on_a_cpu_first, on_meta_first])
+def test_where_a_model_was_patched_does_not_matter(flow, card, monkeypatch):
+    model = tiny()
+    card.free = 1e7
+    expected = answers(on_the_card(model))
+    found = answers(flow(model, card, monkeypatch))
+    assert len({size for size, _ in expected}) > 1
+    assert [size for size, _ in found] == [size for size, _ in expected]
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        named = [{index: {(c.name, c.bytes) for c in chosen} for index, chosen in one.items()} for one in (ours, theirs)]
+        assert named[0] == named[1]
+
+
+@pytest.mark.full
+def test_a_law_that_is_taken_in_patch_is_seen(card, monkeypatch):
+    real = auto.ModelStates.__call__
+    first = {}
+    monkeypatch.setattr(auto.ModelStates, "__call__", lambda self, device: first.setdefault("known", real(self, device)))
+    with pytest.raises(AssertionError):
+        test_where_a_model_was_patched_does_not_matter(on_a_cpu_first, card, monkeypatch)
+
+
+def frozen(model):
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+
+
+CHANGES = {"frozen": frozen, "cast": lambda model: model.to(torch.float32), "adapters": adapted}
+
+
+@pytest.mark.fast("frozen", "adapters")
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_patch_is_counted_anew(change, card, monkeypatch):
+    counted = []
+    real = auto.survey
+    monkeypatch.setattr(auto, "survey", lambda *args, **kwargs: counted.append(1) or real(*args, **kwargs))
+    model = patched(tiny())
+    needs = []
+    for _ in range(2):
+        for _ in range(3):
+            step(model)
+        needs.append(policy_of(model).known.need(2 * LENGTH, LENGTH))
+        CHANGES[change](model) if len(needs) == 1 else None
+    assert len(counted) == 2  # once for each state
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    before, after = needs
+    assert (after > before) == (change == "cast")
+    fresh = auto._law(model, streambp.StreamConfig(), None)
+    assert after == fresh(2 * LENGTH, LENGTH)
+    assert trained < 1.1 * after
+
+
+def test_a_count_leaves_nothing_behind(card):
+    """Neither random numbers, nor a program's hooks, nor what acts in the thread."""
+    model, seen = tiny(attention_dropout=0.3), []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: seen.append(out.is_meta))
+    patched(model)
+    seed_torch(5)
+    before = torch.default_generator.get_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.autograd.graph.save_on_cpu():
+        policy_of(model).begins(HERE)
+    assert isinstance(policy_of(model).known.need, auto.Law)
+    assert torch.equal(before, torch.default_generator.get_state())
+    assert not seen
+    hook.remove()
+
+
+def test_gradients_that_are_there_are_not_needed_once_more(card):
+    """A second micro-batch of an accumulation, or a step whose gradients were zeroed, has room for as much as a first."""
+    model = patched(tiny())
+    chooser = policy_of(model)
+    chooser.begins(HERE)
+    chooser.ended()
+    first, size = needed_last(chooser), sum(p.nbytes for p in model.parameters())
+    step(model)
+    for keeps in (True, False):
+        model.zero_grad(set_to_none=not keeps)
+        chooser.begins(HERE)
+        chooser.ended()
+        assert chooser.present == float(keeps)
+        assert first - size < needed_last(chooser) < first - size / 3 if keeps else needed_last(chooser) == first
+    for parameter in model.model.layers[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    chooser.begins(HERE)
+    assert 0.1 < chooser.present < 0.9
+    found, chooser.present, present = needed_last(chooser), 1.0, chooser.present
+    assert (first - found) / (first - needed_last(chooser)) == pytest.approx(present)
+
+
+def needed_last(chooser):
+    """What a step needs while its first layer's backward runs, when most gradients are there."""
+    return dict(chooser.known.need.by_layer(64, 32, chooser.present))[0.0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunk_size": 5}, {"unpatched_runs": True}], ids=str)
+def test_the_driver_is_asked_twice_at_most(card, settings):
+    model = patched(tiny(), **settings)
+    for _ in range(3):
+        step(model)
+    for _ in range(2):
+        card.readings = 0
+        step(model)
+        assert 1 <= card.readings <= 2
+
+
+def test_readings_for_each_layer_are_seen(card, monkeypatch):
+    monkeypatch.setattr(auto.FreeMemory, "__call__", lambda self, device: auto.free_memory(device))
+    with pytest.raises(AssertionError):
+        test_the_driver_is_asked_twice_at_most(card, {"chunk_size": 5})
+
+
+class TooSmall(Need):
+    """A law that misses a part of what a step takes."""
+
+    work = 0.0
+
+    def at_work(self, chunk):
+        return self.work
+
+
+def falls_short(share, beyond=math.inf, steps=6):
+    """Steps under a law that is so much too small: in which saves were let go of, and what was saved.
+
+    beyond: how much more than it tells a device has before it fails.
+    """
+    batch = make_batch("plain", length=160)
+    plain = streambp.patch(build("qwen3", num_hidden_layers=4), streambp.StreamConfig(chunk_size=20, saves=()))
+    whole = Device()
+    expected = stepped(plain, whole, **batch)
+    model = patched(build("qwen3", num_hidden_layers=4), chunk_size=20)
+    chooser, need = policy_of(model), TooSmall()
+    need.bytes, need.work = share * whole.peak, 0.3 * whole.peak
+    chooser.states = KnownNeed(need)
+    limit = 1.1 * whole.peak
+    device = Device()
+    chooser.free = lambda _: limit - device.live
+    gone, saved = [], []
+    for number in range(steps):
+        device = Device(limit=limit * beyond)
+        assert_same(stepped(model, device, **batch), expected)
+        latest = chooser.latest
+        if latest is not None and number:
+            gone.append(latest.let_go)
+            saved.append(sum(latest.bytes.values()))
+    return gone, saved
+
+
+@pytest.mark.fast("0.7")
+@pytest.mark.parametrize("share", [0.7, 0.55])
+def test_from_the_third_step_on_nothing_is_thrown_away(share):
+    gone, saved = falls_short(share)
+    assert gone[0]  # the first that saves something
+    assert not any(gone[1:])
+    assert all(size > 0 for size in saved)
+
+
+@pytest.mark.full
+def test_after_an_error_half_is_saved_until_it_fits():
+    gone, saved = falls_short(0.55, beyond=1.1)
+    assert gone[0]
+    assert not any(gone[2:])
+    assert saved[2] <= saved[0] / 2
+
+
+@pytest.mark.full
+def test_a_policy_that_does_not_learn_is_seen(monkeypatch):
+    monkeypatch.setattr(fitting.Shortage, "margin", lambda self, before: fitting.Margin())
+    with pytest.raises(AssertionError):
+        test_from_the_third_step_on_nothing_is_thrown_away(0.7)
+
+
+def test_a_margin_goes_when_it_is_no_longer_needed():
+    short = fitting.Shortage((1, 1), room=100.0, planned=60.0, wished={}, by=10.0)
+    margin = short.margin(fitting.Margin())
+    assert margin.bytes == 100 - 60 + 10  # so that ten less than 60 are planned
+    short.by = -1000.0
+    steps = [(margin := short.margin(margin)).bytes for _ in range(50)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < 1
+    short.by = 0.0
+    assert short.margin(fitting.Margin(5.0)).bytes == 5.0  # nothing was free to spare
+
+
+def test_another_length_has_a_margin_of_its_own():
+    chooser = policy.SavesPolicy(1, lambda device: 100.0, lambda device: (policy.Known(Need()), 0.0), True, True)
+    chooser.known = policy.Known(Need())
+    chooser.margins[64, 8] = fitting.Margin(30.0)
+    assert chooser._rooms(100.0, 64, 8) == [[math.inf, 70.0]]
+    assert chooser._rooms(100.0, 32, 8) == [[math.inf, 100.0]]
+
+
+def test_an_allocator_that_does_not_tell(monkeypatch):
+    """A pluggable one raises when it is asked for its fraction or its statistics."""
+
+    def refuse(*_):
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getMemoryFraction.")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", refuse)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", refuse)
+    here = torch.device("cuda", 0)
+    assert auto.free_memory(here) is None
+    free = auto.FreeMemory()
+    assert free(here) is None
+    assert free.retries(here) == 0
+
+
+@pytest.mark.parametrize(("total", "left"), [(80, 0.05 * 80), (8, 1.0)])
+def test_what_is_left_to_others(total, left, monkeypatch):
+    monkeypatch.setattr(auto, "memory_limit", lambda device: total * GIB)
+    monkeypatch.setattr(auto, "counted_bytes", lambda device, kind: 0)
+    assert auto.free_memory(torch.device("cuda", 0)) == pytest.approx((total - left) * GIB)
+
+
+def test_float32_weights_under_autocast_are_bounded(card):
+    """The peak of a step whose products are bfloat16 is below the law's, which is counted without data."""
+    model = patched(build("qwen3", num_hidden_layers=3), chunk_size=64)
+    batch = make_batch("plain", length=512)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16), Device() as device:
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+    chooser = policy_of(model)
+    assert isinstance(chooser.known.need, auto.Law)
+    assert chooser.known.need.factor == 2.0
+    saved = sum(chooser.latest.bytes.values())
+    assert saved > 0
+    assert device.peak - saved <= chooser.known.need(1024, 128) <= 4 * device.peak
+
+
+@contextlib.contextmanager
+def planned_and_kept(chooser):
+    """Collects, of each layer that it chooses for, the bytes by name that were planned, and those that are kept as the
+    layer's forward ends."""
+    found = {}
+    real = Kept.seal
+
+    def seal(self, size):
+        if self.site.chooser is not chooser:
+            return real(self, size)
+        sizes = {}
+        for (key, _), tensor in self.store._tensors.items():
+            part, _, name = key.partition(".")
+            if part in ("attn_out", "lse", "product"):
+                name = name.partition("#")[0] if part == "product" else "attn_out"
+                sizes[name] = sizes.get(name, 0) + tensor.nbytes
+        if "kv" in self.saves:
+            sizes["kv"] = sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites)
+        plan = chooser._plan.get(self.site.index, [])
+        found[self.site.index] = {c.name: c.bytes for c in plan}, sizes
+        return real(self, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kept, "seal", seal)
+        yield found
+
+
+def lora(model, **settings):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def lora_afterwards(model):
+    model = patched(model, chunk_size=5)
+    lora(model)
+    return model
+
+
+SET_UPS = {
+    "full": lambda: patched(tiny(), chunk_size=5),
+    "float32 under autocast": lambda: patched(build("qwen3", num_hidden_layers=3), chunk_size=5),
+    "adapters": lambda: patched(lora(tiny()), chunk_size=5),
+    "adapters added after patch": lambda: lora_afterwards(tiny()),
+    "first layers frozen": lambda: patched(without_gradients(tiny()), chunk_size=5),
+}
+
+
+def without_gradients(model):
+    for module in (model.model.embed_tokens, *model.model.layers[:1]):
+        module.requires_grad_(False)
+    return model
+
+
+def settled(name, room):
+    """Planned and kept, by layer, in three micro-batches: without gradients, with them, and after an evaluation."""
+    model = SET_UPS[name]()
+    chooser = policy_of(model)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled="autocast" in name)
+    kept = []
+    for number in range(3):
+        chooser.free = lambda device: room + chooser.known.need(2 * LENGTH, 10, chooser.present)
+        with planned_and_kept(chooser) as found, autocast:
+            loss = model(**make_batch("plain"), use_cache=False).loss
+        kept.append(found)
+        loss.backward()
+        if number == 1:
+            with torch.no_grad():
+                model.eval()(**make_batch("plain"), use_cache=False)
+            model.train()
+    return kept
+
+
+@pytest.mark.fast("adapters added after patch-all fits", "float32 under autocast-some fits")
+@pytest.mark.parametrize("room", [1e9, 6e4], ids=["all fits", "some fits"])
+@pytest.mark.parametrize("name", SET_UPS)
+def test_what_was_planned_is_kept(name, room, card):
+    """Name by name and byte by byte, from the first step on."""
+    for number, found in enumerate(settled(name, room)):
+        planned = {index: plan for index, (plan, _) in found.items()}
+        assert planned == {index: sizes for index, (_, sizes) in found.items()}, number
+        assert sum(sum(plan.values()) for plan in planned.values()) <= room
+        assert any(planned.values())
+        if room == 1e9 and "adapters" in name:
+            assert {"self_attn.v_proj.base_layer", "self_attn.v_proj.lora_A.default"} <= set(planned[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", ["globs", "hidden states' bytes"])
+def test_other_names_and_bytes_are_seen(mutant, card, monkeypatch):
+    if mutant == "globs":
+        real = Kept.find_products
+        monkeypatch.setattr(Kept, "find_products", lambda self: setattr(self, "named", True) or real(self))
+    else:
+        monkeypatch.setattr(saved, "output_bytes", lambda weight: 2)
+    with pytest.raises(AssertionError):
+        test_what_was_planned_is_kept("adapters", 1e9, card)
