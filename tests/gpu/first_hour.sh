@@ -4,7 +4,8 @@
 # Each step is one command of less than ten minutes and writes to FOLDER/<step>.txt as it goes, so an interrupted hour leaves
 # what it learnt; FOLDER/<step>.csv has rows of benchmarks. A step that has ended is not run again: its exit code is the
 # last line of its file. Without STEP all of them run, one after the other, whatever the others found. What follows -- goes
-# to every script of tests/gpu; with `--device cpu --tiny` the benchmarks, too, run a small shape on the CPU. Where FOLDER
+# to every script of tests/gpu: STREAMBP_TEST_DEVICE=emulated bash tests/gpu/first_hour.sh FOLDER first -- --tiny rehearses
+# the first step on an emulated GPU; with `--device cpu --tiny` the benchmarks, too, run a small shape on the CPU. Where FOLDER
 # does not outlast a command, or may have few files, name the steps: each of them leaves two files at most.
 #
 # PYTHON   the interpreter (python)
@@ -54,6 +55,7 @@ PEERS="axolotl-liger streambp-liger trl-offload-liger liger alst"
 
 run_step() {
     case $1 in
+        first) rows exact_rows --row 'float64 qwen3' --row 'default*' --row stream --row dropout --row autocast ;;
         exact) rows exact_rows ;;
         headline) rows headline --csv "$folder/headline.csv" --row 'check*' --row '*-liger' ;;
         headline_plain) rows headline --row trl-selective --row streambp-lean --row checkpointing ;;
@@ -74,8 +76,8 @@ run_step() {
         *) echo "no step is named $1; they are: ${ALL[*]}" >&2; return 2 ;;
     esac
 }
-ALL=(exact headline ops errors offload headline_plain peers length_16k length_128k states two_layers offload_lora
-    offload_full offload_262k errors_right pytest planner)
+ALL=(first headline ops errors offload headline_plain peers length_16k length_128k states two_layers offload_lora
+    offload_full offload_262k errors_right pytest planner exact)
 [ ${#steps[@]} -gt 0 ] || steps=("${ALL[@]}")
 failed=0
 for step in "${steps[@]}"; do

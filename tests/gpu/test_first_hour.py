@@ -147,7 +147,7 @@ def test_steps_go_on_and_are_not_repeated(tmp_path, stand_in):
     assert "exact_rows.py" in commands[0]
     assert "headline.py" in commands[1]
     assert "op_rows.py" in commands[2]
-    assert len(commands) == 17
+    assert len(commands) == 18
     for step, code in (("headline", 0), ("ops", 3), ("planner", 0)):
         text = (tmp_path / "out" / f"{step}.txt").read_text()
         assert text.startswith("row ")
