@@ -19,7 +19,7 @@ def is_accelerator(device: torch.device) -> bool:
 
     CUDA's, ROCm's and Intel's do. Apple's has a single stream: copies and kernels come one after the other there.
     """
-    found = torch.accelerator.current_accelerator()
+    found = None if device.type == "cpu" else torch.accelerator.current_accelerator()
     if found is None or device.type != found.type:
         return False
     try:
