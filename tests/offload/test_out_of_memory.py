@@ -112,7 +112,9 @@ def test_as_unpatched(kind):
             exact = [all(torch.equal(gradients[n], g) for n, g in one[1].items()) for one in (expected, streamed)]
             assert any(exact), at
         runs.most, runs._differentiated = float("inf"), 0
-        assert_same(stepped(model, Device()), expected)
+        _, gradients = stepped(model, Device())
+        exact = [all(torch.equal(gradients[n], g) for n, g in one[1].items()) for one in (expected, streamed)]
+        assert any(exact), at
 
 
 def test_errors_that_only_torch_knows_are_seen(monkeypatch):
