@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import shlex
 import sys
 import traceback
@@ -19,7 +18,7 @@ from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig, parse_bytes
 from streambp.device import is_accelerator, is_out_of_memory
 from streambp.errors import ConfigError, StreamBPError
-from streambp.fields import MOST, shown
+from streambp.fields import parse_length
 from streambp.launch.command import add_launch, split
 from streambp.planner.devices import DEFAULT, DEVICES, Rates, device_of, rates_of, write_rates
 from streambp.planner.measure import compare_step
@@ -381,21 +380,6 @@ def _run_profile(arguments: argparse.Namespace) -> int:
     rows = compare_step(model, ids, config, chunk, arguments.snapshot)
     print(as_json({"phases": rows}) if arguments.json else comparison_table(rows, length, chunk))
     return FITS
-
-
-def parse_length(text: str) -> Any:
-    """Tokens from "65536", "64k", "64K" or "1M" (powers of 1,024); "max" stays.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    if text == "max":
-        return text
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKM]?)", text)
-    number = 0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
-    if not 1 <= number <= MOST:
-        raise ConfigError(f'--seq-len is {shown(text)}; it must be a positive number such as 65536, 64k or 1M, or "max".')
-    return int(number)
 
 
 def _load(path_or_id: str, dtype: str) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import typing
 from typing import Any, Literal, cast
 
@@ -67,3 +68,18 @@ def shown(value: Any) -> str:
     except Exception:
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def parse_length(text: str) -> Any:
+    """Tokens from "65536", "64k", "64K" or "1M" (powers of 1,024); "max" stays.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text == "max":
+        return text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKM]?)", text)
+    number = 0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+    if not 1 <= number <= MOST:
+        raise ConfigError(f'--seq-len is {shown(text)}; it must be a positive number such as 65536, 64k or 1M, or "max".')
+    return int(number)

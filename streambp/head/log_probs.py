@@ -34,6 +34,7 @@ from streambp.head.blocks import (
     product_gradient,
     token_blocks,
 )
+from streambp.head.labels import check_labels
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import GradientSum, Parameters
@@ -204,29 +205,6 @@ def _check(hidden_states: Tensor, weight: Tensor, labels: Tensor, ignore_index: 
             "not fit; they must be [..., h], [V, h] and [...]."
         )
     check_labels(labels, weight.shape[0], ignore_index)
-
-
-def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
-    """Refuse a label outside the vocabulary: it would select nothing and look like a log-probability. Waits for the device.
-
-    Args:
-        labels: [...] integers; those without data are not checked.
-        ignore_index: a label that is allowed beside; None: there is none.
-
-    Raises:
-        StreamBPError: a label is negative, or not below `vocabulary`.
-    """
-    if not has_data(labels) or labels.numel() == 0:
-        return
-    wrong = (labels < 0) | (labels >= vocabulary)
-    ignored = ""
-    if ignore_index is not None:
-        wrong, ignored = wrong & (labels != ignore_index), f" or be {ignore_index} (ignored)"
-    if bool(wrong.any()):
-        raise StreamBPError(
-            f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}){ignored}. "
-            "Check that the tokenizer belongs to this model."
-        )
 
 
 class BlockwiseLogProbs(torch.autograd.Function):

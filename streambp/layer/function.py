@@ -24,13 +24,12 @@ from streambp.fingerprint.looks import changed, versions_of
 from streambp.layer.arguments import Arguments, refuse_written
 from streambp.layer.call import NOTHING, LayerCall
 from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_overwrite, reference_counts
-from streambp.layer.graphs import Graph, Origin, computed_with_graph, counting, is_kept, refuse_other_leaves
+from streambp.layer.graphs import Graph, computed_with_graph, counting, refuse_kept, refuse_other_leaves
 from streambp.layer.oom import explained
 from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import check_mode
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
-from streambp.layer.side_effects import KEEPS
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.states import States, leaves_of
 
@@ -381,24 +380,3 @@ def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, st
     ):
         wanted = work.needs_input, work.inputs.wanted
         return computed_with_graph(call, x, chunk, wanted, work.shadows, states)
-
-
-def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
-    """Raise if somebody keeps a part of the graph of a chunk that is done: for a loss beside the model's, to which forward
-    has given tensors without a graph. [Note: side effects]
-
-    Raises:
-        BackwardError: from now on such calls run whole.
-    """
-    if origin() is None or call.site.fingerprint.in_cycles:
-        return
-    if not is_kept(origin):
-        call.site.fingerprint.in_cycles = True  # torch's own garbage: to collect it in each step would take long
-        return
-    call.arguments.renamed(call.look.kind)  # forward may have taught what does not count
-    call.site.verdicts[call.arguments.kind] = KEEPS
-    raise BackwardError(
-        f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and did not when it was "
-        "tried (does it collect for another loss from a later step on?). This step's loss has no gradient through them. "
-        "Empty what was kept, set gradients to zero and repeat the step: from now on the layer runs whole, which is exact."
-    )

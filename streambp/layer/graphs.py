@@ -33,6 +33,7 @@ from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
 from streambp.layer.call import LayerCall
 from streambp.layer.cost import Watch
 from streambp.layer.outputs import ChunkOutput
+from streambp.layer.side_effects import KEEPS
 from streambp.recurrent.states import States
 
 
@@ -210,4 +211,25 @@ def depends(leaf: Tensor) -> str:
     return (
         f"depends on a tensor of shape {tuple(leaf.shape)} that wants a gradient and is neither one of its parameters nor "
         "one of its arguments"
+    )
+
+
+def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
+    """Raise if somebody keeps a part of the graph of a chunk that is done: for a loss beside the model's, to which forward
+    has given tensors without a graph. [Note: side effects]
+
+    Raises:
+        BackwardError: from now on such calls run whole.
+    """
+    if origin() is None or call.site.fingerprint.in_cycles:
+        return
+    if not is_kept(origin):
+        call.site.fingerprint.in_cycles = True  # torch's own garbage: to collect it in each step would take long
+        return
+    call.arguments.renamed(call.look.kind)  # forward may have taught what does not count
+    call.site.verdicts[call.arguments.kind] = KEEPS
+    raise BackwardError(
+        f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and did not when it was "
+        "tried (does it collect for another loss from a later step on?). This step's loss has no gradient through them. "
+        "Empty what was kept, set gradients to zero and repeat the step: from now on the layer runs whole, which is exact."
     )

@@ -1,0 +1,31 @@
+"""Labels of the head: entries of the vocabulary, or ignored."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from streambp.device import has_data
+from streambp.errors import StreamBPError
+
+
+def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
+    """Refuse a label outside the vocabulary: it would select nothing and look like a log-probability. Waits for the device.
+
+    Args:
+        labels: [...] integers; those without data are not checked.
+        ignore_index: a label that is allowed beside; None: there is none.
+
+    Raises:
+        StreamBPError: a label is negative, or not below `vocabulary`.
+    """
+    if not has_data(labels) or labels.numel() == 0:
+        return
+    wrong = (labels < 0) | (labels >= vocabulary)
+    ignored = ""
+    if ignore_index is not None:
+        wrong, ignored = wrong & (labels != ignore_index), f" or be {ignore_index} (ignored)"
+    if bool(wrong.any()):
+        raise StreamBPError(
+            f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}){ignored}. "
+            "Check that the tokenizer belongs to this model."
+        )
