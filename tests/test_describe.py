@@ -115,9 +115,7 @@ def test_what_a_wrapper_was_patched_with_is_told_and_taken_off_by_the_model_insi
     assert streambp.unpatch(inner) is inner  # nothing happens
 
 
-@pytest.mark.parametrize(
-    "broken", ["_layers", "_saves", "_describe_offload", "_describe_attention", "_describe_head", "_notes"]
-)
+@pytest.mark.parametrize("broken", ["_layers", "_saves", "_describe_offload", "_describe_attention", "head_of", "_notes"])
 def test_a_part_that_cannot_be_told_says_why(broken, monkeypatch):
     model = streambp.patch(build("qwen3"), CONFIG)
     whole = str(streambp.describe(model))

@@ -28,6 +28,7 @@ PLACES = {
         attention/rules.py:why_not_fused
         attention/triton_merge.py:fits_triton
         attention/triton_merge.py:merge_in_triton
+        device.py:alloc_retries
         device.py:counted_bytes
         device.py:memory_limit
         device.py:tells_memory
@@ -36,12 +37,12 @@ PLACES = {
         model/describe.py:_describe_attention
         offload/engines.py:PinnedMemory
         offload/engines.py:pin
+        planner/auto.py:rates_here
         planner/measure.py:_measured
         planner/measure.py:compare_step
     """,
     TARGET: """
-        planner/auto.py:_costs
-        planner/auto.py:counted
+        planner/auto.py:_skeleton
         planner/counted.py:Asked
         planner/estimate.py:estimate
         planner/plan.py:plan

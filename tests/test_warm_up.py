@@ -28,6 +28,7 @@ from tests import families, zoo
 from tests.families import make_batch
 from tests.oracle import EXACT, worst_error
 from tests.prefixes import batches
+from tests.seeds import seed_torch
 
 CHUNKS = streambp.StreamConfig(chunk_size=5, saves=())
 
@@ -107,7 +108,7 @@ def given(batch, loss_of):
 
 def lora(model):
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    torch.manual_seed(1)
+    seed_torch(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
 
 

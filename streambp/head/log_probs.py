@@ -257,15 +257,14 @@ class BlockwiseLogProbs(torch.autograd.Function):
         """
         if torch.is_grad_enabled():
             raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
-        device = ctx.saved_tensors[0].device
-        return once_more(
-            device, ctx.inputs.let_go, lambda: BlockwiseLogProbs._gradients(ctx, grads), "in the loss' backward"
-        )
+        saved = ctx.saved_tensors  # once: a checkpoint around the head hands them out a single time
+        compute = functools.partial(BlockwiseLogProbs._gradients, ctx, saved, grads)
+        return once_more(saved[0].device, ctx.inputs.let_go, compute, "in the loss' backward")
 
     @staticmethod
-    def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         inputs, rows = ctx.inputs, ctx.rows
-        hidden, weight, bias, lse = ctx.saved_tensors
+        hidden, weight, bias, lse = saved
         labels = inputs.labels if rows is None else inputs.labels[rows]
         upstream = Upstream(*grads[:3]) if rows is None else Upstream(*grads[:3]).at(rows)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])

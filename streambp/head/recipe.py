@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -178,11 +177,13 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
     Raises:
         StreamBPError: there are not N labels, or one is outside the vocabulary.
     """
-    at = recipe.places
-    compute = _loss if at is None else functools.partial(_loss_at_places, places=at)
-    given = source, recipe, target, ignore_index, reduction
-    let_go = recipe.request.pending.let_go
-    return once_more(source.device, let_go, lambda: compute(*given), "in the output projection and its loss")
+
+    def compute() -> Tensor:
+        if recipe.places is not None:
+            return _loss_at_places(source, recipe, recipe.places, target, ignore_index, reduction)
+        return _loss(source, recipe, target, ignore_index, reduction)
+
+    return once_more(source.device, recipe.request.pending.let_go, compute, "in the output projection and its loss")
 
 
 def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
@@ -228,7 +229,7 @@ def check_count(target: Tensor, positions: int) -> None:
 
 
 def _loss_at_places(
-    source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str, *, places: Tensor
+    source: Tensor, recipe: Recipe, places: Tensor, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
     """Where rows share enough labelled tokens, each place and label is computed once, in two passes. [Note: places]"""
     check_count(target, places.shape[0])

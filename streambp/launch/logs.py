@@ -35,8 +35,9 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     @classmethod
     def add_to(cls, trainer: Any) -> None:
         """Give it to a Trainer that has none, in the first place."""
-        callbacks = trainer.callback_handler.callbacks
-        if not any(isinstance(callback, StreamCallback) for callback in callbacks):
+        handler = getattr(trainer, "callback_handler", None)  # a stand-in of a trainer may have none
+        callbacks = [] if handler is None else handler.callbacks
+        if handler is not None and not any(isinstance(callback, StreamCallback) for callback in callbacks):
             callbacks.insert(0, cls())
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:

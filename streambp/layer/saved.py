@@ -28,7 +28,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
 from streambp.layer.cost import Cost, Product, Watch
 from streambp.layer.products import Sums, captured, known, matching, never_read, output_bytes
-from streambp.layer.recompute import RandomState
+from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, Offloader, SavedTensors
 from streambp.recurrent.states import Key, States
@@ -91,6 +91,7 @@ class Kept:
         self.saves = site.config.named_saves
         self.named = True  # by the user
         self.watch: Watch | None = None
+        self.autocast = Autocast.capture(device)  # Linears give their outputs in its dtype. [Note: autocast]
         self.store: SavedTensors = InMemory()
         self.random: list[RandomState] = []
         self.linears: dict[str, nn.Linear] = {}
@@ -189,11 +190,14 @@ class Kept:
     def _cost(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> Cost:
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
         prefix, overwritten = self.carried.prefix, self.site.overwritten
-        products = {
-            name: Product(linear.out_features * tokens * output_bytes(linear.weight), 2.0 * linear.weight.numel() * tokens)
-            for name, linear in self.site.linears.items()
-            if name not in overwritten.products
-        }
+        with self.autocast.restored():
+            products = {
+                name: Product(
+                    linear.out_features * tokens * output_bytes(linear.weight), 2.0 * linear.weight.numel() * tokens
+                )
+                for name, linear in self.site.linears.items()
+                if name not in overwritten.products
+            }
         return Cost(
             x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.picked),
             attn_out=0 if overwritten.attended else sum(part.o.nbytes + part.lse.nbytes for part in attended),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 import streambp.model.patching as patching
+from streambp.device import counted_bytes, tells_memory
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.layer.saved import GRAPH
@@ -115,7 +115,7 @@ def _host(state: PatchState, step: Step) -> HostTraffic | None:
 def _peak(state: PatchState) -> int | None:
     layer = state.steps.sites[0].layer if state.steps.sites else None
     device = None if layer is None else next((p.device for p in layer.parameters()), None)
-    return torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None
+    return counted_bytes(device, "peak") if device is not None and tells_memory(device) else None
 
 
 def _whole(state: PatchState, step: Step) -> tuple[tuple[str, str], ...]:

@@ -15,6 +15,7 @@ from streambp.device import counted_bytes, is_accelerator, memory_limit, tells_m
 from streambp.offload import engines
 from streambp.planner.measure_device import CPU, measure_device
 from tests.emulated import backend
+from tests.seeds import seed_torch
 
 pytestmark = pytest.mark.emulated
 LIMIT = 64 * 2**30
@@ -105,11 +106,11 @@ def test_a_number_of_allocations_from_now_one_fails(device):
 
 
 def test_random_numbers_are_the_devices_own(device):
-    torch.manual_seed(1)
+    seed_torch(1)
     outer = torch.get_rng_state()
     first = torch.rand(4, device=device)
     assert torch.equal(torch.get_rng_state(), outer)
-    torch.manual_seed(1)
+    seed_torch(1)
     assert torch.equal(torch.rand(4, device=device), first)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -250,8 +251,8 @@ def test_it_travels_with_a_copy():
     model = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
     step(model).backward()
     file = io.BytesIO()
-    torch.save(model, file)
+    pickle.dump(model, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), pickle.load(file)):
         assert streambp.describe(other).head == BLOCKWISE
         assert step(other).isfinite()

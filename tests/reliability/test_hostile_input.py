@@ -6,10 +6,8 @@ covers: cli.py, config.py, fields.py, launch/report.py, launch/settings.py, plan
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
-import torch
 import transformers
 
 import streambp
@@ -19,6 +17,7 @@ from streambp.planner import configuration
 from streambp.planner.profile import Setting
 from tests.families import build
 from tests.reliability import hostile
+from tests.seeds import seed_others, seed_torch
 from tests.tiers import thinned
 
 EXPECTED = {"accepted", "refused"}
@@ -116,6 +115,6 @@ def test_settings_of_a_plan(field, value):
 
 def test_draws_follow_from_the_seed_alone(tmp_path):
     first, second = (list(itertools.islice(hostile.rates_files(tmp_path), 20)) for _ in range(2))
-    random.seed(1)
-    torch.manual_seed(1)
+    seed_others(1)
+    seed_torch(1)
     assert first == second
