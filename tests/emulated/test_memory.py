@@ -31,7 +31,10 @@ WAYS = {
 }
 LIMIT = 64 * 2**30
 PACKAGE = Path(streambp.__file__).parent
-HERE = torch.device(backend.NAME, 0)
+
+
+def here():
+    return torch.device(backend.NAME, 0)
 
 
 class Steps:
@@ -51,11 +54,11 @@ class Steps:
             self.expected.append(self())
             self.forget()
             self()
-        torch.accelerator.reset_peak_memory_stats(HERE)
+        torch.accelerator.reset_peak_memory_stats(here())
         before = self.count()
         self()
         self.allocations = self.count() - before
-        self.peak = counted_bytes(HERE, "peak")
+        self.peak = counted_bytes(here(), "peak")
 
     def __call__(self):
         self.model.zero_grad(set_to_none=True)
@@ -72,13 +75,13 @@ class Steps:
 
     @staticmethod
     def count():
-        return torch.accelerator.memory_stats(HERE)["allocation.all.allocated"]
+        return torch.accelerator.memory_stats(here())["allocation.all.allocated"]
 
     def allocated(self):
         """Bytes, without gradients, and without a collection."""
         self.model.zero_grad(set_to_none=True)
         torch.accelerator.synchronize()
-        return counted_bytes(HERE, "allocated")
+        return counted_bytes(here(), "allocated")
 
     def forget(self):
         """What running out of memory has taught."""
