@@ -450,6 +450,18 @@ def _(t: Trial) -> None:
     t.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
+@program(BEFORE, "hooks a module inside: the hook changes gradients at absolute positions")
+def _(t: Trial) -> None:
+    def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+        grad = grad_input[0].clone()
+        grad[:, 15:18] *= 3.0
+        return (grad,)
+
+    t.layer.mlp.register_full_backward_hook(hook)
+    t.patch()
+    t.step()
+
+
 @program(BEFORE, "hooks a module inside: the hook applies a mask of the whole sequence")
 def _(t: Trial) -> None:
     mask = torch.ones(1, 23, 1, dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from streambp.admission.checkpointed import run_whole
-from streambp.admission.insides import hooks_of_others
+from streambp.admission.insides import hooks_of_others, may_edit_gradients
 from streambp.admission.probe import can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.trials import look_for_writes, unread_products
@@ -97,7 +97,8 @@ def admit(
     if rows is not None:
         _tell_of_documents(site, rows, arguments)
     marked = None if rows is None else rows.number
-    site.adopt(arguments.kind, look)
+    if site.warm is not None and not may_edit_gradients(site.layer):
+        site.adopt(arguments.kind, look)
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
         or site.verdicts.get(arguments.kind)

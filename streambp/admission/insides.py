@@ -30,6 +30,7 @@ from streambp.fingerprint.leaves import version_of
 from streambp.foreign import home_of, name_of
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
+    BACKWARD_HOOKS,
     FORWARD_HOOKS,
     GLOBAL_HOOKS,
     HOOKS_ARE_HARMLESS,
@@ -119,12 +120,16 @@ def _is_known(function: Any, home: set[str]) -> bool:
 
 
 @contextlib.contextmanager
-def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
-    """Within, the hooks of others inside a layer are watched; yields those that change what passes by, or may, by name."""
+def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[list[str]]:
+    """Within, the hooks of others inside a layer are watched; yields those that change what passes by, or may, by name.
+
+    Args:
+        names: of modules' tables: of hooks on values, or `BACKWARD_HOOKS`.
+    """
     changing: list[str] = []
-    everywhere = torch.nn.modules.module
-    tables: list[dict[int, Any]] = [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
-    tables += [getattr(module, name) for module in layer.modules() if module is not layer for name in FORWARD_HOOKS]
+    everywhere = vars(torch.nn.modules.module)
+    tables: list[dict[int, Any]] = [everywhere[f"_global{name}"] for name in names]
+    tables += [getattr(module, name) for module in layer.modules() if module is not layer for name in names]
     before = [(table, dict(table)) for table in tables if table]
     for table, hooks in before:
         for key, hook in hooks.items():
@@ -138,6 +143,18 @@ def watched_hooks(layer: nn.Module) -> Iterator[list[str]]:
     finally:
         for table, hooks in before:
             table.update({key: hook for key, hook in hooks.items() if key in table})
+
+
+def may_edit_gradients(layer: nn.Module) -> bool:
+    """Whether a backward hook of others inside a layer gives something back, by its source."""
+    hooks = (h for m in layer.modules() if m is not layer for name in BACKWARD_HOOKS for h in getattr(m, name).values())
+    return any(not _is_own(hook, HOOKS_ARE_HARMLESS) and _returns(hook) for hook in hooks)
+
+
+def _returns(hook: Callable[..., Any]) -> bool:
+    code = getattr(_innermost(hook), "__code__", None)
+    steps = [] if code is None else list(dis.get_instructions(code))
+    return code is None or any(_gives_back(*pair) for pair in zip([None, *steps], steps, strict=False))
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from streambp.admission.agreement import agree, choices_once, chose_alike, coarsest
 from streambp.admission.generators import generator_states, generators_kept, generators_of, has_drawn
+from streambp.admission.insides import watched_hooks
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import OtherModelError, OwnRun, gradients_of, own_run, small_ones, why_unlike_unpatched
 from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
@@ -41,6 +42,7 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
+from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import Choices
 from streambp.layer.graphs import Origin, is_kept, nodes_behind
@@ -53,6 +55,7 @@ from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"
+EDITS = "{} changes gradients inside it, and may do so by where a token is in the whole sequence"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
 
@@ -158,13 +161,16 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
             with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
                 generators = generators_of(call.site, call.look)
                 states = generator_states(generators)
-                because = _try(call, x, upstream, chunk_size)
-                if has_drawn(generators, states):
-                    return DRAWS, True
-                if because is not None:
-                    return because, certain
-                with evaluated(call), as_trained(call) as shadows:
-                    because, finite = _why_unlike(call, x, upstream, chunk_size, shadows or [])
+                with watched_hooks(call.layer, BACKWARD_HOOKS) as editing:
+                    because = _try(call, x, upstream, chunk_size)
+                    if has_drawn(generators, states):
+                        return DRAWS, True
+                    if because is not None and not editing:
+                        return because, certain
+                    with evaluated(call), as_trained(call) as shadows:
+                        because, finite = _why_unlike(call, x, upstream, chunk_size, shadows or [])
+                if editing:
+                    return EDITS.format(", ".join(dict.fromkeys(editing))), True
             if because in (None, MIXES) and states_carry:
                 with evaluated(call):
                     because = _unread_state(call, x) or because

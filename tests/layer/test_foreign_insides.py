@@ -263,3 +263,58 @@ def test_what_a_hooks_source_tells(hook, may):
 def test_nothing_of_transformers_is_foreign(family):
     model = build(family) if family in ("qwen3", "gemma3") else zoo.build(family)
     assert insides.foreign_parts(model, None) == []
+
+
+def edits(module, grad_input, grad_output):
+    grad = grad_input[0].clone()
+    grad[:, 100:120] *= 3
+    return (grad,)
+
+
+def edits_if_long(module, grad_output):
+    if grad_output[0].shape[1] > 110:
+        grad = grad_output[0].clone()
+        grad[:, 110] *= 3
+        return (grad,)
+    return None
+
+
+def counts(module, grad_input, grad_output):
+    module.seen = grad_output[0].shape[1]
+
+
+def with_backward_hook(hook):
+    model = build("qwen3", torch.float64)
+    for layer in model.model.layers:
+        full = hook is not edits_if_long
+        (layer.mlp.register_full_backward_hook if full else layer.mlp.register_full_backward_pre_hook)(hook)
+    return model
+
+
+def check_backward_hook(hook, whole):
+    stock, batch = with_backward_hook(hook), make_batch("plain", LENGTH)
+    model = streambp.patch(copy.deepcopy(stock), CONFIG)
+    for _ in range(2):
+        _, expected = gradients(stock, **batch)
+        _, found = gradients(model, **batch)
+        assert worst_error(found, expected) <= 1e-10
+    assert ("changes gradients inside it" in str(streambp.describe(model))) is whole
+
+
+@EXACT
+@pytest.mark.parametrize("hook", [edits, edits_if_long])
+def test_hooks_that_change_gradients_make_the_layer_run_whole(hook):
+    """No run of a few tokens tells by which places they go."""
+    check_backward_hook(hook, whole=True)
+
+
+@EXACT
+def test_backward_hooks_that_look_on_stream():
+    check_backward_hook(counts, whole=False)
+
+
+@EXACT
+def test_mutant_backward_hooks_are_not_watched(monkeypatch):
+    monkeypatch.setattr(probe, "BACKWARD_HOOKS", ())
+    with pytest.raises(AssertionError):
+        check_backward_hook(edits, whole=True)
