@@ -85,7 +85,7 @@ class Steps:
 
     def forget(self):
         """What running out of memory has taught."""
-        self.chooser._most = float("inf")
+        self.chooser.margins.clear()
         if self.model._streambp.state.unpatched is not None:
             self.model._streambp.state.unpatched.most = float("inf")
 
