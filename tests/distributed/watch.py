@@ -11,9 +11,9 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -60,30 +60,27 @@ def engine_of(module):
 
 @contextlib.contextmanager
 def engines_seen():
-    """A set that fills with the engine of every forward that trains; "none" for a model that is called without one."""
-    seen, within = set(), []
+    """A set that fills with the engine of every forward that trains; "none" for a model that is called without one. Without
+    hooks: a model that has others' does not share prefixes."""
+    seen, within, real = set(), [], nn.Module.__call__
 
-    def enter(module, args):
-        if within or not torch.is_grad_enabled():
-            return
-        found = engine_of(module)
-        if found or isinstance(module, PreTrainedModel):
-            seen.add(found or "none")
-            within.append(module)
-
-    def leave(module, args, output):
-        if within and within[-1] is module:
+    def call(module, *args, **kwargs):
+        found = None if within or not torch.is_grad_enabled() else engine_of(module)
+        outermost = not within and torch.is_grad_enabled() and bool(found or isinstance(module, PreTrainedModel))
+        if not outermost:
+            return real(module, *args, **kwargs)
+        seen.add(found or "none")
+        within.append(module)
+        try:
+            return real(module, *args, **kwargs)
+        finally:
             within.pop()
 
-    handles = [
-        hooks.register_module_forward_pre_hook(enter),
-        hooks.register_module_forward_hook(leave, always_call=True),
-    ]
+    nn.Module.__call__ = call
     try:
         yield seen
     finally:
-        for handle in handles:
-            handle.remove()
+        nn.Module.__call__ = real
 
 
 def main():
