@@ -171,7 +171,7 @@ class Look(NamedTuple):
                 key += size, parameter.dtype, trains, parameter.device
                 if trains:
                     trained += size
-                    present += 0 if parameter.grad is None else size
+                    present += size if parameter.is_leaf and parameter.grad is not None else 0
         return cls(tuple(key), present / trained if trained else 0.0)
 
 
