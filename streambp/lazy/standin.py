@@ -13,7 +13,8 @@ be missed by the next; so its version is remembered, and a stand-in of the same 
 [Note: hooks on stand-ins] What was made of a stand-in holds the hidden states, and passes its gradient by. A hook that is
 put on a stand-in first makes it real, and sees the gradient; one that comes after something was made of it would see
 nothing, and change nothing. So `followed` is remembered, and such hooks are refused, as is `torch.autograd.grad` with
-respect to it.
+respect to it. An engine's hook that scales is never refused: engines put it on all that a model returns, beside a loss that
+was made of the logits and has a hook of its own. It scales what is made of them from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
 from streambp.head.recipe import told
-from streambp.known_names import TENSOR_HOOKS
+from streambp.known_names import SCALING_HOOK, TENSOR_HOOKS
 from streambp.nested import tensors_in
 from streambp.torchs_own import asked_of, method, rule_name, torch_own
 
@@ -203,6 +204,11 @@ def note_use(stand_ins: Sequence[Any], result: Any) -> None:
         stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
 
 
+def scales(hook: Any) -> bool:
+    """Whether a tensor's hook is an engine's, which multiplies a gradient by a number and tells the engine of its backward."""
+    return SCALING_HOOK in getattr(hook, "__qualname__", "")
+
+
 def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequence[Any], instead: str) -> None:
     """Raises StreamBPError where a gradient of a stand-in is asked for that would not be seen. [Note: hooks on stand-ins]
 
@@ -213,7 +219,7 @@ def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequenc
     if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
         wanted = tree_leaves(kwargs.get("inputs", args[1] if len(args) > 1 else None))
         asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
-    elif name not in TENSOR_HOOKS:
+    elif name not in TENSOR_HOOKS or scales(kwargs.get("hook", args[1] if len(args) > 1 else None)):
         return
     if any(x.followed and x.written is None for x in asked):
         raise StreamBPError(

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch._C import TensorBase
 
 from streambp.errors import BackwardError, StreamBPError
-from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, SCALING_HOOK, TENSOR_HOOKS
+from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
 from streambp.lazy.expression import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, result
-from streambp.lazy.standin import METADATA, SharedMemory, StandIn
+from streambp.lazy.standin import METADATA, SharedMemory, StandIn, scales
 from streambp.nested import tensors_in
 
 METADATA_OF_ROWS = METADATA | {
@@ -258,12 +258,12 @@ class LazyRows(StandIn):
         """Have an engine's scaling hook called for the gradients of what is made of it from now on.
 
         Args:
-            hook: takes a gradient, of this one's shape [*tokens, W] or a single number [1], and returns it scaled, or None.
+            hook: takes a gradient, of this one's shape or a single number [1], and returns it scaled, or None.
 
         Returns:
-            The hook's handle; NotImplemented if the hook is not an engine's, or W is not the last dimension.
+            The hook's handle; NotImplemented if the hook is not an engine's.
         """
-        if SCALING_HOOK not in getattr(hook, "__qualname__", "") or self.classes is not None:
+        if not scales(hook):
             return NotImplemented
         self.node = rebuilt(self.node, lambda leaf: _hooked(leaf, hook))
         with torch._C.DisableTorchFunctionSubclass():

@@ -14,7 +14,7 @@ from streambp.lazy.dispatch import LazyLogits
 from tests import zoo
 from tests.families import build
 from tests.head.losses_on_logits import dpo, entropy_of
-from tests.head.test_lazy import IDS, lazy
+from tests.head.test_lazy import IDS, OutputBackwardHookManager, lazy
 from tests.oracle import EXACT, worst_error
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
@@ -99,6 +99,46 @@ def test_hooks_that_would_not_see_the_losss_gradient_are_refused(hook):
     output = lazy(build("qwen3", torch.float64))(input_ids=IDS, labels=IDS)
     with pytest.raises(StreamBPError, match="comes after something was made of these logits"):
         hook(output.logits)
+
+
+def hooked_late_by_an_engine(use, before=None):
+    """An engine hooks logits of which a loss was made: it scales by a quarter what is made of them later, and no more."""
+    model, manager = build("qwen3", torch.float64), OutputBackwardHookManager(4)
+    (*_, expected) = step(model, lambda z, y: (before(z, y) if before else 0.0) + use(z, y) / 4)
+
+    def hooked(z, y):
+        made = before(z, y) if before else 0.0
+        z.register_hook(manager.hook)
+        return made + use(z, y)
+
+    (*_, found) = step(lazy(model), hooked)
+    assert worst_error(found, expected) <= EXACT
+    assert [len(shape) for shape in manager.seen] == [1]
+    assert streambp.describe(model).head.startswith(BESIDES + "no logits")
+
+
+LATE = {
+    "beside the model's loss": {"use": dpo},
+    "beside the program's": {"use": dpo, "before": lambda z, y: z.logsumexp(-1).square().mean()},
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_an_engines_hook_is_never_late(name):
+    hooked_late_by_an_engine(**LATE[name])
+
+
+def test_an_engines_hook_on_logits_whose_classes_come_first():
+    """As a module around the model may return them."""
+    model, manager = lazy(build("qwen3", torch.float64)), OutputBackwardHookManager(4)
+    plain = build("qwen3", torch.float64)
+    plain(input_ids=IDS, use_cache=False).logits.transpose(1, 2).log_softmax(1).square().mean().div(4).backward()
+    returned = model(input_ids=IDS, use_cache=False).logits.transpose(1, 2)
+    returned.register_hook(manager.hook)
+    returned.log_softmax(1).square().mean().backward()
+    assert [len(shape) for shape in manager.seen] == [1]
+    found, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (model, plain))
+    assert worst_error(found, expected) <= EXACT
 
 
 def test_when_logits_are_beside_the_loss():

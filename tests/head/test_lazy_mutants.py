@@ -12,6 +12,7 @@ import functools
 import pytest
 import torch
 
+from streambp.errors import StreamBPError
 from streambp.lazy import backward as sweep
 from streambp.lazy import dispatch as lazy
 from streambp.lazy import expression as rows
@@ -73,6 +74,13 @@ def cut_off(output, record, real=causal_lm._hand_out):
 
 def beside_the_loss():
     test_lazy_labels.compare(test_lazy_labels.dpo)
+
+
+def late_by_an_engine():
+    try:
+        test_lazy_labels.hooked_late_by_an_engine(test_lazy_labels.dpo)
+    except StreamBPError as error:
+        raise AssertionError("refused") from error
 
 
 @functools.cache
@@ -177,6 +185,7 @@ MUTANTS = {
         lambda: test_lazy.test_nothing_is_held_by_a_cycle(FRAMEWORKS["dpo_with_metrics"]),
     ),
     "engines' hooks that are not called": (lazy.LazyRows, "hook", None, test_lazy.hooked_by_an_engine),
+    "engines' hooks taken for a program's": (standin, "scales", lambda hook: False, late_by_an_engine),
     "logits beside the loss without a gradient": (causal_lm, "_hand_out", cut_off, beside_the_loss),
     "gradients of an earlier backward": (hub.Hub, "leave", of_any_backward, test_lazy.left_behind),
 }  # fmt: skip
