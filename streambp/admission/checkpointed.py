@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from streambp.admission.generators import generator_states, generators_of, set_generators
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Chunk
-from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, reductions_of
+from streambp.distributed.engines import Together, engine_hooks, engine_hooks_silenced, held, reductions_of
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.looks import Look, changed, versions_of
@@ -51,7 +51,8 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
         # ZeRO-3 counts the modules that ran, and other ranks may stream. [Note: inner leaves] reduces by its own hooks.
         silenced = engine_hooks_silenced([] if site.of(reductions_of) else site.of(engine_hooks))
-        with around, checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments, silenced:
+        arrive, args, kwargs = _as_one(site, args, kwargs)
+        with around, checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments, silenced, arrive:
             return site.forward(*args, **kwargs)
 
     try:
@@ -67,6 +68,18 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
             "again: the layer then gets the model's own mask. Otherwise use gradient checkpointing "
             "(streambp.unpatch(model))."
         ) from error
+
+
+def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+    """A context in which the layer's gradients come together, and the arguments for it. [Note: order of gradients]"""
+    holds = held(site.layer)
+    if not torch.is_grad_enabled() or holds.weights or not holds.gradients:
+        return contextlib.nullcontext(), args, kwargs
+    given = args[0] if args else kwargs["hidden_states"]
+    parameters = Parameters(site.layer, given.device)
+    hidden_states, *others = Together.apply(given, *parameters.current())  # type: ignore[no-untyped-call]
+    args, kwargs = ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
+    return parameters.replaced(others), args, kwargs
 
 
 def _on_a_copy(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

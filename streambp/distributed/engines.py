@@ -5,6 +5,11 @@ an engine take part in what happens to these parameters? It is asked of the para
 modules. Hooks do not tell: a ZeRO-3 leaf has none on the modules inside it. It is asked anew each time, for an engine may
 come after a forward.
 
+[Note: order of gradients] ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets as they come, and add up the
+buckets of all ranks. If they come in another order on one rank, parameters get the gradients of others without a word.
+A layer that streams gives all its gradients at once, behind its backward. A layer that runs whole on one rank, because of a
+mask or a hook that others have not, must do the same: its input and its parameters go through one node.
+
 [Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is initialised. The
 gradients of such a block are reduced by its full-backward hook alone, which is silenced with the rest. If the layer was not
 patched yet, so that it is not the leaf itself, that hook runs behind the layer's backward, when all gradients are there.
@@ -106,6 +111,24 @@ class _Reduced(torch.autograd.Function):
         for module, hook in ctx.reductions:
             hook(module, (), ())
         return grad, None
+
+
+class Together(torch.autograd.Function):
+    """A layer's input [..., B, T, h] and its parameters [...] -> the same; their gradients go on together, in this
+    order. [Note: order of gradients]"""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Each in its own memory."""
+        ctx.parameters = parameters
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in (hidden_states, *parameters))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients as they came; zeros [...] where the engine waits for one that does not."""
+        pairs = zip(grads, ctx.parameters, strict=True)
+        return grad, *(zeros_for_engines(parameter) if found is None else found for found, parameter in pairs)
 
 
 def drops_masks(hook: Callable[..., Any]) -> bool:

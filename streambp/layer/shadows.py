@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -126,17 +126,24 @@ class Parameters:
         Args:
             change: gives a shadow's value from the parameter's.
         """
-        before = self.current()
-        shadows = [change(parameter).requires_grad_() for parameter in before]
-        try:
-            for slots, shadow in zip(self.groups, shadows, strict=True):
-                for slot in slots:
-                    slot.module._parameters[slot.name] = shadow  # type: ignore[assignment]
+        shadows = [change(parameter).requires_grad_() for parameter in self.current()]
+        with self.replaced(shadows):
             yield shadows
+
+    @contextlib.contextmanager
+    def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """Within, slots hold other tensors [...], in the order of `current`."""
+        before = self.current()
+        try:
+            self._put(others)
+            yield
         finally:
-            for slots, parameter in zip(self.groups, before, strict=True):
-                for slot in slots:
-                    slot.module._parameters[slot.name] = parameter  # type: ignore[assignment]
+            self._put(before)
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        for slots, tensor in zip(self.groups, tensors, strict=True):
+            for slot in slots:
+                slot.module._parameters[slot.name] = tensor  # type: ignore[assignment]
 
 
 class GradientSum:

@@ -205,7 +205,7 @@ def note_use(stand_ins: Sequence[Any], result: Any) -> None:
 
 
 def scales(hook: Any) -> bool:
-    """Whether a tensor's hook is an engine's, which multiplies a gradient by a number and tells the engine of its backward."""
+    """Whether a tensor's hook is an engine's: it multiplies the gradient by a number, and tells the engine of backward."""
     return SCALING_HOOK in getattr(hook, "__qualname__", "")
 
 
