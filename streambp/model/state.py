@@ -49,7 +49,7 @@ class PatchState:
     position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
     labels: of that forward, as `known_names.LABELS` has them.
     tree: the rows of the running forward, if it computes what they share once. [Note: tree of rows]
-    unshared: of a running trial of that, why the rows may not be; None: none is running.
+    failed: of a running trial of that, what layers raised; None: none is running.
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
     asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
     warned_of_documents: that the unpatched model would not take a row for several documents.
@@ -76,7 +76,7 @@ class PatchState:
     position_ids: Any = None
     labels: tuple[Any, Any] = (None, None)
     tree: Tree | None = None
-    unshared: list[str] | None = None
+    failed: list[Exception] | None = None
     split: Shards | None = None
     warned_of_padding: bool = False
     warned_of_documents: bool = False

@@ -86,7 +86,19 @@ class LayerForward(InstanceForward):
         if self.retired:
             return self.original(*args, **kwargs)
         with self.state.owner.enter():
-            return self._call(args, kwargs)
+            return (
+                self._call(args, kwargs) if self.state.failed is None else self._on_trial(self.state.failed, args, kwargs)
+            )
+
+    def _on_trial(self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, but what is raised is kept, and from then on layers hand on what they are given: ranks that wait for
+        their weights wait in each layer. [Note: trial of sharing]"""
+        if not failed:
+            try:
+                return self._call(args, kwargs)
+            except Exception as error:
+                failed.append(error)
+        return args[0] if args else kwargs["hidden_states"]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tree = self.state.tree
@@ -105,7 +117,7 @@ class LayerForward(InstanceForward):
         else:
             output = stream_shard(self.site, args, kwargs, self.state.shards)
         if tree is not None:
-            check_streamed(self.site, self.state.unshared)
+            check_streamed(self.site)
         if self.final_norm is not None and self._defers(self.final_norm):
             assert self.state.defer_norm is not None
             # Not before: some models normalise the embeddings with the same module.
@@ -241,23 +253,19 @@ class BackboneForward(InstanceForward):
         if state.tree is not None:
             raise UnsharedError(f"{type(self.module).__name__} runs inside another model that shares prefixes")
 
-        def over(kwargs: Mapping[str, Any], tree: Tree | None, trial: bool = False) -> Any:
-            state.defer_norm, state.tree, packed_rows = None if trial else deferred, tree, state.packed_rows
+        def over(kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None) -> Any:
+            trial, packed_rows = failed is not None, state.packed_rows
+            state.defer_norm, state.tree, state.failed = None if trial else deferred, tree, failed
             state.packed_rows = packed_rows if tree is None and not trial else None
-            reasons: list[str] | None = [] if trial else None
-            state.unshared = reasons
             try:
-                output = self.original(**kwargs)
+                return self.original(**kwargs)
             finally:
-                state.tree, state.packed_rows, state.unshared = None, packed_rows, None
-            if reasons:
-                raise UnsharedError(reasons[0])
-            return output
+                state.tree, state.packed_rows, state.failed = None, packed_rows, None
 
         if self.prefixes is None or state.shards is not None:
             return over(kwargs, None)
-        on_trial, documents = functools.partial(over, trial=True), state.packed_rows is not None
-        return self.prefixes.call(kwargs, over, on_trial, lambda: self._sites, state.labels, documents)
+        documents = state.packed_rows is not None
+        return self.prefixes.call(kwargs, over, lambda: self._sites, state.labels, documents)
 
     @contextlib.contextmanager
     def _layers_known(self) -> Iterator[None]:

@@ -4,7 +4,10 @@
 its position alone: some count positions off the mask, some go on over padding. So at the first call of each kind three
 short rows of random tokens, most of which they share, are computed as rows and as a tree. A kind is how a call is made,
 never which tokens it has. Where a forward is a collective, ranks agree before each call on the kind that they try: none
-does what the others do not. [Note: what a rank decides alone]
+does what the others do not. [Note: what a rank decides alone] Nor does one stop in the middle: what a layer raises is kept,
+and both forwards go on to their end, without computing. So a trial for which one rank has no memory costs that rank its
+sharing. Around the layers there is nothing that differs between ranks but memory; who has none there ends the run, as in
+any forward.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from streambp.prefixes.tree import Tree, find_tree
 TRIAL = (3, 24)  # rows and tokens
 PADS = (4, 3)  # of a trial with padding: on the left of all rows, and on the right of the last
 BAR, BAR_IN_HALF = 1e-4, 3e-2  # relative: what rounding may make of a trial
-Over = Callable[[Mapping[str, Any], Tree | None], Any]  # a backbone's forward, over rows or over a packed row
+Over = Callable[..., Any]  # a backbone's forward: its arguments, None or a tree, on trial a list for what layers raise
 
 
 def takes_positions(module: nn.Module) -> bool:
@@ -93,21 +96,14 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
         raise UnsharedError(f"{type(site.layer).__name__} gets no attention mask that could tell of branches")
 
 
-def check_streamed(site: LayerSite, later: list[str] | None) -> None:
+def check_streamed(site: LayerSite) -> None:
     """That a layer did not run whole: what else mixes its tokens would mix branches.
 
-    Args:
-        later: takes the reason, on trial: a rank that stopped in the middle of a forward would leave the others in it.
-
     Raises:
-        UnsharedError: it ran whole, and the call is none on trial.
+        UnsharedError: it ran whole.
     """
-    if site.last.because is None:
-        return
-    reason = f"{type(site.layer).__name__} does not run in chunks: {site.last.because}"
-    if later is None:
-        raise UnsharedError(reason)
-    later.append(reason)
+    if site.last.because is not None:
+        raise UnsharedError(f"{type(site.layer).__name__} does not run in chunks: {site.last.because}")
 
 
 class Trials:
@@ -130,22 +126,22 @@ class Trials:
         return self.kind_of(kwargs) in self.verdicts
 
     def verdicts_of(
-        self, kwargs: Mapping[str, Any], over: Over, apart: int = 1, tries: bool = True
+        self, kwargs: Mapping[str, Any], over: Over, apart: int = 1, tries: bool = True, together: bool = False
     ) -> tuple[str | None, str | None]:
         """Of a call's kind, without padding and with it.
 
         Args:
             kwargs: the call's, as `why_not` admits them.
-            over: the backbone's forward, on trial.
+            over: the backbone's forward.
             apart: as of `find_tree`.
-            tries: both are tried now, else they were before.
+            tries: both are tried now, else they were before. together: with other ranks.
         """
         mask, kind = kwargs.get(SHARED_INPUTS[1]), self.kind_of(kwargs)
         if tries:
-            plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart)
+            plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart, together)
             self.verdicts[kind] = (
                 plain,
-                plain if mask is None else self._try(_trial_of(kwargs, self._vocabulary, True), over, apart),
+                plain if mask is None else self._try(_trial_of(kwargs, self._vocabulary, True), over, apart, together),
             )
         return self.verdicts[kind]
 
@@ -157,7 +153,7 @@ class Trials:
     def _vocabulary(self) -> int:
         return int(getattr(_embeddings(self.module), "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
-    def _try(self, kwargs: dict[str, Any], over: Over, apart: int) -> str | None:
+    def _try(self, kwargs: dict[str, Any], over: Over, apart: int, together: bool) -> str | None:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         assert ids is not None
         tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
@@ -165,22 +161,35 @@ class Trials:
         here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
         random = RandomState.capture(ids.device).replayed()
         with torch.no_grad(), _in_eval(self.module), leaving_no_trace(self.module) as restored, recording(()), random:
+            failed: list[Exception] = []
             try:
-                expected = over(kwargs, None)[0][here]
-                found = spread_all(over(packed(kwargs, tree, self.takes_positions), tree), tree)[0][here]
-            except UnsharedError as error:
-                return str(error)
+                rows = over(kwargs, None, failed)
+                row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
+                if not failed:
+                    expected, found = rows[0][here], spread_all(row, tree)[0][here]
             except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                return f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
+                if together and (failed or is_out_of_memory(error)):
+                    raise (failed or [error])[0] from None  # in the middle of a forward, which other ranks go on with
+                failed.append(error)
             set_once = restored.set_once()
+        if failed:
+            return _why_failed(failed[0], together)
         if set_once:
             return f"its forward initialises itself at its first call ({', '.join(set_once)})"
         distance, bar = _difference(found, expected, autocast_dtype(ids.device.type))
         if distance <= bar:
             return None
         return f"a trial on a few random tokens gave something else than rows do (relative error {distance:.1e})"
+
+
+def _why_failed(error: Exception, together: bool) -> str:
+    """What a trial says that raised `error`; raises it where memory is missing, which says nothing of the model, and no
+    other rank has gone on."""
+    if isinstance(error, UnsharedError):
+        return str(error)
+    if is_out_of_memory(error) and not together:
+        raise error
+    return f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
 
 
 def _difference(found: Tensor, expected: Tensor, autocast: torch.dtype | None) -> tuple[float, float]:

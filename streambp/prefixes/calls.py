@@ -48,7 +48,6 @@ class SharedPrefixes:
         self,
         kwargs: Mapping[str, Any],
         over: Over,
-        on_trial: Over,
         sites: Callable[[], list[LayerSite]],
         labels: tuple[Any, Any] = (None, None),
         documents: bool = False,
@@ -56,7 +55,7 @@ class SharedPrefixes:
         """What the backbone returns for its arguments, for rows [B, T].
 
         Args:
-            over: its forward, over rows or over a tree. on_trial: the same, of a call that nobody asked for.
+            over: its forward, over rows or over a tree.
             sites: its layers.
             labels: of the language model around it, as `known_names.LABELS` has them.
             documents: that model's position_ids mark several in a row.
@@ -64,7 +63,7 @@ class SharedPrefixes:
         Raises:
             StreamBPError: only when the model ran was it found that it cannot share, and there are other ranks.
         """
-        tree = self._find(kwargs, on_trial, sites, labels)
+        tree = self._find(kwargs, over, sites, labels)
         tree = "position_ids mark documents in packed rows" if documents and isinstance(tree, Tree) else tree
         if isinstance(tree, Tree):
             try:
@@ -83,7 +82,7 @@ class SharedPrefixes:
         return over(kwargs, None)
 
     def _find(
-        self, kwargs: Mapping[str, Any], on_trial: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
+        self, kwargs: Mapping[str, Any], over: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
     ) -> Tree | str:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         alone, together = isinstance(ids, Tensor) and ids.shape[0] < 2, must_agree(self.module)
@@ -98,7 +97,7 @@ class SharedPrefixes:
         if not (tries or self.trials.knows(kwargs)):
             return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
         apart = max((site.kind.states.least for site in layers), default=1)  # a chunk ends wherever rows part
-        plain, padded = self.trials.verdicts_of(kwargs, on_trial, apart, tries)
+        plain, padded = self.trials.verdicts_of(kwargs, over, apart, tries, together)
         if plain is not None and padded is not None:
             return plain
         if alone:  # other ranks may have more rows, and have made their trials with this one
@@ -127,17 +126,11 @@ class SharedPrefixes:
 
     def _refuse_on_ranks(self, error: Exception) -> None:
         """One rank alone must not begin its forward again, for whose weights the others would have to be there."""
-        if _several_ranks():
+        if must_agree(self.module):
             raise StreamBPError(
                 f"This batch's rows cannot be computed as a tree of prefixes: {error}. That was found while the model ran, "
                 "where other ranks wait for this one. Set StreamConfig(share_prefixes=False)."
             ) from error
-
-
-def _several_ranks() -> bool:
-    return (
-        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    )
 
 
 def _labelled(labels: tuple[Any, Any], kwargs: Mapping[str, Any], ids: Tensor) -> Tensor | None:

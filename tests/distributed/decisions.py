@@ -3,7 +3,8 @@
 python -m tests.distributed.decisions RANK PORT '[{"engine": "zero-3", "decisions": ["short", "lazy, read"]}, ...]' RANKS
 
 Each case trains STEPS steps under an engine, patched and unpatched, on the same batches; `Recorded` raises at the first
-collective that another rank does not issue. A case's "mutant" takes a cure away.
+collective that another rank does not issue. A case's "mutant" takes a cure away; on the rank "fails_in_a_trial" the second
+layer raises in each trial.
 """
 
 from __future__ import annotations
@@ -178,11 +179,19 @@ def train(case, rank, decision, patched, name):
             raise torch.OutOfMemoryError("no memory")
         real(runs)
 
+    def in_layer(layer, args, kwargs, call=wrappers.LayerForward._call):
+        if layer.site.index == 1 and layer.state.failed is not None:
+            raised.append(1)
+            raise torch.OutOfMemoryError("no memory")
+        return call(layer, args, kwargs)
+
     projection = {}
     watched = projection_seen(engine, projection) if case.get("projection") else contextlib.nullcontext()
     with pytest.MonkeyPatch.context() as patch, engines_seen() as seen, watched:
         if patched and decision.raises:
             patch.setattr(unpatched.UnpatchedRuns, "enter_layer", enter_layer)
+        if patched and case.get("fails_in_a_trial") == rank:
+            patch.setattr(wrappers.LayerForward, "_call", in_layer)
         for step, batch in enumerate(batches(rank, decision)):
             with recorded if step == 0 else Recorded(f"{name} {step}") as alike:
                 engine.micro_step(batch, last=True)
@@ -253,8 +262,7 @@ def tries_alone():
 
 def stops_in_a_trial():
     """A rank leaves the others in the middle of a trial's forward."""
-    real = wrappers.check_streamed
-    return [(wrappers, "check_streamed", lambda site, later: real(site, None))]
+    return [(wrappers.LayerForward, "_on_trial", lambda layer, _, args, kwargs: layer._call(args, kwargs))]
 
 
 MUTANTS = {

@@ -22,8 +22,9 @@ ALONE = {  # one case for each cure; that of FSDP2 has its own ranks
     "reads_the_weight": {"engine": "zero-3", "decisions": ["own loss", "chunks"], "projection": True},
     "gathers_where_used": {"engine": "zero-3", "decisions": ["lazy, read", "lazy, unread"]},
     "tries_alone": {"engine": "fsdp2", "decisions": ["shares, mask", "shares"]},
-    "stops_in_a_trial": {"engine": "fsdp2", "decisions": ["a hook mixes", "shares"]},
+    "stops_in_a_trial": {"engine": "fsdp2", "decisions": ["shares", "shares"], "fails_in_a_trial": 0},
 }
+IN_ZERO = {**ALONE["stops_in_a_trial"], "engine": "zero-3"}
 AFTER = {"engine": "zero-3", "decisions": ["a hook mixes", "own loss, lazy"], "patched": "after"}
 
 
@@ -59,11 +60,16 @@ def check(cases):
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero-3", marks=pytest.mark.full)])
 def test_what_one_rank_alone_did(engine):
-    """Each was a hang: a forward begun again, a weight looked at, logits used on one rank, a trial; and a layer that one
-    rank alone cannot cut."""
-    cases = [case for case in (*ALONE.values(), AFTER) if case["engine"] == engine]
+    """Each was a hang: a forward begun again, a weight looked at, logits used on one rank, a trial, one that fails there; and
+    a layer that one rank alone cannot cut."""
+    cases = [case for case in (*ALONE.values(), IN_ZERO, AFTER) if case["engine"] == engine]
     rows = check(cases)
     for row in rows:
+        if "fails_in_a_trial" in row["case"]:
+            first, second = row["ranks"]
+            assert first["raised"] == 1
+            assert "a trial on a few random tokens failed (OutOfMemoryError: no memory)" in first["said"]
+            assert "were computed as" in second["said"]
         if row["case"].get("projection"):
             for rank in row["ranks"]:
                 assert rank["projection"] == rank["projection unpatched"] == {"forward": 0, "backward": 0}

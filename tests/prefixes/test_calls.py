@@ -19,6 +19,7 @@ from streambp.admission import insides
 from streambp.attention.spans import Run
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.places import taken
+from streambp.model import wrappers
 from streambp.prefixes import admission, calls, spread
 from streambp.prefixes.tree import LEAST, Tree, find_tree
 from tests import families, zoo
@@ -409,9 +410,55 @@ def test_one_rank_among_several_does_not_begin_again(monkeypatch, trusted):
     ours, batch = sharing(build("llama")), make_batch("plain")
     gradients(ours, **batch)
     ours.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(calls, "must_agree", lambda module: True)
+    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
     with pytest.raises(StreamBPError, match="other ranks wait"):
+        ours(**batch)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("rope")])
+def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
+    """To the end of both forwards, in which other ranks wait; memory that is missing for one rank alone is no verdict."""
+    stock, batch, entered, left = build("llama"), make_batch("plain"), [], []
+    ours, call = sharing(stock), wrappers.LayerForward._call
+    expected = gradients(stock, **batch)[1]
+
+    def in_layer(layer, args, kwargs):
+        if layer.site.index == 0 and layer.state.failed is not None:
+            entered.append(1)
+            raise error
+        return call(layer, args, kwargs)
+
+    monkeypatch.setattr(wrappers.LayerForward, "_call", in_layer)
+    monkeypatch.setattr(calls, "must_agree", lambda module: together)
+    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
+    monkeypatch.setattr(insides, "HOOKS_ARE_HARMLESS", (*insides.HOOKS_ARE_HARMLESS, "tests"))
+    for layer in ours.model.layers:
+        layer.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else left.append(1))
+    if isinstance(error, KeyError) or together:
+        assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
+        assert told(ours).startswith(f"a trial on a few random tokens failed ({type(error).__name__}: ")
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            ours(**batch)
+    assert len(left) == 2 * len(ours.model.layers)  # of each
+    assert entered == [1]
+
+
+def test_a_rank_without_memory_around_layers_ends_its_forward(monkeypatch):
+    """As it would unpatched. Another trial's verdict, or rows, would begin a forward of which other ranks are in the middle."""
+    ours, batch = sharing(build("llama")), make_batch("plain")
+    monkeypatch.setattr(calls, "must_agree", lambda module: True)
+    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
+
+    def without_memory(module, args):
+        if not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(insides, "HOOKS_ARE_HARMLESS", (*insides.HOOKS_ARE_HARMLESS, "tests"))
+    ours.model.norm.register_forward_pre_hook(without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
         ours(**batch)
 
 
