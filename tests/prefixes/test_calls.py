@@ -447,7 +447,7 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
 
 
 def test_a_rank_without_memory_around_layers_ends_its_forward(monkeypatch):
-    """As it would unpatched. Another trial's verdict, or rows, would begin a forward of which other ranks are in the middle."""
+    """As it would unpatched: rows would begin a forward while other ranks are in the middle of another."""
     ours, batch = sharing(build("llama")), make_batch("plain")
     monkeypatch.setattr(calls, "must_agree", lambda module: True)
     monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
