@@ -127,8 +127,8 @@ class PrefixRead(torch.autograd.Function):
         """Adds dK [B, H_kv, e, D] and dV to the accumulators; gives the chunk's own part [B, H_kv, C, D], in k's dtype."""
         own, parts = slice(ctx.chunk.start, ctx.chunk.stop), list[Tensor | None]()
         for total, grad, like in zip(ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True):
-            if grad is not None and ctx.site.is_new():
-                total[:, : ctx.chunk.stop] += grad.transpose(1, 2)
+            if grad is not None:
+                ctx.site.add_once(total[:, : ctx.chunk.stop], grad.transpose(1, 2))
             parts.append(total[:, own].transpose(1, 2).to(like.dtype))  # complete: [Note: prefix accumulation order]
         return *parts, None, None
 

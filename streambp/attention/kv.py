@@ -67,8 +67,8 @@ class KVBuffer:
 
     columns: D_v, where V is padded in its buffer; None: it is not. [Note: padded values]
     packed: the width that V is padded to when it is read next.
-    added: blocks of the chunk at work whose gradients were added. again: those that a second attempt has not come to yet.
-        [Note: once for each chunk]
+    added: parts of the chunk at work that were added, dK and dV of each block. again: those that a second attempt has not
+        come to yet. [Note: once for each chunk]
     """
 
     k: Tensor  # [B, T, H_kv, D], contiguous
@@ -139,21 +139,20 @@ class KVBuffer:
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the buffers."""
-        if not self.is_new():
-            return
         rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
         assert self.dk is not None
         assert self.dv is not None
-        self.dk[rows, keys].add_(dk.transpose(1, 2))
-        self.dv[rows, keys].add_(dv.transpose(1, 2))
+        self.add_once(self.dk[rows, keys], dk.transpose(1, 2))
+        self.add_once(self.dv[rows, keys], dv.transpose(1, 2))
 
-    def is_new(self) -> bool:
-        """Whether what is to be added next was not added by an attempt before. [Note: once for each chunk]"""
+    def add_once(self, total: Tensor, part: Tensor) -> None:
+        """Add a part [...] to accumulators [...], unless an attempt before has done so: what counts is that it came to its
+        end, not that it began. [Note: once for each chunk]"""
         if self.again:
             self.again -= 1
-            return False
+            return
+        total.add_(part)
         self.added += 1
-        return True
 
     def begin_backward(self, again: bool) -> None:
         """A chunk is differentiated; again: for the second time. [Note: once for each chunk]"""

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import streambp
+from streambp.admission import checkpointed
 from streambp.distributed.engines import Hold
 from streambp.layer import graphs
 from streambp.lazy.head import Hub
@@ -265,9 +266,21 @@ def stops_in_a_trial():
     return [(wrappers.LayerForward, "_on_trial", lambda layer, _, args, kwargs: layer._call(args, kwargs))]
 
 
+def gradients_as_they_come():
+    """A layer that runs whole gives its gradients one by one."""
+    return [(checkpointed, "_as_one", lambda site, args, kwargs: (contextlib.nullcontext(), args, kwargs))]
+
+
 MUTANTS = {
     function.__name__: function
-    for function in (begun_again, reads_the_weight, gathers_where_used, tries_alone, stops_in_a_trial)
+    for function in (
+        begun_again,
+        reads_the_weight,
+        gathers_where_used,
+        tries_alone,
+        stops_in_a_trial,
+        gradients_as_they_come,
+    )
 }
 
 

@@ -10,9 +10,12 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
 from streambp import device
+from streambp.attention.kv import KVBuffer
+from streambp.attention.spans import Block, Kind
 from streambp.device import is_out_of_memory, make_room
 from tests.families import LENGTH, build
 from tests.offload.runs import assert_same
@@ -201,3 +204,34 @@ class Only:
     def __call__(self, *args):
         self.calls += 1
         return self.real(*args) if self.calls == 1 else None
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_gradients_of_keys_are_added_once_wherever_an_attempt_ends(at):
+    """Of the additions of two blocks' dK and dV one fails, before it has written anything; the chunk is done again."""
+    k, v, dk, dv = torch.randn(4, 2, 6, 3, 4).unbind()  # [B, T, H_kv, D] each
+    blocks = [Block(Kind.CAUSAL, 0, 2, 0, 3, 0, 3), Block(Kind.CAUSAL, 0, 2, 3, 6, 0, 6)]
+
+    class Fails(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.add_.Tensor:
+                self.count += 1
+                if self.count == at:
+                    raise torch.OutOfMemoryError
+            return function(*args, **(kwargs or {}))
+
+    def attempt(site):
+        for block, *_ in site.visit(blocks, gradients=True):
+            site.add(block, *(x[:, block.k0 : block.k1].transpose(1, 2) for x in (dk, dv)))
+
+    whole, site = KVBuffer(k, v), KVBuffer(k, v)
+    attempt(whole)
+    site.begin_backward(again=False)
+    with Fails(), pytest.raises(torch.OutOfMemoryError):
+        attempt(site)
+    site.begin_backward(again=True)
+    attempt(site)
+    assert torch.equal(site.dk, whole.dk)
+    assert torch.equal(site.dv, whole.dv)
