@@ -129,6 +129,13 @@ def test_a_part_that_cannot_be_told_says_why(broken, monkeypatch):
     assert len(set(whole.splitlines()) & set(told.splitlines())) >= 4
 
 
+def test_without_told_a_part_that_fails_ends_the_report(monkeypatch):
+    """The mutant of reports."""
+    monkeypatch.setattr(describing, "told", lambda part, *args, otherwise: part(*args))
+    with pytest.raises(KeyError):
+        test_a_part_that_cannot_be_told_says_why("_layers", monkeypatch)
+
+
 def test_a_report_of_an_error_that_cannot_be_shown():
     class HostileError(Exception):
         def __str__(self):

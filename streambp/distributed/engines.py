@@ -119,7 +119,7 @@ class Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """Each in its own memory."""
+        """hidden_states [..., B, T, h] and the parameters [...], in their own memory."""
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in (hidden_states, *parameters))

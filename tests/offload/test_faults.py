@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import re
 import warnings
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
 from streambp.device import forget_error
-from streambp.offload import engines, manager, manager_of
+from streambp.offload import arena, engines, manager, manager_of
 from streambp.offload.arena import host_limit
 from tests.offload.runs import (
     BOTH,
@@ -173,6 +174,13 @@ def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, grante
         assert manager_of(model).stats()["left"] > 0
     left[0] = -1  # as much as there is
     assert_same(step(model), expected)
+
+
+def test_without_its_words_a_lack_of_memory_is_an_error(monkeypatch):
+    """The mutant of the arena: what the allocator says is passed on."""
+    monkeypatch.setattr(arena, "NO_HOST_MEMORY", re.compile("nothing"))
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        test_host_memory_that_the_system_does_not_give(REFUSALS[0], "keep", 0, monkeypatch)
 
 
 def test_other_errors_of_an_allocation_are_not_taken_for_a_lack_of_memory(monkeypatch):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import streambp
-from streambp.layer.owner import StepOwner
+from streambp.layer.owner import StepOwner, Use
 from tests import device_thread
 from tests.families import build, make_batch
 from tests.oracle import EXACT, worst_error
@@ -154,3 +154,10 @@ def test_a_backward_within_a_forward_is_its_owners_in_any_thread():
         thread.start()
         thread.join()
         assert seen == [use]
+
+
+def test_without_an_owner_another_thread_is_let_in(other, monkeypatch):
+    """The mutant of the owner."""
+    monkeypatch.setattr(StepOwner, "enter", lambda self, began=None: Use(self, 0, 0))
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_copies_and_what_an_exception_left_behind_belong_to_nobody(other)
