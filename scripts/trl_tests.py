@@ -71,6 +71,7 @@ def stand_in(name: str, cache: Path) -> str | None:
                 setattr(config, field, value)
         words = tokenizer()
         ends = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+        ends |= {"num_labels": 1} if kind.__name__.endswith("Classification") else {}
         config = kind.config_class(**{**config.to_dict(), **ends})
         torch.manual_seed(0)
         model = kind(config)
