@@ -5,12 +5,13 @@ tiny models and data; nothing is downloaded. A cache of stand-ins is made first:
 weights, a tokenizer of bytes, and the texts of the checkout's own script. What has no stand-in (images, remote code)
 cannot run, and neither can what the stock run cannot do for another reason: both are counted with the reason. A test
 that passes in stock has to pass under launch, in chunks of 8 tokens, without saves, so that everything streams.
-`--files NAME ...` chooses files of DIR.
+`--files NAME ...` chooses files of DIR, `--part 1/4` each fourth test.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib.util
 import os
@@ -20,17 +21,21 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HUB = "trl-internal-testing"
 CHECKOUT = "STREAMBP_TRL_CHECKOUT"  # of the environment: where the plugin finds the data's script
+PART = "STREAMBP_TRL_PART"  # of the environment: "2/4" has each fourth test, from the second one on
 SIZES = {
     "vocab_size": 272, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_local_experts": 4,
     "num_experts_per_tok": 2, "max_position_embeddings": 2048, "rotary_dim": 4, "layer_types": None,
 }  # fmt: skip
-FILES = ("test_sft_trainer.py", "test_dpo_trainer.py", "test_kto_trainer.py", "test_reward_trainer.py")
+FILES = tuple(f"test_{name}_trainer.py" for name in ("sft", "dpo", "kto", "reward", "rloo", "grpo"))
 LAUNCH = ("-m", "streambp", "launch", "--chunk-size", "8", "--saves", "", "--no-unpatched-runs", "--")
 NO_HUB = re.compile(r"Offline|LocalEntryNotFound|couldn't connect|could not be found|does not appear to have|offline mode")
 
@@ -66,6 +71,7 @@ def stand_in(name: str, cache: Path) -> str | None:
                 setattr(config, field, value)
         words = tokenizer()
         ends = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+        ends |= {"num_labels": 1} if kind.__name__.endswith("Classification") else {}
         config = kind.config_class(**{**config.to_dict(), **ends})
         torch.manual_seed(0)
         model = kind(config)
@@ -98,8 +104,9 @@ def datasets_of(checkout: Path) -> dict[str, Any]:
 
 def pytest_configure() -> None:
     """As a plugin of pytest: `load_dataset` gives what the checkout's script makes, and TRL has the questions for packages
-    (`is_joblib_available`) that the checkout's release had."""
+    (`is_joblib_available`) that the checkout's release had, and a function that fails for each name that it lost."""
     import datasets
+    import trl
     from trl import import_utils
 
     asked = (Path(os.environ[CHECKOUT]) / "tests" / "testing_utils.py").read_text("utf-8")
@@ -107,6 +114,12 @@ def pytest_configure() -> None:
         if not hasattr(import_utils, name):
             there = importlib.util.find_spec(package) is not None
             setattr(import_utils, name, lambda there=there: there)
+    for file in (Path(os.environ[CHECKOUT]) / "tests").glob("test_*_trainer.py"):
+        for wanted in (node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)):
+            if (wanted.module or "").startswith("trl.trainer."):  # names that the installed release no longer has
+                module = importlib.import_module(str(wanted.module))
+                for name in (alias.name for alias in wanted.names if not hasattr(module, alias.name)):
+                    setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"TRL {trl.__version__} has no {name}"))
     real, made = datasets.load_dataset, datasets_of(Path(os.environ[CHECKOUT]))
 
     def load(path: str, name: str | None = None, split: str | None = None, **kwargs: Any) -> Any:
@@ -117,12 +130,33 @@ def pytest_configure() -> None:
     datasets.load_dataset = load
 
 
-def run(tests: Path, cache: Path, arguments: list[str], launched: bool, report: Path) -> dict[str, tuple[str, str]]:
-    """Each test's outcome and, if it did not pass, what it said last."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first, step = map(int, os.environ[PART].split("/"))
+    items[:] = items[first - 1 :: step]
+
+
+@pytest.fixture(autouse=True)
+def streams(record_property: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of each test under launch, how many calls of layers streamed."""
+    calls: list[None] = []
+    if "STREAMBP_LAUNCH" in os.environ:
+        from streambp.layer.function import StreamedLayer
+
+        forward = StreamedLayer.forward
+        counted = staticmethod(lambda *args, **kwargs: calls.append(None) or forward(*args, **kwargs))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(StreamedLayer, "forward", counted)
+    yield
+    record_property("streams", len(calls))
+
+
+def run(
+    tests: Path, cache: Path, arguments: list[str], part: str, launched: bool, report: Path
+) -> dict[str, tuple[str, str, int]]:
+    """Each test's outcome, if it did not pass what it said last, and how many calls of layers streamed."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
-        "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", CHECKOUT: str(tests.parent), "CUDA_VISIBLE_DEVICES": "",
+        "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", CHECKOUT: str(tests.parent), PART: part, "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(here), str(here.parent), os.environ.get("PYTHONPATH")))),
     }  # fmt: skip
     plugins = ("-p", Path(__file__).stem, "-p", "no:cacheprovider")
@@ -133,7 +167,8 @@ def run(tests: Path, cache: Path, arguments: list[str], launched: bool, report: 
     for case in ElementTree.parse(report).iter("testcase"):
         bad = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         said = "" if bad is None else f"{bad.get('message', '')} {bad.text or ''}"
-        found[f"{case.get('classname')}::{case.get('name')}"] = ("passed" if bad is None else bad.tag, said)
+        counts = (int(each.get("value", 0)) for each in case.iter("property") if each.get("name") == "streams")
+        found[f"{case.get('classname')}::{case.get('name')}"] = ("passed" if bad is None else bad.tag, said, sum(counts))
     return found
 
 
@@ -149,6 +184,7 @@ def main() -> None:
     parser.add_argument("--tests", type=Path, required=True, metavar="DIR", help="the folder tests of a checkout of TRL")
     parser.add_argument("--files", nargs="*", default=FILES, metavar="NAME", help="of this folder")
     parser.add_argument("-k", default="", metavar="WORDS", help="as pytest takes it")
+    parser.add_argument("--part", default="1/1", metavar="N/M", help="each M-th test, from the N-th one on")
     args = parser.parse_args()
     tests = args.tests.resolve()
     paths = [tests / name for name in args.files]
@@ -161,10 +197,14 @@ def main() -> None:
         print(
             f"stand-ins for {len(asked) - len(missing)} of {len(asked)} models; none for {', '.join(missing) or 'no other'}"
         )
-        stock, launched = (run(tests, scratch, arguments, how, scratch / f"{how}.xml") for how in (False, True))
-    passed, ours = ({name for name, (how, _) in found.items() if how == "passed"} for found in (stock, launched))
-    print(f"stock: {len(stock)} tests, {len(passed)} passed; under streambp launch: {len(ours)} passed")
-    others = Counter(reason(*stock[name]) for name in sorted(stock.keys() - passed))
+        stock, launched = (run(tests, scratch, arguments, args.part, how, scratch / f"{how}.xml") for how in (False, True))
+    passed, ours = ({name for name, (how, *_) in found.items() if how == "passed"} for found in (stock, launched))
+    streamed = sum(launched[name][2] > 0 for name in ours)
+    print(
+        f"stock: {len(stock)} tests, {len(passed)} passed; under streambp launch: {len(ours)} passed, {streamed} of them "
+        "with streamed layers"
+    )
+    others = Counter(reason(*stock[name][:2]) for name in sorted(stock.keys() - passed))
     for why, number in others.most_common():
         print(f"  not runnable in stock: {number} x {why}")
     for title, names in (("passed in stock alone", passed - ours), ("passed under launch alone", ours - passed)):

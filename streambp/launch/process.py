@@ -77,18 +77,21 @@ class Launched:
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
         """Patch a model, unless it is patched already with settings of its user's; False if it cannot be.
 
+        Args:
+            config: None: as it is patched already, or as the program was launched.
+
         Raises:
             ConfigError: the settings do not fit the model.
         """
-        config = self.config if config is None else config
         if is_patched(model):
             ours = next((part for part in model.modules() if part in self._ours), None)
-            if ours is None or self._ours[ours] == config:
+            if ours is None or config is None or self._ours[ours] == config:
                 self._note(model if ours is None else ours)
                 return True
             model = ours
         elif model in self._seen:
             return False
+        config = self.config if config is None else config
         try:
             with self._quietly():
                 patch(model, config)

@@ -37,12 +37,17 @@ class FusedHead(InstanceForward):
         self.causal = causal
         self.temperature = temperature
         self.in_float32 = in_float32
+        self.outputs = outputs
         self.wanted = Wanted(**{name: name in outputs for name in OPTIONAL_OUTPUTS})
 
     def add(self) -> None:
         """Put it in place, for `unpatch` to take off."""
         self.install()
         self.state.wrappers.append(self)
+
+    def over(self, causal: CausalLMForward) -> FusedHead:
+        """The same, of a model that is patched anew."""
+        return type(self)(causal, self.temperature, self.in_float32, self.outputs)
 
     def call(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """A `FusedCausalLMOutput` where it is asked for; the model's output otherwise."""

@@ -16,7 +16,7 @@ from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, AsUnpatched, Ins
 from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
-from streambp.model.fused_head import replaces_trls_head
+from streambp.model.fused_head import FusedHead, replaces_trls_head
 from streambp.model.fused_layers import Fused, put_on
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
@@ -50,10 +50,10 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     if not isinstance(config, StreamConfig):
         raise StreamBPError(f"config is {type(config).__name__}; pass a streambp.StreamConfig, or leave it out.")
     found = find_stacks(model)
-    for module in model.modules():
-        if hasattr(module, "_streambp"):
-            unpatch(model)
-            break
+    everyone = (forward for module in model.modules() for forward in forwards(module))
+    heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}  # trainers call these
+    if any(hasattr(module, "_streambp") for module in model.modules()):
+        unpatch(model)
     _check_products(found, config)
     _check_unwrapped(model)
     layers = [layer for stack in found.stacks for layer in stack.layers]
@@ -69,8 +69,9 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for wrapper in state.wrappers:
         wrapper.install()
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
-        head = replaces_trls_head(causal) if config.head and causal.foreign is None else None
-        if head is not None:
+        before = heads.get(causal.module)
+        head = replaces_trls_head(causal) if before is None else before.over(causal)
+        if head is not None and config.head and causal.foreign is None:
             head.add()
     model._streambp = Patch(state, found.left_alone, fused)  # type: ignore[assignment]
     model.__dict__.setdefault(REDUCES, AsUnpatched(model))

@@ -289,6 +289,24 @@ def test_a_batch_without_a_label_has_fields_like_trls():
     assert not found.is_top1.any()
 
 
+def test_patching_anew_keeps_the_head_that_a_trainer_calls():
+    """As `launch` does where evaluation turns out to want logits."""
+    from streambp.integrations.trl.head import adder
+
+    model, ids = build("qwen3", torch.float64), torch.randint(3, VOCABULARY, (2, 13), generator=seeded())
+
+    def scored():
+        return model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)
+
+    adder(streambp.StreamConfig(chunk_size=5))(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    before = scored()
+    streambp.patch(model, streambp.StreamConfig(chunk_size=4, eval_logits=True))
+    after = scored()
+    assert streambp.describe(model).chunk_size == "4"
+    torch.testing.assert_close(after.log_probs, before.log_probs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(after.entropy, before.entropy, rtol=1e-12, atol=1e-12)
+
+
 def reward(completions, **_):
     """Depends on what was generated: how many words have an even number."""
     return [float(sum(int(word[1:]) % 2 == 0 for word in text.split() if word.startswith("w"))) for text in completions]

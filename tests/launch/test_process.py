@@ -217,6 +217,20 @@ def test_logits_are_there_for_metrics_and_only_then(trainer_class, tmp_path):
     )  # what launch patched, it may patch anew
 
 
+def test_trls_head_leaves_logits_for_metrics(hook, trainer_class, tmp_path):
+    """TRL gives its head to a model after its trainer has been made, and the trainer is seen to again when it trains."""
+    pytest.importorskip("trl")
+    model, ids = model_of(), torch.randint(VOCABULARY, (2, 11))
+    trainer = trainer_class(model, arguments(tmp_path / "out"), compute_metrics=right)
+    hook.launched.head_wanted(pytest.fail, model)
+    assert settings(model).eval_logits
+    trainer.preprocess_logits_for_metrics = None
+    for wanted in (hook.launched.for_trainer(trainer), StreamConfig(chunk_size=4)):
+        hook.launched.streams(model, wanted)
+        assert settings(model) == wanted
+        assert model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.shape == (2, 10)
+
+
 def test_without_our_head_there_are_logits_anyway(trainer_class, tmp_path):
     given = arguments(tmp_path / "out")
     given.stream_config = lambda: StreamConfig(head=False)
