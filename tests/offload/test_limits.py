@@ -1,7 +1,7 @@
 """saves="auto" on a device whose memory is a number that shrinks at any operation: it runs wherever saves=() does.
 
 covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/graphs.py, layer/oom.py, layer/shadows.py,
-    offload/fitting.py, offload/policy.py
+    offload/costs.py, offload/policy.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import streambp
 from streambp.attention.kv import KVBuffer
 from streambp.layer.shadows import GradientSum
-from streambp.offload import policy
+from streambp.offload import costs
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import LiveBytes
 from tests import zoo
@@ -56,7 +56,7 @@ class Device(LiveBytes):
         return result
 
 
-class Need(policy.Need):
+class Need(costs.Need):
     """What a step without saves was seen to take; how much of it a chunk takes is not known."""
 
     def __init__(self):
@@ -73,7 +73,7 @@ class KnownNeed:
     """What a policy knows of a model's steps is what they need; what layers may save they show."""
 
     def __init__(self, need):
-        self.known = policy.Known(need)
+        self.known = costs.Known(need)
 
     def __call__(self, device):
         return self.known, 0.0

@@ -45,7 +45,7 @@ def counted(name):
     costs = auto._costs(model, config, dict.fromkeys(range(36), HERE), None)
     recipes = [streamed(saves) for saves in ((), ("attn_out",), ("attn_out", "kv"))]
     methods = survey(Skeleton(model, torch.bfloat16, None, 16, "cuda"), recipes, tree=False).methods
-    known = policy.Known(law, costs, auto._Seconds(law.method, RATES), RATES.products)
+    known = policy.Known(law, costs, auto.seconds_of(law.method, RATES), RATES.products)
     weights = sum(p.nbytes for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     return known, methods, weights, sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
