@@ -41,6 +41,7 @@ BLOCKS = MappingProxyType(
 )
 CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
 LIGERS = "Liger's kernels"
+FASTER = 0.1  # seconds a step that offload="cpu" has to save before it is told of
 LOST = "could not be told"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
@@ -335,6 +336,11 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         split = found.state.split
         notes.append(f"sequences are split over {split.size} ranks ({split.by}), each streams its shard")
     notes += _fused_layers(found)
+    faster = 0.0 if found.state.policy is None else found.state.policy.faster_on_host()
+    if faster >= FASTER:
+        notes.append(
+            f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: attn_out would fit"
+        )
     reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:
