@@ -14,7 +14,7 @@ import torch
 import streambp
 from streambp.layer import saved
 from streambp.model import unpatched
-from streambp.offload.fitting import AsUnpatched
+from streambp.offload.costs import AsUnpatched
 from tests import device_thread, zoo
 from tests.families import LENGTH, build, make_batch, mix_neighbours
 from tests.offload.runs import assert_same

@@ -162,16 +162,12 @@ offload     nothing leaves the device
 attention   auto
 head        blockwise loss, no logits
 """
-SHARED = """
-last step: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7 a row, streamed: saved layer inputs alone
-layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
-chunk_size  7
-saves       nothing (auto: the first step counts what there is to save)
-offload     nothing leaves the device
-attention   auto; cpu flash in 2 layers
-head        blockwise loss, no logits
-note        share_prefixes: the last call's 4 rows of 104 tokens were computed as 53
-"""
+SHARED = (
+    FIRST.replace("chunk_size  5", "chunk_size  7").replace(
+        "46 tokens (2 rows) in 5 chunks of 5", "104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7"
+    )
+    + "note        share_prefixes: the last call's 4 rows of 104 tokens were computed as 53\n"
+)
 
 
 HEAD = "; head: blockwise loss, no logits"
@@ -307,18 +303,27 @@ def test_under_launch(launched, lines, tmp_path, capsys):
     assert "\n".join(f"streambp:   {line}" for line in LAUNCHED.strip("\n").splitlines()) in capsys.readouterr().err
 
 
-def test_a_callback_that_a_user_passes(lines, tmp_path):
-    """It comes behind those that report, and is heard of by them."""
+def test_a_trainer_of_transformers(lines, tmp_path):
+    """With it in the first place all who report hear of it, and no other field of the logs changes."""
     reports, plain = Reports(), Reports()
     model = streambp.patch(model_of(), streambp.StreamConfig(chunk_size=5, saves=("kv",), share_prefixes=False))
     given = {"train_dataset": rows(), "args": arguments(tmp_path / "out")}
-    made = Trainer(model, **given, callbacks=[reports, StreamCallback()])
+    made = Trainer(model, **given, callbacks=[reports])
+    StreamCallback.add_to(made)
     made.train()
     check_trained(made, reports, lines)
-    Trainer(model_of(), **given, callbacks=[plain, StreamCallback()]).train()
+    Trainer(model_of(), **given, callbacks=[plain]).train()
     ours = [{name: entry[name] for name in entry if not name.startswith("stream_")} for entry in reports.logs]
     assert [entry.keys() for entry in ours] == [entry.keys() for entry in plain.logs]
     assert [entry["loss"] for entry in ours[:-1]] == pytest.approx([entry["loss"] for entry in plain.logs[:-1]], rel=1e-4)
+
+
+def test_one_that_a_user_passes_is_moved():
+    passed, other = StreamCallback(), Reports()
+    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[other, passed]))
+    for _ in range(2):
+        StreamCallback.add_to(trainer)
+        assert trainer.callback_handler.callbacks == [passed, other]
 
 
 def test_trls_trainer(machine, lines, tmp_path):

@@ -139,10 +139,10 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
     parameters, inputs = call.parameters, call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
+        if site.chooser is not None:
+            call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
-        elif site.chooser is not None:
-            call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
         reductions = site.of(reductions_of)
         hidden_states = reduced_after_backward(reductions, hidden_states) if reductions else hidden_states
         output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
 
 from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.errors import ConfigError
 from streambp.fields import shown
+from streambp.launch import logs
 from streambp.planner.auto import patch
 from streambp.reporting import reason
 
@@ -115,8 +115,9 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
     return config_of(section, f'The section "{SECTION}"', StreamConfig())
 
 
-class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Patches a Trainer's model before training, as its DeepSpeed config's "streambp" section says."""
+class StreamCallback(logs.StreamCallback):
+    """Patches a Trainer's model before training, as its DeepSpeed config's "streambp" section says, and adds numbers of the
+    last step to its logs (`streambp.integrations.StreamCallback`)."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Raises ConfigError for a section that `stream_config` does not take."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from typing import Any
 
@@ -25,8 +24,9 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     tensors) and `stream_stall_s` (seconds that compute waited for copies). Nothing else of the logs changes, and nothing
     is raised.
 
-    Pass it as one of a Trainer's `callbacks`; Stream trainers and `streambp launch` have it already. The callbacks of
-    wandb, trackio and TensorBoard come before those of a Trainer's user, so it takes the first place when training begins.
+    `StreamCallback.add_to(trainer)` gives it to a Trainer; Stream trainers and `streambp launch` have it already. A Trainer
+    calls wandb's, trackio's and TensorBoard's callbacks before those of its user: what is passed among `callbacks` adds to
+    the history and the console alone.
     """
 
     def __init__(self) -> None:
@@ -34,19 +34,17 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     @classmethod
     def add_to(cls, trainer: Any) -> None:
-        """Give it to a Trainer that has none, in the first place."""
+        """Put it in the first place of a Trainer's callbacks, before those that report logs; one that is there, or a new
+        one."""
         handler = getattr(trainer, "callback_handler", None)  # a stand-in of a trainer may have none
-        callbacks = [] if handler is None else handler.callbacks
-        if handler is not None and not any(isinstance(callback, StreamCallback) for callback in callbacks):
-            callbacks.insert(0, cls())
+        if handler is not None:
+            ours = [callback for callback in handler.callbacks if isinstance(callback, StreamCallback)]
+            others = [callback for callback in handler.callbacks if not isinstance(callback, StreamCallback)]
+            handler.callbacks[:] = [*(ours or [cls()]), *others]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Comes before the callbacks that report logs: transformers hands a callback the logs, and no other callback."""
+        """Steps before training are not told of."""
         self._before = _last_step(kwargs.get("model"))
-        for holder in gc.get_referrers(self):
-            if isinstance(holder, list) and holder[0] is not self and all(isinstance(c, TrainerCallback) for c in holder):
-                holder.remove(self)
-                holder.insert(0, self)  # while it is gone through: those behind keep their places
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
         """Adds to the logs of training, and to their copy in the Trainer's history."""

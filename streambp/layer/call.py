@@ -33,7 +33,7 @@ from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off
 from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite
-from streambp.layer.store import Offloader
+from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered again and again
@@ -91,7 +91,9 @@ class LayerCall:
             self.plan = self.plan.with_least(least)
         self.kept = self._keep()
         chooser = site.chooser
-        self.attempt = AT_ONCE if chooser is None else functools.partial(with_memory, chooser, self.kept)
+        self.attempt = (
+            functools.partial(with_memory, chooser, self.kept) if site.repeats and chooser is not None else AT_ONCE
+        )
 
     def _carry(self) -> Carried:
         attention = self.site.kind.attention
@@ -106,7 +108,7 @@ class LayerCall:
         longest = self.plan.longest if self.plan.longest > self.plan.size else None
         return CallReport(None, longest, self.packing.told, self.packing.rows, self.carried.layout.told, self.plan)
 
-    def limit_prefix(self, offloader: Offloader) -> None:
+    def limit_prefix(self, offloader: OffloadManager) -> None:
         """Of what is carried no more is on the device than the offloader allows."""
         self.carried.limit(self.plan, offloader, self.device, self.kept.store if self.kept.moves_kv else None)
 

@@ -76,7 +76,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         if keep:
             kept.find_products()
             if kept.watch is not None:
-                kept.watch.start()
+                kept.watch.mark()
         for chunk in call.plan.chunks:
             if keep:
                 kept.snapshot()
@@ -344,7 +344,7 @@ def _differentiated(
 ) -> ChunkGradients:
     """Of hidden_states x [..., B, C, h]. of_states: the gradients of the states that the chunk ended with.
     again: what the first attempt has added up stays, and is not added once more."""
-    if call.site.chooser is not None:  # which may have it done again
+    if call.site.repeats:
         work.sums.begin(again)
         call.carried.prefix.begin_backward(again)
     graph, call.kept.graph = call.kept.graph, None

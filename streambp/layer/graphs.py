@@ -31,9 +31,9 @@ from streambp.distributed.engines import engine_hooks, held
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
 from streambp.layer.call import LayerCall
-from streambp.layer.cost import Watch
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.side_effects import KEEPS
+from streambp.offload.costs import LayerSeen
 from streambp.recurrent.states import States
 
 
@@ -135,9 +135,9 @@ def computed_with_graph(
 
 
 @contextlib.contextmanager
-def counting(call: LayerCall, watch: Watch, known: Iterable[Tensor]) -> Iterator[None]:
+def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iterator[None]:
     """Within, what graphs save is told to the call's watch, in bytes: without tensors [...] that are there anyway."""
-    if call.site.chooser is None:
+    if not call.site.repeats:
         yield
         return
     there = {x.untyped_storage()._cdata for x in known}
@@ -152,7 +152,7 @@ def counting(call: LayerCall, watch: Watch, known: Iterable[Tensor]) -> Iterator
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
         yield
-    watch.graph_done(sum(sizes.values()))
+    watch.graph += sum(sizes.values())
 
 
 def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> None:

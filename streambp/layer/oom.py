@@ -10,6 +10,7 @@ same order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -22,13 +23,13 @@ from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
 from streambp.errors import DeviceMemoryError
 from streambp.layer.saved import Kept
 from streambp.layer.site import LayerSite
-from streambp.layer.store import Chooser
+from streambp.offload.policy import SavesPolicy
 
 SMALL_CHUNK = 1024
 T = TypeVar("T")
 
 
-def with_memory(chooser: Chooser, kept: Kept, compute: Callable[[bool], T]) -> T:
+def with_memory(chooser: SavesPolicy, kept: Kept, compute: Callable[[bool], T]) -> T:
     """The result of `compute`, which is called once more, without saves, if there was no memory for them.
     [Note: once for each chunk]
 
@@ -36,13 +37,17 @@ def with_memory(chooser: Chooser, kept: Kept, compute: Callable[[bool], T]) -> T
         compute: is told whether it runs again.
     """
     chooser.look(kept)
+    return _at_most_twice(kept.device, functools.partial(chooser.let_go, kept), compute)
+
+
+def _at_most_twice(device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[bool], T]) -> T:
     try:
         return compute(False)
     except MEMORY_ERRORS as error:
-        if not is_out_of_memory(error) or not chooser.let_go(kept):
+        if not is_out_of_memory(error) or let_go is None or not let_go():
             raise
         allocators = isinstance(error, torch.OutOfMemoryError)
-    make_room(kept.device, allocators)  # not above: the error's frames hold tensors
+    make_room(device, allocators)  # not above: the error's frames hold tensors
     return compute(True)
 
 
@@ -106,11 +111,4 @@ def once_more(device: torch.device, let_go: Callable[[], bool] | None, compute: 
         DeviceMemoryError: the device ran out of memory all the same.
     """
     with explaining(where):
-        try:
-            return compute()
-        except MEMORY_ERRORS as error:
-            if not is_out_of_memory(error) or let_go is None or not let_go():
-                raise
-            allocators = isinstance(error, torch.OutOfMemoryError)
-        make_room(device, allocators)  # not above: the error's frames hold tensors
-        return compute()
+        return _at_most_twice(device, let_go, lambda _: compute())

@@ -26,14 +26,13 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
-from streambp.layer.cost import Cost, Product, Watch
 from streambp.layer.products import Sums, captured, known, matching, never_read, output_bytes
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.site import LayerSite
-from streambp.layer.store import Access, Offloader, SavedTensors
+from streambp.layer.store import Access, SavedTensors
+from streambp.offload.costs import Cost, LayerSeen, Product
+from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import Key, States
-
-GRAPH = "everything"  # among what is saved: the call's graph. [Note: kept graphs]
 
 
 class InMemory:
@@ -90,7 +89,7 @@ class Kept:
         self.site, self.plan, self.carried, self.device = site, plan, carried, device
         self.saves = site.config.named_saves
         self.named = True  # by the user
-        self.watch: Watch | None = None
+        self.watch: LayerSeen | None = None
         self.autocast = Autocast.capture(device)  # Linears give their outputs in its dtype. [Note: autocast]
         self.store: SavedTensors = InMemory()
         self.random: list[RandomState] = []
@@ -103,20 +102,17 @@ class Kept:
         self._indexers = 0
         self._captured: list[tuple[str, Tensor, int]] = []
 
-    def save_to(self, offloader: Offloader) -> None:
+    def save_to(self, offloader: OffloadManager) -> None:
         """Saved tensors go there."""
-        length = self.plan.length
-        self.store = offloader.open(self.site.index, self.device, length)
-        chosen = offloader.chosen_saves(length)
-        self.saves, self.named = (self.saves, True) if chosen is None else (chosen, False)
-        self.watch = offloader.watch(length, self.site.unread)
+        self.store = offloader.open(self.site.index, self.device)
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
-        """What is saved is chosen for the memory that the device has left, if nothing else says it."""
+        """What is saved is chosen for the memory that there is, if nothing else says it."""
         if self.site.chooser is not None:
-            saves = self.site.chooser.saves(self, rows, can_keep_graph)
-            self.keeps_graph = GRAPH in saves
-            self.saves, self.named = () if self.keeps_graph else saves, False
+            chosen = self.site.chooser.saves(self, rows, can_keep_graph)
+            self.watch, self.keeps_graph = chosen.watch, chosen.graph
+            if chosen.names is not None:
+                self.saves, self.named = chosen.names, False
 
     def give_up(self, at_work: bool) -> None:
         """Keep only what backward cannot compute again. at_work: the layer's forward is running."""
@@ -330,7 +326,7 @@ class Kept:
     def picks(self, chunk: Chunk) -> list[Tensor]:
         """[B, C, k], the keys that each indexer picked for the chunk, for the last time: unless the chunk may be computed
         once more. [Note: once for each chunk]"""
-        read = self.store.take if self.site.chooser is None else self.store.peek
+        read = self.store.peek if self.site.repeats else self.store.take
         return [read(f"picks.{indexer}", chunk.index) for indexer in range(self._indexers)]
 
     def attended(self, chunk: Chunk) -> list[Attended] | None:

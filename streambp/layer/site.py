@@ -21,7 +21,9 @@ from streambp.fingerprint.looks import Fingerprint, Look
 from streambp.layer.choices import Choices
 from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
-from streambp.layer.store import Chooser, Notes, Offloader
+from streambp.layer.store import Notes
+from streambp.offload.manager import OffloadManager
+from streambp.offload.policy import SavesPolicy
 from streambp.recurrent.carriers import NoStates
 from streambp.recurrent.documents import PackedRows
 
@@ -124,7 +126,7 @@ class LayerSite:
         verdicts: why calls run whole, or None, for each kind of call that was tried (`probe.py`).
         fingerprint: what the layer is made of, which is part of the kind of call. [Note: fingerprint]
         kernels_told: documents that position_ids mark are told to its kernels, if these can be.
-        offloader: where saved tensors go; None: they stay. chooser: decides what is saved then; None: the config does.
+        offloader: where saved tensors go; None: they stay. chooser: decides what is saved; None: the config does.
         index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
         overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
@@ -155,8 +157,8 @@ class LayerSite:
     verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=Recent)
     fingerprint: Fingerprint = dataclasses.field(default_factory=Fingerprint, repr=False, compare=False)
     kernels_told: bool = True
-    offloader: Offloader | None = None
-    chooser: Chooser | None = None
+    offloader: OffloadManager | None = None
+    chooser: SavesPolicy | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=Recent)
@@ -182,6 +184,12 @@ class LayerSite:
     def forward(self) -> Callable[..., Any]:
         """What the layer computes unpatched."""
         return self.previous or functools.partial(type(self.layer).forward, self.layer)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a chunk may be computed again: saves that nobody named are there to be let go of.
+        [Note: once for each chunk]"""
+        return self.chooser is not None and self.offloader is None
 
     @property
     def linears(self) -> dict[str, nn.Linear]:

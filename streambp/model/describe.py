@@ -25,10 +25,9 @@ from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_of, patch_of, record_of
 from streambp.model.patching import Patch
 from streambp.model.record import NOT_TRIED, UNPATCHED, StepRecord, offloaded, sized
-from streambp.model.steps import latest_choice
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
-from streambp.offload.auto import OffloadChoice
+from streambp.offload.costs import Chosen
 from streambp.prefixes.calls import Shared
 from streambp.reporting import told
 
@@ -42,6 +41,7 @@ BLOCKS = MappingProxyType(
 )
 CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
 LIGERS = "Liger's kernels"
+FASTER = 0.1  # seconds a step that offload="cpu" has to save before it is told of
 LOST = "could not be told"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
@@ -222,16 +222,16 @@ def _saves(found: Patch, record: StepRecord | None) -> tuple[str, ...]:
     if config.saves != "auto":
         return config.named_saves
     if found.state.offloader is not None:
-        return () if choice is None else choice.saves
+        return () if choice is None else tuple(choice.layers)
     known = None if found.state.policy is None else found.state.policy.known
     if known is not None and known.need is None and known.why:
         return (f"nothing (auto: {known.why})",)
     return (f"{NOT_TRIED} (auto)",) if record is None else record.saves()
 
 
-def _offload_choice(found: Patch) -> OffloadChoice | None:
-    choice = latest_choice(None, found.state.offloader)
-    return choice if isinstance(choice, OffloadChoice) else None
+def _offload_choice(found: Patch) -> Chosen | None:
+    latest = None if found.state.policy is None else found.state.policy.latest
+    return latest if isinstance(latest, Chosen) and latest.measured is not None else None
 
 
 def _describe_attention(found: Patch, record: StepRecord | None) -> str:
@@ -269,7 +269,7 @@ def _describe_offload(found: Patch) -> str:
     if ranks > 1:
         budget += f", shared by the {ranks} ranks of this machine" if limit is None else f" on each of {ranks} ranks"
     choice = _offload_choice(found)
-    names = config.named_saves if config.saves != "auto" else () if choice is None else choice.saves
+    names = config.named_saves if config.saves != "auto" else () if choice is None else tuple(choice.layers)
     moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
     parts = [f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){_beside(found)}"]
@@ -280,7 +280,7 @@ def _describe_offload(found: Patch) -> str:
         )
     if stats["left"]:
         parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
-    if manager.auto is not None:
+    if found.state.policy is not None and found.state.policy.link is not None:
         if choice is None:
             parts.append("auto: the first step measures, with layer inputs alone on the host")
         elif config.saves == "auto":
@@ -336,6 +336,11 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         split = found.state.split
         notes.append(f"sequences are split over {split.size} ranks ({split.by}), each streams its shard")
     notes += _fused_layers(found)
+    faster = 0.0 if found.state.policy is None else found.state.policy.faster_on_host()
+    if faster >= FASTER:
+        notes.append(
+            f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: attn_out would fit"
+        )
     reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:

@@ -11,15 +11,13 @@ import streambp.model.patching as patching
 from streambp.device import counted_bytes, tells_memory
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
-from streambp.layer.saved import GRAPH
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.patching import Patch
 from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, WHOLE, HostTraffic, Saved, StepRecord
 from streambp.model.state import PatchState
-from streambp.model.steps import Choice, Step
-from streambp.offload.auto import OffloadChoice
+from streambp.model.steps import Step
+from streambp.offload.costs import GRAPH, AsUnpatched, Choice, Chosen
 from streambp.offload.engines import BACK, OUT
-from streambp.offload.fitting import AsUnpatched, Chosen
 
 
 def last_step(model: nn.Module) -> StepRecord | None:
@@ -54,7 +52,7 @@ def record_of(state: PatchState) -> StepRecord | None:
     plans = [report.plan for report in step.reports if report.plan is not None]
     longest = max(plans, key=len, default=None)
     choice, chosen = step.choice, step.choice if isinstance(step.choice, Chosen) else None
-    room = choice.room if isinstance(choice, (Chosen, AsUnpatched)) else None
+    room = None if choice is None or state.offloader is not None else choice.room
     saved = () if step.unpatched else _saved(state, step, choice)
     counted = 0 if step.over else 1
     return StepRecord(
@@ -92,11 +90,9 @@ def _way(step: Step, saved: tuple[Saved, ...]) -> str:
 
 def _saved(state: PatchState, step: Step, choice: Choice | None) -> tuple[Saved, ...]:
     """What was chosen, or what the user named, layer by layer."""
-    if isinstance(choice, Chosen):
+    if isinstance(choice, Chosen) and state.config.saves == "auto":
         return tuple(Saved(name, choice.layers[name], size) for name, size in choice.bytes.items())
     cut = [site for site, report in zip(state.steps.sites, step.reports, strict=True) if report.because is None]
-    if isinstance(choice, OffloadChoice) and state.config.saves == "auto":
-        return tuple(Saved(name, len(cut)) for name in choice.saves)
     names: dict[str, int] = {}
     for site in cut:
         for name in site.config.named_saves:

@@ -21,7 +21,6 @@ from streambp.model.fused_layers import Fused, put_on
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
 from streambp.model.wrappers import BackboneForward, LayerForward
-from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -80,10 +79,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 
 def _offloader(config: StreamConfig, layers: int) -> OffloadManager:
     host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
-    sets_budget = config.offload == "auto" and gpu_memory is None
-    chooses_saves = config.saves == "auto"
-    auto = Auto(chooses_saves, sets_budget) if chooses_saves or sets_budget else None
-    return OffloadManager(host_memory, config.on_host_full, layers, gpu_memory, auto)
+    return OffloadManager(host_memory, config.on_host_full, layers, gpu_memory)
 
 
 def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]) -> None:

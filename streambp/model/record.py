@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from types import MappingProxyType
 
-from streambp.layer.saved import GRAPH
-from streambp.offload.auto import OffloadChoice
+from streambp.offload.costs import GRAPH, Chosen
 from streambp.prefixes.calls import Shared
 
 STREAMED, KEPT_GRAPH, UNPATCHED, WHOLE = "streamed", "kept its graph", "ran unpatched", "ran whole"
@@ -193,17 +192,20 @@ class StepRecord:
         return (*(str(saved) for saved in self.saved), room) if self.saved else (f"nothing ({room})",)
 
 
-def offloaded(choice: OffloadChoice) -> str:
-    """What offload="auto" chose by its measurement, and why no more."""
+def offloaded(choice: Chosen) -> str:
+    """What was chosen to leave the device by what was measured, and why no more."""
     m = choice.measured
-    hidden = min(1.0, m.seconds / choice.copying) if choice.copying else 1.0
-    spared = [f"{choice.spared_attention:.3g} s of attention"] if choice.spared_attention else []
-    spared += [f"{choice.spared_flops:.3g} FLOPs of Linears"] if choice.spared_flops else []
+    assert m is not None
+    leaves = choice.inputs + sum(choice.bytes.values())
+    copying = leaves / m.link
+    hidden = min(1.0, m.seconds / copying) if copying else 1.0
     kept_out = "; ".join(f"not {name}: {why}" for name, why in choice.left_out.items())
     rates = f"{m.link / 1e9:.3g} GB/s to the host, attention {m.attention / 1e12:.3g} TFLOP/s"
+    names = ", ".join(
+        name if n == max(choice.layers.values()) else f"{name} of {n} layers" for name, n in choice.layers.items()
+    )
     return (
-        f"auto chose {', '.join(choice.saves) or 'layer inputs alone'} at {m.length:,} tokens "
-        f"({m.seconds:.3g} s of forward, {rates}): "
-        f"{sized(choice.bytes)} leave in {choice.copying:.3g} s, {hidden:.0%} of it behind the compute, and spare "
-        f"{' and '.join(spared) or 'nothing'} in backward" + (f"; {kept_out}" if kept_out else "")
+        f"auto chose {names or 'layer inputs alone'} at {m.length:,} tokens ({m.seconds:.3g} s of forward, {rates}): "
+        f"{sized(leaves)} leave in {copying:.3g} s, {hidden:.0%} of it behind the compute, and spare "
+        f"{choice.spared:.3g} FLOPs in backward" + (f"; {kept_out}" if kept_out else "")
     )

@@ -41,7 +41,7 @@ class PatchState:
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
     steps: notes on its steps. [Note: notes on a step]
-    policy: what decides chunk_size="auto", whose rule its str() says, and saves="auto" without offloading.
+    policy: what decides chunk_size="auto", whose rule its str() says, saves="auto" and offload="auto".
     unpatched: decides which micro-batches run as unpatched, where saves="auto" decides. [Note: micro-batches as unpatched]
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.

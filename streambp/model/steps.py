@@ -19,26 +19,12 @@ from torch.utils.hooks import unserializable_hook
 
 from streambp.layer.site import CallReport, LayerSite
 from streambp.model.record import StepRecord
-from streambp.offload.auto import OffloadChoice
-from streambp.offload.fitting import AsUnpatched, Chosen
+from streambp.offload.costs import Choice, Chosen
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.calls import Shared
 
 logger = logging.getLogger(__name__)
-Choice = Chosen | AsUnpatched | OffloadChoice
 Shape = tuple[int, int]
-
-
-def latest_choice(site: LayerSite | None, offloader: OffloadManager | None) -> Choice | None:
-    """What the newest micro-batch chose to save, or to run as unpatched: no other place reads that.
-
-    Args:
-        site: any layer of the model.
-    """
-    if offloader is not None:
-        return None if offloader.auto is None else offloader.auto.latest
-    latest: Any = None if site is None or site.chooser is None else site.chooser.latest
-    return latest
 
 
 @dataclasses.dataclass
@@ -68,7 +54,7 @@ class Step:
     def answer(self) -> Hashable:
         """What a log is told of once: how the step ran, not how large it was."""
         chunks = {report.plan.size for report in self.reports if report.plan is not None and len(report.plan) > 1}
-        saves = self.choice.saves if isinstance(self.choice, OffloadChoice) else getattr(self.choice, "layers", ())
+        saves = getattr(self.choice, "layers", ())
         whole = frozenset(report.because for report in self.reports)
         return self.unpatched, max(chunks, default=None), frozenset(saves), self.let_go, whole, self.shared is None
 
@@ -120,12 +106,16 @@ class Steps:
                 number, shapes = last.number, {**last.shapes, **shapes}  # another stack of the same forward
             else:
                 self.settle()
-        first = self.sites[0] if self.sites else None
         reports = [] if unpatched is not None else [site.last for site in self.sites]
-        choice = latest_choice(first, self.offloader)
+        choice = self._choice()
         self.last = Step(number, unpatched is not None, shapes, reports, choice, shared)
         if unpatched is not None:
             self._watch(unpatched)
+
+    def _choice(self) -> Choice | None:
+        """What the newest micro-batch chose to save, or to run as unpatched: no other place reads that."""
+        chooser = self.sites[0].chooser if self.sites else None
+        return None if chooser is None else chooser.latest
 
     def _watch(self, output: Any) -> None:
         """See when the backward of an unpatched forward's output begins."""
@@ -144,7 +134,7 @@ class Steps:
         """The last step, with what is known of it by now."""
         step = self.last
         if step is not None and step.unpatched and not step.over:  # its choice was noted when its forward had ended
-            step.choice = latest_choice(self.sites[0], self.offloader)
+            step.choice = self._choice()
         return step
 
     def in_backward(self) -> None:

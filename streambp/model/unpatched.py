@@ -48,7 +48,7 @@ from streambp.known_names import EAGER, SDPA
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.model.split import find_split
-from streambp.offload.fitting import AsUnpatched
+from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import SLACK, SavesPolicy
 from streambp.prefixes.calls import IGNORED
 

@@ -12,11 +12,12 @@ independent, so any order of their backward passes works (1F1B, interleaved, acc
 
 [Note: device budget] `gpu_memory` is for the prefix of the layer at work first, because what does not stay of it moves once
 for each chunk; then for the saved tensors of the last layers, which move once and whose copies would hide least. Layers on
-several devices share one budget, so that none of the devices holds more.
+several devices share one budget, so that none of the devices holds more. With offload="auto" it is measured (`link.py`).
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -25,7 +26,6 @@ from torch import Tensor
 
 from streambp.errors import HostMemoryError
 from streambp.offload.arena import Arena, as_tensor, host_limit, padded
-from streambp.offload.auto import Auto, LayerWatch
 from streambp.offload.engines import BACK, OUT, Engine, make_engine
 from streambp.offload.stores import HostTensors, LayerTensors, MicroBatch
 from streambp.offload.transfers import Entry, Holding, Transfers
@@ -39,8 +39,7 @@ class OffloadManager:
         on_host_full: "keep" what does not fit on the device, "recompute" what can be, or "raise".
         layers: how many layers a forward has, for the size of a stack and for which of them stay on the device.
         gpu_memory: bytes on the device for a layer's prefix and for saved tensors that stay; None: the prefix is whole,
-            and all saved tensors leave.
-        auto: chooses what to save; None: the configuration says it.
+            and all saved tensors leave. prefix_memory: those for prefixes alone, which `LinkBudget` may know before.
         engine: for tests; made for the device of the first tensor if None.
     """
 
@@ -50,16 +49,15 @@ class OffloadManager:
         on_host_full: str,
         layers: int,
         gpu_memory: int | None = None,
-        auto: Auto | None = None,
         engine: Engine | None = None,
     ) -> None:
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
         self.set_aside = 0  # bytes of host memory that an engine will take
-        self.auto = auto
         self.workspace = 0  # bytes of the largest prefix of this forward, as backward will need it
         self._given_gpu_memory = gpu_memory
+        self.gpu_memory = self.prefix_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
         self._given_engine = engine
         self._engine: Engine | None = None  # of the layer that was opened last
@@ -71,16 +69,13 @@ class OffloadManager:
 
     def __reduce__(self) -> Any:
         """A copied or pickled model starts with an empty manager."""
-        auto = None if self.auto is None else self.auto.fresh()
-        return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self._given_gpu_memory, auto)
+        return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self._given_gpu_memory)
 
-    def open(self, index: int, device: torch.device, length: int) -> LayerTensors:
+    def open(self, index: int, device: torch.device) -> LayerTensors:
         """The store of one layer's call; a layer that does not come after the last one starts a new micro-batch."""
         arena = self._start(device)
         batch = self._current_batch()
         if batch is None or batch.retired or index <= batch.last_index:
-            if self.auto is not None:
-                self.auto.begin(length, self.transfers, arena.limit, self.workspace)
             self.workspace = 0
             batch = MicroBatch(arena)
             self._current = weakref.ref(batch)
@@ -92,13 +87,19 @@ class OffloadManager:
         self._stores.add(tensors)
         return tensors
 
-    def chosen_saves(self, length: int) -> tuple[str, ...] | None:
-        """What the layers save of a sequence of that length; None: what the configuration says."""
-        return None if self.auto is None else self.auto.saves(length)
+    def on(self, device: torch.device) -> Engine:
+        """What copies between a device and the host."""
+        self._start(device)
+        return self.transfers.on(device)
 
-    def watch(self, length: int, unread: dict[Any, Any]) -> LayerWatch | None:
-        """Measures the forward of the layer that was opened last, if a choice is still to be made."""
-        return None if self.auto is None or self._engine is None else self.auto.watch(length, self._engine, unread)
+    def sent(self) -> tuple[float, float]:
+        """Bytes that have been moved to the host so far, and the seconds that took."""
+        return (0.0, 0.0) if self._transfers is None else (self._transfers.bytes[OUT], self._transfers.copying()[OUT])
+
+    @property
+    def host_room(self) -> float:
+        """Bytes of host memory that may be used."""
+        return math.inf if self._arena is None else self._arena.limit
 
     def scratch(self, device: torch.device) -> HostTensors:
         """A store for the tiles of one prefix."""
@@ -122,16 +123,6 @@ class OffloadManager:
 
     def _current_batch(self) -> MicroBatch | None:
         return self._current() if self._current is not None else None
-
-    @property
-    def gpu_memory(self) -> int | None:
-        """[Note: device budget]"""
-        return self.auto.gpu_memory if self._given_gpu_memory is None and self.auto is not None else self._given_gpu_memory
-
-    @property
-    def prefix_memory(self) -> int | None:
-        """Bytes on the device that a layer's prefix may take; None: no limit."""
-        return self.auto.prefix_memory if self.gpu_memory is None and self.auto is not None else self.gpu_memory
 
     @property
     def kept(self) -> int:

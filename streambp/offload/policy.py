@@ -1,11 +1,10 @@
-"""The one choice of saves="auto" without offloading: how long chunks are, and what layers keep for their backward.
+"""The one choice of saves="auto": how long chunks are, and what layers keep for their backward, on the device or the host.
 
 [Note: saves that fit] `patch` decides nothing: a model may be moved, cast, frozen or given adapters afterwards. The choice
-is taken when the first layer of a micro-batch begins, from what the device has free then and from what a step without
-saves needs (the planner's law, counted once for each state of the model). Whatever else is there, an optimizer's states,
-other models, other processes, gradients of earlier micro-batches, is part of what is not free. Saves change no value (but
-for rounding, in half precision where plain products attend), so that each step, each micro-batch and each rank may decide
-anew.
+is taken when the first layer of a micro-batch begins, from what there is room for then and from what a step without saves
+needs (the planner's law, counted once for each state of the model). Whatever else is there, an optimizer's states, other
+models, other processes, gradients of earlier micro-batches, is part of what is not free. Saves change no value (but for
+rounding, in half precision where plain products attend), so that each step, each micro-batch and each rank may decide anew.
 
 What is saved goes by seconds spared for each byte, and within one kind to the last layers first, whose backward comes
 first: when the first layers' gradients are born, the last layers' saves are gone. Of the chunk sizes whose step fits the
@@ -20,74 +19,43 @@ the law is wrong, or others take memory meanwhile, less is saved:
 The driver is asked for the free memory when a forward begins and when its first layer begins; between, what it said then
 and torch's own count tell it.
 
+[Note: saves on the host] With offloading there is room for what leaves behind the compute of a forward, at the rate of the
+copies, and for what the host has (DESIGN.md section 5). The first forward of a length, within a factor of two, measures
+both and saves nothing but inputs; attention's outputs only where attending again takes longer than copying. The forward
+decides: a backward takes twice as long, and the link is no slower in its direction.
+
 A call in one chunk, on a device with room for all of these, keeps its graph and recomputes nothing. [Note: kept graphs]
 With four times the room it is not streamed at all. [Note: micro-batches as unpatched]
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import functools
 import math
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
-from streambp.layer.saved import GRAPH, Kept
-from streambp.layer.site import Recent
-from streambp.offload.fitting import AsUnpatched, Candidate, Chosen, LayerCost, LayerSeen, Margin, Shortage
+from streambp.offload.arena import host_limit
+from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Known, LayerCost, LayerSeen, Margin, Saves, Shortage
+from streambp.offload.link import LinkBudget
 
 SLACK = 0.01  # of the free memory at first: less is no sign that the law is wrong
 CHUNK_TOKENS = (16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
 CLOSE = 0.002  # of the seconds: as fast
+FORWARD = 0.25  # of a step's seconds: it computes everything once, and backward three times as much
+REMEMBERED = 32  # margins
 
 Free = Callable[[torch.device], float | None]
 Rooms = list[list[float]]  # (index, bytes): what layers up to that one may save together
 
 
-class Need:
-    """What a step without saves takes."""
-
-    def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """(index, bytes): what is needed while layers up to that one wait for their backward.
-
-        Args:
-            tokens: over all rows. chunk: tokens of a chunk. present: the part of the gradients that are there already.
-        """
-        raise NotImplementedError
-
-    def at_work(self, chunk: int) -> float:
-        """Bytes that computing a chunk of so many tokens takes."""
-        raise NotImplementedError
-
-    def __call__(self, tokens: int, chunk: int, present: float = 0.0) -> float:
-        """Bytes at most."""
-        return max(size for _, size in self.by_layer(tokens, chunk, present))
-
-
-@dataclasses.dataclass
-class Known:
-    """What is known of a model's steps in one of its states.
-
-    need: None: nothing. costs: of layers, by index; their own steps correct it. seconds: of a step without saves, by tokens
-    and those of a chunk; None where no step was counted. products: FLOP/s. why: nothing is counted, or known at all.
-    """
-
-    need: Need | None = None
-    costs: dict[int, LayerCost] = dataclasses.field(default_factory=dict)
-    seconds: Callable[[int, int], float] | None = None
-    products: float = math.inf
-    why: str = ""
-
-
-States = Callable[[torch.device], tuple[Known, float]]
-
-
-def _never(_: torch.device) -> bool:
-    return False
+def _none(_: torch.device) -> int:
+    return 0  # of what a `Free` that only tells what is free knows nothing of
 
 
 class SavesPolicy:
@@ -96,34 +64,41 @@ class SavesPolicy:
     Args:
         layers: how many there are. free: bytes that a device has for a step; None: not known. states: what is known of the
             model's steps in its present state, and the part of its gradients that are there. sizes: it chooses chunk sizes.
-        saves: and what is saved.
+        saves: and what is saved. link: what may leave the device; None: nothing does.
 
     latest: what the last micro-batch chose; None: nothing was known to choose from.
     """
 
-    def __init__(self, layers: int, free: Free, states: States, sizes: bool, saves: bool) -> None:
+    def __init__(
+        self,
+        layers: int,
+        free: Free,
+        states: Callable[[torch.device], tuple[Known, float]],
+        sizes: bool,
+        saves: bool,
+        link: LinkBudget | None = None,
+    ) -> None:
         self.layers, self.free, self.states = layers, free, states
-        self.sizes, self.keeps = sizes, saves
-        self.latest: Chosen | AsUnpatched | None = None
+        self.sizes, self.keeps, self.link = sizes, saves, link
+        self.latest: Choice | None = None
         self.known, self.present = Known(), 0.0
-        self._begun = False
+        self._begun = self._others_are_seen = False
         self._chunks: dict[tuple[int, int], int] = {}
         self._seen: dict[int, LayerSeen] = {}
         self._plan: dict[int, list[Candidate]] = {}
-        self._waiting: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # of `layer.saved.Kept`
         self._last = layers  # the layer whose forward began last
         self._device = torch.device("meta")  # of the first layer: only layers on it save anything
         self._expected = 0.0  # bytes that must be free as the next layer begins, for what is planned
         self._slack = 0.0
-        self._others_are_seen = False
         self._at_work = -math.inf  # bytes that should be free as a chunk begins; whatever is free where nothing was saved
         self._shortage: Shortage | None = None
         self._retries = 0
-        self.margins: Recent[tuple[int, int], Margin] = Recent()  # by tokens and those of a chunk
+        self.margins: dict[tuple[int, int], Margin] = {}  # by tokens and those of a chunk
 
     def __reduce__(self) -> Any:
         """A copied or pickled model has seen nothing."""
-        return SavesPolicy, (self.layers, self.free, self.states, self.sizes, self.keeps)
+        return SavesPolicy, (self.layers, self.free, self.states, self.sizes, self.keeps, self.link)
 
     def __str__(self) -> str:
         if self.known.seconds is None:
@@ -131,37 +106,29 @@ class SavesPolicy:
         sizes = ", ".join(f"{size:,}" for size in CHUNK_TOKENS)
         return f"auto: the fastest of {sizes} tokens over all rows of the batch that fits into the device's free memory"
 
-    def begins(self, device: torch.device) -> None:
-        """A forward of the model begins, before any of its layers; said again before `ended`, nothing happens."""
+    def begins(self, device: torch.device, with_layers: bool = False) -> None:
+        """A forward of the model begins: ask the device and the model anew, once, before any layer or with the first."""
         if not self._begun:
-            self._renew(device)
-        self._begun = True
+            getattr(self.free, "forget", bool)()
+            if self.link is not None:
+                self.link.measure(list(self._seen.values()))
+            self.learn()
+            known, self.present = self.states(device)
+            if known is not self.known:
+                self.known, self._seen = known, {}
+                if self.link is not None:
+                    self.link.measured.clear()
+        self._begun = not with_layers
 
     def ended(self) -> None:
         """A forward of the model is over, however that came."""
         self._begun = False
 
-    def _renew(self, device: torch.device) -> None:
-        """Ask the device and the model anew."""
-        forget = getattr(self.free, "forget", None)
-        if forget is not None:
-            forget()
-        self.learn()
-        known, self.present = self.states(device)
-        if known is not self.known:
-            self.known, self._seen = known, {}
-
-    def _enter(self, device: torch.device) -> None:
-        """The first layer of a forward begins."""
-        if not self._begun:
-            self._renew(device)
-        self._begun = False
-
     def chunk(self, index: int, batch_size: int, length: int, device: torch.device) -> int:
         """Positions per row for layer `index`; the first layer of a forward decides for all."""
-        key = (batch_size, length)
+        key = batch_size, length
         if index == 0 or key not in self._chunks:
-            self._enter(device)
+            self.begins(device, with_layers=True)
             self._chunks = {key: self.size(batch_size, length, device)}
         return self._chunks[key]
 
@@ -174,66 +141,87 @@ class SavesPolicy:
         for wanted in CHUNK_TOKENS:
             positions = max(1, wanted // batch_size)
             positions = length if positions >= length else in_one_pass(positions)
-            chunk = batch_size * positions
-            rooms = self._rooms(free, tokens, chunk)
             if math.isinf(best):
                 size = positions  # where nothing fits the last one stays
-            if min(room for _, room in rooms) < 0:
-                continue
-            spared = 0.0
-            if self.keeps:
-                plan = self._fill(rooms, range(self.layers), device, tokens, length, positions == length)
-                spared = sum(c.bytes * c.worth for found in plan.values() for c in found) / known.products
-            seconds = known.seconds(tokens, chunk) - spared
-            if seconds < best * (1 - CLOSE):
+            fits, _, seconds = self.predicted(free, tokens, batch_size * positions, device, length)
+            if fits and seconds < best * (1 - CLOSE):
                 size, best = positions, seconds
         return size
+
+    def predicted(
+        self, free: float, tokens: int, chunk: int, device: torch.device, length: int
+    ) -> tuple[bool, dict[int, list[Candidate]], float]:
+        """Whether a step in chunks of so many tokens fits, what its layers save by name, and its seconds."""
+        rooms, plan, seconds = self._rooms(free, tokens, chunk), {}, math.inf
+        fits = min(room for _, room in rooms) >= 0
+        if fits and self.keeps and self.link is None:
+            plan = self._fill(rooms, range(self.layers), device, tokens, length, chunk == tokens)
+        if self.known.seconds is not None:
+            seconds = self.known.seconds(tokens, chunk) - self.known.spared(plan)
+        return fits, plan, seconds
 
     def _rooms(self, free: float, tokens: int, chunk: int) -> Rooms:
         """What is left for saves beside a step without any."""
         assert self.known.need is not None
-        free -= self.margins.get((tokens, chunk), Margin()).bytes
+        margin = self.margins.get((tokens, chunk))
+        free -= 0.0 if margin is None else margin.bytes
         return [[upto, free - size] for upto, size in self.known.need.by_layer(tokens, chunk, self.present)]
 
-    def saves(self, kept: Kept, rows: int, can_keep_graph: Callable[[], bool]) -> tuple[str, ...]:
-        """What the layer of this call saves; its forward begins."""
-        index, tokens = kept.site.index, rows * kept.plan.length
+    def saves(self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]) -> Saves:
+        """What the layer of this call saves; its forward begins.
+
+        Args:
+            kept: `layer.saved.Kept`, which can be asked to let go of it. can_keep_graph: whether its graph may be kept.
+        """
+        index, length, unread = kept.site.index, kept.plan.length, kept.site.unread
+        tokens = rows * length
         if index <= self._last:
             self._begin(kept, rows)
         elif self._plan and kept.device == self._device:
             self._take_back(kept, tokens)
-        self._last = index
-        cost, unread = self.known.costs.get(index), kept.site.unread
+        self._last, watch = index, None
+        cost, chosen = self.known.costs.get(index), self._plan.get(index, [])
+        if self.link is not None:
+            if self.latest is None:
+                watch = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
+                self._seen[index] = self.link.watch(watch)
+            return Saves(tuple(candidate.name for candidate in chosen) if self.keeps else None, watch=watch)
         if cost is None or cost.situations != len(unread) or cost.device != kept.device:
-            kept.watch = self._seen[index] = LayerSeen(kept.device, tokens, kept.plan.length, len(kept.plan), unread)
+            watch = self._seen[index] = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
         if kept.device != self._device:
-            return ()
-        chosen = self._plan.get(index, [])
-        if any(candidate.name == GRAPH for candidate in chosen) and not (kept.watch is None and can_keep_graph()):
+            return Saves(watch=watch)
+        graph = any(candidate.name == GRAPH for candidate in chosen)
+        if graph and not (watch is None and can_keep_graph()):
             assert cost is not None
-            chosen = self._plan[index] = list(cost.candidates(index, tokens, kept.plan.length))
+            graph, chosen = False, list(cost.candidates(index, tokens, length))
+            self._plan[index] = chosen
         self._waiting.add(kept)
-        self._expected -= sum(candidate.bytes for candidate in chosen) + (0.0 if cost is None else cost.inputs(tokens))
-        return tuple(candidate.name for candidate in chosen)
+        inputs = 0.0 if cost is None else cost.of(tokens).x
+        self._expected -= sum(candidate.bytes for candidate in chosen) + inputs
+        return Saves(() if graph else tuple(candidate.name for candidate in chosen), graph, watch)
 
-    def _begin(self, kept: Kept, rows: int) -> None:
+    def _begin(self, kept: Any, rows: int) -> None:
         """A micro-batch begins: learn from those before, and choose."""
         if not self.sizes:
-            self._enter(kept.device)
-        self._settle(kept.device)
+            self.begins(kept.device, with_layers=True)
+        self._settle()
         self._seen, self._plan, self.latest, self._at_work = {}, {}, None, -math.inf
-        free, need = self.free(kept.device), self.known.need
-        self._others_are_seen = getattr(self.free, "sees_others", _never)(kept.device)
+        length, chunk = kept.plan.length, rows * min(kept.plan.size, kept.plan.length)
+        if self.link is not None:
+            self._begin_on_host(self.link, length, chunk)
+            return
+        free, need, tokens = self.free(kept.device), self.known.need, rows * length
+        self._others_are_seen = getattr(self.free, "sees_others", _none)(kept.device) > 0
         if free is None or need is None or not self.known.costs:
             return
-        length, chunk = kept.plan.length, rows * min(kept.plan.size, kept.plan.length)
-        tokens = rows * length
-        rooms = self._rooms(free, tokens, chunk)
-        room = max(rooms)[1]
-        self._device, self._slack = kept.device, SLACK * free
-        if min(left for _, left in rooms) >= 0:
-            self._plan = self._fill(rooms, range(self.layers), kept.device, tokens, length, len(kept.plan) == 1)
-        self.latest = chosen = Chosen.of(tokens, chunk, room, self._plan)
+        room = max(room for _, room in self._rooms(free, tokens, chunk))
+        self._device, self._slack, self._retries = (
+            kept.device,
+            SLACK * free,
+            getattr(self.free, "retries", _none)(kept.device),
+        )
+        _, self._plan, _ = self.predicted(free, tokens, chunk, kept.device, length)
+        self.latest = chosen = Chosen(tokens, length, chunk, room, self._plan)
         planned = sum(chosen.bytes.values())
         self._expected = free - max(0.0, room - planned)
         if planned:
@@ -241,40 +229,76 @@ class SavesPolicy:
             wished = {index: sum(c.bytes for c in found) for index, found in self._plan.items()}
             self._shortage = Shortage((tokens, chunk), room, planned, wished)
 
+    def _begin_on_host(self, link: LinkBudget, length: int, chunk: int) -> None:
+        """Choose what leaves, or let it be measured. [Note: saves on the host]"""
+        measured, costs = link.begin(length), self.known.costs
+        if measured is None:
+            return
+        whole = functools.reduce(operator.add, (cost.of(measured.tokens) for cost in costs.values()))
+        attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
+        why = {"attn_out": "attending again is faster than copying"} if attends and whole.attn_out else {}
+        room = measured.room - whole.x
+        self._plan = self._fill([[math.inf, room]], costs, None, measured.tokens, measured.length, False, why)
+        self.latest = Chosen(measured.tokens, measured.length, chunk, room, self._plan, measured, whole.x, why)
+        for name in sorted(whole.overwritten):
+            why.setdefault(name, "layers that overwrite it compute it again")
+        full = f"the {'host' if measured.host < measured.seconds * measured.link else 'link'} has no room"
+        for name in (*(name for name in ("attn_out", "kv") if getattr(whole, name)), *whole.products):
+            if self.latest.layers.get(name, 0) < len(costs):
+                why.setdefault(name, full)
+
+    def faster_on_host(self) -> float:
+        """Seconds that the last step would have been shorter with offload="cpu", by the device's rates; 0: not known."""
+        chosen, known, costs = self.latest, self.known, self.known.costs
+        if not isinstance(chosen, Chosen) or self.link is not None or known.seconds is None:
+            return 0.0
+        if GRAPH in chosen.layers or chosen.layers.get("attn_out", 0) == len(costs):
+            return 0.0
+        room = min(FORWARD * known.seconds(chosen.tokens, chosen.chunk) * known.link, host_limit(None))
+        room -= sum(cost.of(chosen.tokens).x for cost in costs.values())
+        plan = self._fill([[math.inf, room]], costs, None, chosen.tokens, chosen.length, False)
+        return max(0.0, known.spared(plan) - chosen.spared / known.products)
+
     def _fill(
-        self, rooms: Rooms, indices: Iterable[int], device: torch.device, tokens: int, length: int, whole: bool
+        self,
+        rooms: Rooms,
+        indices: Iterable[int],
+        device: torch.device | None,
+        tokens: int,
+        length: int,
+        whole: bool,
+        without: Container[str] = (),
     ) -> dict[int, list[Candidate]]:
         """What these layers save of what fits, by worth.
 
         Args:
-            rooms: taken up by what is saved. whole: the call is one chunk, whose graph may be kept.
+            rooms: taken up by what is saved. device: of the layers that save; None: all do. whole: the call is one chunk,
+                whose graph may be kept. without: names of what nobody saves.
         """
-        known = self.known.costs
-        here = {index: known[index] for index in indices if index in known and known[index].device == device}
         plan: dict[int, list[Candidate]] = {index: [] for index in indices}
-        named_by = {index: list(cost.candidates(index, tokens, length)) for index, cost in here.items()}
-
-        found = sorted(itertools.chain(*named_by.values()), key=lambda candidate: (-candidate.worth, -candidate.index))
-        for index in sorted(here, reverse=True) if whole else ():
-            if here[index].graph:
-                found.append(Candidate(index, GRAPH, here[index].graph * tokens / here[index].tokens, 0.0))
-        for candidate in found:
-            index, size, named = candidate.index, candidate.bytes, 0.0
-            if candidate.name == GRAPH:
-                if len(plan[index]) < len(named_by[index]):
+        found: list[Candidate] = []
+        count: dict[int, int] = {}
+        for index in plan:
+            cost = self.known.costs.get(index)
+            if cost is not None and device in (None, cost.device):
+                named = [one for one in cost.candidates(index, tokens, length) if one.name not in without]
+                graph = [Candidate(index, GRAPH, cost.graph * tokens / cost.tokens, 0.0)] if whole and cost.graph else []
+                found, count[index] = [*found, *named, *graph], len(named)
+        for candidate in sorted(found, key=lambda one: (-one.worth, -one.index)):
+            index, size, chosen = candidate.index, candidate.bytes, plan[candidate.index]
+            if candidate.name == GRAPH:  # in place of all that is named
+                if len(chosen) < count[index]:
                     continue
-                named = sum(other.bytes for other in plan[index])
-                size, candidate = max(0.0, size - named), dataclasses.replace(candidate, bytes=max(size, named))
-            for upto, room in rooms:
-                if index <= upto and size > room:
-                    break
-            else:
+                there = sum(one.bytes for one in chosen)
+                candidate, chosen = Candidate(index, GRAPH, max(size, there), 0.0), []
+                size = max(0.0, size - there)
+            if all(size <= room for upto, room in rooms if index <= upto):
                 for entry in rooms:
                     entry[1] -= size if index <= entry[0] else 0.0
-                plan[index] = [candidate] if candidate.name == GRAPH else [*plan[index], candidate]
+                plan[index] = [*chosen, candidate]
         return plan
 
-    def _take_back(self, kept: Kept, tokens: int) -> None:
+    def _take_back(self, kept: Any, tokens: int) -> None:
         """Save less from this call's layer on if the device has less free than it should; if that is not enough, let go of
         what is saved."""
         free = self._look()
@@ -292,7 +316,7 @@ class SavesPolicy:
             rooms = [[math.inf, planned - short]]
             self._plan |= self._fill(rooms, later, self._device, tokens, kept.plan.length, len(kept.plan) == 1)
 
-    def look(self, kept: Kept) -> None:
+    def look(self, kept: Any) -> None:
         """Let go of all saves if the device has less free than a chunk takes."""
         lack = self._shortage
         if lack is None or self._at_work == -math.inf or kept.device != self._device:
@@ -306,7 +330,7 @@ class SavesPolicy:
         if free < self._at_work and not lack.gone:
             self._drop(kept, "less memory was free than a chunk takes")
 
-    def let_go(self, kept: Kept | None = None) -> bool:
+    def let_go(self, kept: Any | None = None) -> bool:
         """The device has run out of memory, in this call or between layers: whether saves were there to be let go of."""
         self.failed()
         return self._drop(kept, f"{'the loss' if kept is None else 'a chunk'} ran out of memory")
@@ -317,16 +341,16 @@ class SavesPolicy:
             self._shortage.by = max(self._shortage.by, self._shortage.planned / 2)
             self._shortage.failed = True
 
-    def _settle(self, device: torch.device) -> None:
+    def _settle(self) -> None:
         """What the micro-batch before lacked, those like it leave free besides."""
-        retries = getattr(self.free, "retries", None)
-        tried = 0 if retries is None else retries(device)
         lack, self._shortage = self._shortage, None
         if lack is not None:
-            if tried > self._retries:  # the allocator gave its cache back to go on
+            if (
+                getattr(self.free, "retries", _none)(self._device) > self._retries
+            ):  # the allocator gave its cache back to go on
                 lack.by = max(lack.by, self._slack)
-            self.margins[lack.key] = lack.margin(self.margins.get(lack.key, Margin()))
-        self._retries = tried
+            margin = lack.margin(self.margins.pop(lack.key, None))
+            self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: margin}
 
     def learn(self) -> Mapping[int, LayerCost]:
         """What is known of each layer, by its index; of those whose backward has run, what was seen."""
@@ -336,7 +360,7 @@ class SavesPolicy:
             if cost is not None:
                 before = costs.get(index)
                 if before is not None and not cost.graph:
-                    cost = dataclasses.replace(cost, graph=before.graph * cost.tokens / before.tokens)
+                    cost = cost._replace(graph=before.graph * cost.tokens / before.tokens)
                 costs[index] = cost
                 del self._seen[index]
         return costs
@@ -360,7 +384,7 @@ class SavesPolicy:
             self.latest.least = min(self.latest.least, free)
         return free
 
-    def _drop(self, kept: Kept | None, because: str) -> bool:
+    def _drop(self, kept: Any | None, because: str) -> bool:
         """Let go of all that is saved; the call of `kept` is at work, and uses its buffers. Whether anything was there."""
         device = self._device if kept is None else kept.device
         there = [other for other in self._waiting if other.device == device and (other.saves or other.keeps_graph)]

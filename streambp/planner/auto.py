@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from streambp.model.last_step import record_of
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import NO_LIMIT, host_limit
-from streambp.offload.fitting import LayerCost
-from streambp.offload.policy import Known, Need, SavesPolicy
+from streambp.offload.costs import Known, LayerCost, Need
+from streambp.offload.link import LinkBudget
+from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import StepCount
 from streambp.planner.devices import DEFAULT, DEVICES, Rates
 from streambp.planner.profile import Method, Phase
@@ -80,41 +81,22 @@ def _by_layer(phases: Sequence[Phase], tokens: int, chunk: int) -> dict[float, f
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class HostLaw(Need):
-    """Bytes that a streamed step without saves takes, at most: for CPUs, where nothing is counted, and for models that
-    cannot be counted.
+def bound(model: nn.Module, layers: Sequence[nn.Module]) -> Law:
+    """What a streamed step without saves takes, at most, of a model with these decoder layers: for CPUs, where nothing is
+    counted, and for models that cannot be counted.
 
-    Args:
-        gradients: of all trainable parameters. once: those of the largest part that is computed at a time. inputs: of all
-            layers, for a token. work: that computing a chunk takes for each of its tokens, with what each weight of the
-            largest layer takes and gives WORK times.
+    They are gradients (once they are there, those of the largest part that is computed at a time); inputs of all layers;
+    and at work what each weight of the largest layer takes and gives for each token of a chunk, WORK times.
     """
-
-    gradients: float
-    once: float
-    inputs: float
-    work: float
-
-    @classmethod
-    def of(cls, model: nn.Module, layers: Sequence[nn.Module]) -> HostLaw:
-        """Of a model with these decoder layers."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
-        inputs = sum(max((p.shape[-1] * p.itemsize for p in found), default=0) for found in weights)
-        work = max((sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights), default=0)
-        parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
-        once = max((*parts, *(p.nbytes for p in trained)), default=0)
-        return cls(sum(_held(p) for p in trained), once, inputs, WORK * work)
-
-    def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Of so many tokens over all rows, in chunks of `chunk`."""
-        gradients = (1 - present) * self.gradients + present * min(self.once, self.gradients)
-        return ((math.inf, gradients + self.inputs * tokens + self.at_work(chunk)),)
-
-    def at_work(self, chunk: int) -> float:
-        """What computing a chunk of so many tokens takes."""
-        return self.work * chunk
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
+    inputs = sum(max((p.shape[-1] * p.itemsize for p in found), default=0) for found in weights)
+    work = WORK * max((sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights), default=0)
+    parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
+    gradients = sum(map(_held, trained))
+    once = min(gradients, max((*parts, *(p.nbytes for p in trained)), default=0))
+    first, again = ((Phase("at most", size, inputs, work),) for size in (gradients, once))
+    return Law(Method("at most", (), "none", False, True, first, again, 0, 0, ()))
 
 
 def _held(tensor: Tensor) -> int:
@@ -128,16 +110,17 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     state = installed.state
     state.steps.name, state.steps.tell = type(model).__name__, functools.partial(record_of, state)
     layers = [wrapper for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
-    sizes = state.config.chunk_size == "auto"
-    saves = state.config.saves == "auto" and state.offloader is None
-    if not layers or not (sizes or saves):
+    sizes, saves = state.config.chunk_size == "auto", state.config.saves == "auto"
+    on_device = state.config.offload == "auto" and state.config.gpu_memory is None
+    link = LinkBudget(state.offloader, on_device) if state.offloader is not None and (saves or on_device) else None
+    if not layers or not (sizes or saves or link is not None):
         return model
     number = 1 + max(wrapper.site.index for wrapper in layers)
-    state.policy = policy = SavesPolicy(number, FreeMemory(), ModelStates(model, state.config), sizes, saves)
+    state.policy = policy = SavesPolicy(number, FreeMemory(), ModelStates(model, state.config), sizes, saves, link)
     for wrapper in layers:
         wrapper.site.chunk_rule = policy.chunk if sizes else None
-        wrapper.site.chooser = policy if saves else None
-    if saves:
+        wrapper.site.chooser = policy if saves or link is not None else None
+    if saves and state.offloader is None:
         state.pending.let_go = policy.let_go
         if state.config.unpatched_runs and not state.config.share_prefixes:
             state.unpatched = UnpatchedRuns(state.config, policy, [wrapper.site for wrapper in layers])
@@ -147,32 +130,25 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 patch.__doc__ = patching.patch.__doc__
 
 
-class Look(NamedTuple):
-    """A model's parameters at a glance. key: what decides what its steps take. present: the part of its trainable bytes
-    whose gradients are there."""
-
-    key: tuple[Any, ...]
-    present: float
-
-    @classmethod
-    def at(cls, model: nn.Module) -> Look:
-        """As it is now: a tenth of a millisecond for a hundred modules."""
-        modules: list[nn.Module | None] = [model]
-        key: list[Any] = []
-        trained = present = 0
-        for module in modules:  # which grows
-            own = {} if module is None else module.__dict__
-            if own and own["_modules"]:
-                modules += own["_modules"].values()
-            for parameter in own["_parameters"].values() if own and own["_parameters"] else ():
-                if parameter is None:
-                    continue
-                size, trains = parameter.nbytes, parameter.requires_grad
-                key += size, parameter.dtype, trains, parameter.device
-                if trains:
-                    trained += size
-                    present += size if parameter.is_leaf and parameter.grad is not None else 0
-        return cls(tuple(key), present / trained if trained else 0.0)
+def look_at(model: nn.Module) -> tuple[tuple[Any, ...], float]:
+    """What decides what a model's steps take, and the part of its trainable bytes whose gradients are there: a tenth of a
+    millisecond for a hundred modules."""
+    modules: list[nn.Module | None] = [model]
+    key: list[Any] = []
+    trained = present = 0
+    for module in modules:  # which grows
+        own = {} if module is None else module.__dict__
+        if own and own["_modules"]:
+            modules += own["_modules"].values()
+        for parameter in own["_parameters"].values() if own and own["_parameters"] else ():
+            if parameter is None:
+                continue
+            size, trains = parameter.nbytes, parameter.requires_grad
+            key += size, parameter.dtype, trains, parameter.device
+            if trains:
+                trained += size
+                present += size if parameter.is_leaf and parameter.grad is not None else 0
+    return tuple(key), present / trained if trained else 0.0
 
 
 class ModelStates:
@@ -192,50 +168,37 @@ class ModelStates:
 
     def __call__(self, device: torch.device) -> tuple[Known, float]:
         """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
-        look = Look.at(self.model)
-        key = device, autocast_dtype(device.type), look.key
+        look, present = look_at(self.model)
+        key = device, autocast_dtype(device.type), look
         if key not in self._known:
             if len(self._known) == REMEMBERED:
                 self._known.clear()
             self._known[key] = self._count(device)
-        return self._known[key], look.present
+        return self._known[key], present
 
     def _count(self, device: torch.device) -> Known:
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
             return Known(why="parameters that ZeRO-3 has divided cannot be counted")
         layers = [w for w in self.model._streambp.state.wrappers if isinstance(w, LayerForward)]  # type: ignore[union-attr]
-        bound = HostLaw.of(self.model, [wrapper.module for wrapper in layers])
-        if free_memory(device) is None:
-            return Known(bound)
+        most = bound(self.model, [wrapper.module for wrapper in layers])
+        if free_memory(device) is None or (self.config.chunk_size != "auto" and self.config.offload != "none"):
+            return Known(most)
         cast = autocast_dtype(device.type)
         wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
         law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
         if isinstance(law, str):
-            return Known(bound, why=law)
+            return Known(most, why=law)
         places = {wrapper.site.index: _device(wrapper.module) for wrapper in layers}
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
         rates = rates_here(device)
-        if not isinstance(law, Law) or not law.method.work:
+        if not law.method.work:
             return Known(law, costs)
-        return Known(law, costs, _Seconds(law.method, rates), rates.products)
+        return Known(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
 
 
-@dataclasses.dataclass
-class _Seconds:
-    """Of a step without saves; those of the lengths that came last are remembered."""
-
-    method: Method
-    rates: Rates
-    _known: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
-
-    def __call__(self, tokens: int, chunk: int) -> float:
-        """Of so many tokens, in chunks of `chunk`."""
-        key = tokens, chunk
-        if key not in self._known:
-            if len(self._known) == REMEMBERED:
-                self._known.clear()
-            self._known[key] = seconds(self.method, tokens, chunk, self.rates).total
-        return self._known[key]
+def seconds_of(method: Method, rates: Rates) -> Callable[[int, int], float]:
+    """Of a step without saves, by tokens and those of a chunk; those of the last lengths are remembered."""
+    return functools.lru_cache(REMEMBERED)(lambda tokens, chunk: seconds(method, tokens, chunk, rates).total)
 
 
 def in_a_thread(work: Callable[[], T]) -> T:
@@ -263,7 +226,7 @@ def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
     return skeleton
 
 
-def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> Need | str:
+def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> Law | str:
     """What a step takes on a GPU; why it is not known, where it cannot be counted without data.
 
     Args:
@@ -314,8 +277,8 @@ def _costs(
         return {}
     if cast is not None:
         for index, one in seen.items():
-            seen[index] = dataclasses.replace(one, cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0)
-    return {index: dataclasses.replace(one, device=devices[index]) for index, one in seen.items()}
+            seen[index] = one._replace(cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0)
+    return {index: one._replace(device=devices[index]) for index, one in seen.items()}
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -27,7 +27,8 @@ from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
-from streambp.layer.store import Access, Offloader
+from streambp.layer.store import Access
+from streambp.offload.manager import OffloadManager
 from streambp.sharded.halves import AfterAttention, BeforeAttention
 from streambp.sharded.masks import resolve_whole
 from streambp.sharded.shards import Keys, Piece, Shards
@@ -67,9 +68,9 @@ class ShardedKept(Kept):
         """Whether attention's results are saved for certain, so that no keys are gathered to attend again."""
         return keeps(self.site.config, "attn_out") and self.gathers
 
-    def save_to(self, offloader: Offloader) -> None:
+    def save_to(self, offloader: OffloadManager) -> None:
         """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
-        self.store = offloader.open(self.site.index, self.device, self.plan.length)
+        self.store = offloader.open(self.site.index, self.device)
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """Nothing: what a rank would choose by its own memory differs. [Note: equal exchanges]"""

@@ -14,7 +14,8 @@ from streambp import chunks
 from streambp.attention.backend import Use
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import plan_chunks
-from streambp.offload.policy import Known, SavesPolicy
+from streambp.offload.costs import Known
+from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from streambp.planner.profile import Method, Phase
 from tests.attention.meta_runs import CUDNN_FIRST, HEADS, KV_HEADS, SIZE, run

@@ -18,7 +18,7 @@ from streambp.admission import long_trial, probe, trials
 from streambp.device import counted_bytes
 from streambp.errors import DeviceMemoryError
 from streambp.model import unpatched
-from streambp.offload.fitting import AsUnpatched, Chosen
+from streambp.offload.costs import AsUnpatched, Chosen
 from tests.emulated import backend
 from tests.families import build, make_batch
 from tests.tiers import thinned

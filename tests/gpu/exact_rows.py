@@ -31,7 +31,7 @@ import streambp
 from paper_repro.figures import wrong_paths
 from paper_repro.rows import Deadline, Result, each
 from streambp.layer import function
-from streambp.offload.fitting import AsUnpatched, Chosen
+from streambp.offload.costs import AsUnpatched, Chosen
 from tests import zoo
 from tests.families import make_batch
 from tests.gpu import script

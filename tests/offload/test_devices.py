@@ -12,9 +12,10 @@ import torch
 from streambp import device
 from streambp.layer.call import LayerCall
 from streambp.offload import engines, manager_of, transfers
+from streambp.offload.costs import Known
 from streambp.offload.engines import OUT, DeviceMemory
 from streambp.offload.manager import OffloadManager
-from streambp.offload.policy import Known, SavesPolicy
+from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from streambp.planner.auto import FreeMemory, Law
 from streambp.planner.profile import Method, Phase

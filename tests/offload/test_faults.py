@@ -61,7 +61,7 @@ def test_backward_twice_is_an_error():
 
 def test_second_load_is_an_error():
     offloader = manager.OffloadManager(None, "keep", 1)
-    store = offloader.open(0, torch.device("cpu"), 3)
+    store = offloader.open(0, torch.device("cpu"))
     store.put("x", 0, torch.randn(3))
     store.seal([("x", 0)], 1)
     store.take("x", 0)

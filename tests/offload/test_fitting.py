@@ -1,6 +1,6 @@
 """saves="auto" without offloading: it fits, changes no value, and gives way where memory runs short. [Note: saves that fit]
 
-covers: layer/function.py, layer/oom.py, layer/saved.py, layer/store.py, offload/fitting.py,
+covers: layer/function.py, layer/oom.py, layer/saved.py, layer/store.py, offload/costs.py,
     offload/policy.py, planner/auto.py
 """
 
@@ -23,13 +23,12 @@ import streambp
 from streambp.attention.prefix import Stage
 from streambp.errors import DeviceMemoryError
 from streambp.layer.call import LayerCall
-from streambp.layer.cost import Cost, Product
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import InMemory, Kept
 from streambp.offload import policy
 from streambp.offload.arena import host_limit
-from streambp.offload.fitting import LayerCost
-from streambp.offload.policy import Known, SavesPolicy
+from streambp.offload.costs import Cost, Known, LayerCost, Product
+from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from streambp.planner.profile import Method, Phase
 from tests import zoo
@@ -58,7 +57,7 @@ def patched(monkeypatch):
     """Makes a streamed model whose saves are chosen for the memory that a `Device` says."""
 
     def make(model=None, room=PLENTY, chunk_size=5):
-        monkeypatch.setattr(auto.HostLaw, "of", lambda *_: LAW)
+        monkeypatch.setattr(auto, "bound", lambda *_: LAW)
         model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
         model = streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, saves="auto"))
         device = Device(room)

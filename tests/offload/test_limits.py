@@ -1,7 +1,7 @@
 """saves="auto" on a device whose memory is a number that shrinks at any operation: it runs wherever saves=() does.
 
 covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/graphs.py, layer/oom.py, layer/shadows.py,
-    offload/fitting.py, offload/policy.py
+    offload/costs.py, offload/policy.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import streambp
 from streambp.attention.kv import KVBuffer
 from streambp.layer.shadows import GradientSum
-from streambp.offload import policy
+from streambp.offload import costs
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import LiveBytes
 from tests import zoo
@@ -56,7 +56,7 @@ class Device(LiveBytes):
         return result
 
 
-class Need(policy.Need):
+class Need(costs.Need):
     """What a step without saves was seen to take; how much of it a chunk takes is not known."""
 
     def __init__(self):
@@ -73,7 +73,7 @@ class KnownNeed:
     """What a policy knows of a model's steps is what they need; what layers may save they show."""
 
     def __init__(self, need):
-        self.known = policy.Known(need)
+        self.known = costs.Known(need)
 
     def __call__(self, device):
         return self.known, 0.0
@@ -104,6 +104,14 @@ class Pair:
         self.device = device
         return stepped(self.model, device, **batch)
 
+    def forget(self):
+        """What running out of memory has taught."""
+        self.chooser.margins.clear()
+        self.chooser._shortage = None
+        runs = self.model._streambp.state.unpatched
+        if runs is not None:
+            runs.most, runs._differentiated = math.inf, 0
+
     def warmed(self, **batch):
         for _ in range(2):
             self.reference(**batch)
@@ -128,8 +136,7 @@ def through(pair, make, count):
     raised = []
     for number in range(count):
         at = 1 + (2 * number + 1) * whole.operations // (2 * count)
-        pair.chooser.margins.clear()
-        pair.chooser._shortage = None
+        pair.forget()
         device = make(at)
         try:
             assert_same(pair.step(device), expected)

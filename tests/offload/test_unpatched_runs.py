@@ -1,6 +1,6 @@
 """Micro-batches of one chunk that fit many times over run as the unpatched model. [Note: micro-batches as unpatched]
 
-covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/fitting.py,
+covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/costs.py,
     offload/policy.py
 """
 
@@ -21,7 +21,7 @@ import streambp
 from streambp.layer.graphs import nodes_behind
 from streambp.layer.recompute import RandomState
 from streambp.model import state, unpatched
-from streambp.offload.fitting import AsUnpatched
+from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import SavesPolicy
 from tests import zoo
 from tests.families import FAMILIES, LENGTH, MODES, build, make_batch

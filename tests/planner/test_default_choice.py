@@ -13,6 +13,7 @@ import torch
 
 import streambp
 from scripts.plan_time import configs
+from streambp.offload import costs as costs_of_steps
 from streambp.offload import policy
 from streambp.planner import auto
 from streambp.planner.devices import DEFAULT, DEVICES
@@ -31,6 +32,8 @@ RATES = DEVICES[DEFAULT]
 def model_of(name):
     """Qwen3-8B without data: all of it trained, its first half frozen, or with adapters."""
     model = Skeleton(configs()["Qwen3-8B"](), torch.bfloat16, 16 if name == "adapters" else None, 16, "cuda").model
+    if name == "autocast":
+        model = model.float()
     if name == "frozen":
         for module in (model.model.embed_tokens, *model.model.layers[:18]):
             module.requires_grad_(False)
@@ -41,11 +44,12 @@ def model_of(name):
 def counted(name):
     """What the policy knows of a set-up's model, and the planner's methods that stay on the device."""
     model, config = model_of(name), streambp.StreamConfig()
-    law = auto._law(model, config, None)
-    costs = auto._costs(model, config, dict.fromkeys(range(36), HERE), None)
+    cast = torch.bfloat16 if name == "autocast" else None
+    law = auto._law(model, config, cast)
+    costs = auto._costs(model, config, dict.fromkeys(range(36), HERE), cast)
     recipes = [streamed(saves) for saves in ((), ("attn_out",), ("attn_out", "kv"))]
-    methods = survey(Skeleton(model, torch.bfloat16, None, 16, "cuda"), recipes, tree=False).methods
-    known = policy.Known(law, costs, auto._Seconds(law.method, RATES), RATES.products)
+    methods = survey(auto._skeleton(model, cast), recipes, tree=False).methods
+    known = costs_of_steps.Known(law, costs, auto.seconds_of(law.method, RATES), RATES.products, RATES.link)
     weights = sum(p.nbytes for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     return known, methods, weights, sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
@@ -54,20 +58,22 @@ def counted(name):
 SET_UPS = {  # model, part of the gradients that are there, bytes of optimizer states a trained parameter
     "first step": ("full", 0.0, 0),
     "accumulating": ("full", 1.0, 0),
+    "bucket views": ("full", 1.0, 0),  # DDP's gradients are there from the first step on, as zeros that were kept are
     "optimizer states there": ("full", 0.0, 4),
     "states and gradients there": ("full", 1.0, 4),
+    "autocast": ("autocast", 0.0, 0),  # float32 weights
     "adapters": ("adapters", 0.0, 8),
     "first half frozen": ("frozen", 0.0, 0),
 }
 
 
-def possible(methods: tuple[Method, ...], backwards, tokens, free, present):
+def possible(law, methods: tuple[Method, ...], backwards, tokens, free, present):
     """Seconds of every method in every chunk size that fits, and of every number of last layers that save it.
 
     backwards: layers that have one.
     """
     for chunk in dict.fromkeys(min(size, tokens) for size in policy.CHUNK_TOKENS):
-        sizes = [dict(auto.Law(m).by_layer(tokens, chunk, present)) for m in methods]
+        sizes = [dict(dataclasses.replace(law, method=m).by_layer(tokens, chunk, present)) for m in methods]
         took = [seconds(m, tokens, chunk, RATES).total for m in methods]
         for one, took_one in zip(sizes, took, strict=True):
             for layers in range(backwards + 1):
@@ -112,7 +118,7 @@ def test_the_choice_is_the_fastest_that_fits(set_up, memory):
     free = 0.95 * memory * GIB - weights - present * gradients - optimizer * parameters
     seen = 0
     for tokens in LENGTHS:
-        every = list(possible(methods, len(known.costs), tokens, free, present))
+        every = list(possible(known.need, methods, len(known.costs), tokens, free, present))
         spent, chunk, plan = chosen(name, tokens, free, present)
         if not every:
             assert not any(plan.values())
@@ -122,6 +128,24 @@ def test_the_choice_is_the_fastest_that_fits(set_up, memory):
         need = known.need(tokens, chunk, present)
         assert need <= free
     assert seen or memory == 24
+
+
+@pytest.mark.full
+def test_where_not_all_attention_fits_the_host_is_faster(monkeypatch):
+    """At 131,072 tokens on 80 GB the outputs of attention fit for a part of the layers; at 16,384 for all."""
+    monkeypatch.setattr(policy, "host_limit", lambda wanted: 112 * GIB)
+    known, _, weights, *_ = counted("full")
+    faster = {}
+    for tokens in (16384, 131072):
+        free = 0.95 * 80 * GIB - weights
+        chooser = policy.SavesPolicy(36, lambda device, free=free: free, lambda device: (known, 0.0), True, True)
+        chooser.begins(HERE)
+        chunk = chooser.size(1, tokens, HERE)
+        _, plan, _ = chooser.predicted(free, tokens, chunk, HERE, tokens)
+        chooser.latest = costs_of_steps.Chosen(tokens, tokens, chunk, free, plan)
+        faster[tokens] = chooser.faster_on_host()
+    assert faster[16384] == 0
+    assert 2 < faster[131072] < 12
 
 
 @pytest.mark.full

@@ -18,7 +18,8 @@ import torch
 import streambp
 from streambp import cli
 from streambp.config import parse_bytes
-from streambp.offload.policy import Known, SavesPolicy
+from streambp.offload.costs import Known
+from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
 from streambp.planner.plan import choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
