@@ -82,7 +82,7 @@ def parse_tokens(field: str, value: int | str) -> int:
     Raises:
         ConfigError: it is none of these, or not positive.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKM]?)", str(value)) if type(value) in (int, str) else None
+    match = re.fullmatch(r"(\d+(?:\.\d+(?=[kKM]))?)([kKM]?)", str(value)) if type(value) in (int, str) else None
     number = 0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
     if not 1 <= number <= MOST:
         raise ConfigError(f"{field} is {shown(value)}; it must be a positive number of tokens such as 65536, 64k or 1M.")

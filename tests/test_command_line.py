@@ -64,6 +64,7 @@ BAD = {
     "profile m --seq-len max": "--seq-len is 'max'",
     "profile m --offload disk": "must be one of none, cpu", "profile m --seq-len 2048M": "at most", "launch": "no command",
     "launch true": "comes after --", "launch --chunk-size 0 -- true": "chunk_size is '0'",
+    "launch --chunk-size 1.5 -- true": "chunk_size is '1.5'", "verify m --seq-len 1.5": "--seq-len is '1.5'",
     "launch --attention fast -- true": "attention is 'fast'", "launch --chunk-sizes 8 -- true": "No such option",
     "launch --uninstall -- true": "run no command", "pla m": "Did you mean 'plan'",
 }  # fmt: skip
