@@ -9,7 +9,6 @@ or module of this project must exist, and the sources of its folder must name th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -20,13 +19,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from streambp.cli import _parser
-from streambp.launch.command import split
+from streambp.cli import parse
+from streambp.errors import StreamBPError
 
 ROOT = Path(__file__).parents[1]
 DOCS = tuple(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/*.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", "paper_repro/README.md", *DOCS)
-PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:streambp (?:verify|plan|profile|launch)|python|pytest|bash|mkdocs)\b.+"
+PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:streambp (?:verify|plan|profile|launch|env)|python|pytest|bash|mkdocs)\b.+"
 OWN = ("streambp", "paper_repro", "tests", "scripts", "examples", "docs", ".ci")
 TAKES_A_VALUE = ("-k", "-m", "-n")  # of pytest
 FILE = re.compile(r"(?:[\w.]+/)+[\w{},*.]+\.(?:py|js|md|csv|sh)\b|\.ci/\w+|examples/\w+/")
@@ -76,13 +75,11 @@ def check(command: Command) -> tuple[str, str | None]:
 
 
 def _parse(arguments: list[str]) -> str | None:
-    ours, program = split(arguments)
-    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            _parser().parse_args(ours, argparse.Namespace(program=program))
-    except SystemExit as stop:
-        return errors.getvalue().strip().splitlines()[-1] if stop.code else None
+        with contextlib.redirect_stdout(io.StringIO()):
+            parse(arguments)
+    except StreamBPError as error:
+        return str(error)
     return None
 
 

@@ -2,18 +2,54 @@
 
 import streambp
 streambp.patch(model)
+
+Names and subpackages (`streambp.verify`, `streambp.losses`, ...) are imported when they are asked for: torch and
+transformers take seconds.
 """
 
+import importlib
+import importlib.util
 import logging
+from typing import TYPE_CHECKING, Any
 
-from streambp.config import StreamConfig
-from streambp.errors import StreamBPError
-from streambp.model.describe import describe
-from streambp.model.last_step import last_step
-from streambp.model.patching import unpatch
-from streambp.model.warming import warm_up
-from streambp.planner.auto import patch
+from streambp.libraries import warn_of_untested
 
+if TYPE_CHECKING:
+    from streambp.config import StreamConfig
+    from streambp.errors import StreamBPError
+    from streambp.model.describe import describe
+    from streambp.model.last_step import last_step
+    from streambp.model.patching import unpatch
+    from streambp.model.warming import warm_up
+    from streambp.planner.auto import patch
+
+__version__ = "0.1.0"
 __all__ = ["StreamBPError", "StreamConfig", "describe", "last_step", "patch", "unpatch", "warm_up"]
 
+HOMES = {
+    "StreamBPError": "errors",
+    "StreamConfig": "config",
+    "describe": "model.describe",
+    "last_step": "model.last_step",
+    "patch": "planner.auto",
+    "unpatch": "model.patching",
+    "warm_up": "model.warming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `__all__`, or a module of the package, when it is asked for."""
+    if name in HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    """For completion in a notebook."""
+    return sorted({*globals(), *__all__, "head", "integrations", "losses", "planner", "verify"})
+
+
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # who wants the lines sets a handler and the level INFO
+warn_of_untested("torch", "transformers")

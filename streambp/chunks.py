@@ -9,6 +9,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+from streambp.errors import ConfigError
+
+MIN_CHUNKS, NEAR = 4, 64  # of a verified step; how far from the ideal size another one is looked for
 AUTO_CHUNKS = 8
 AUTO_MIN_TOKENS = 2048
 AUTO_MAX_TOKENS = 8192
@@ -171,3 +174,22 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
     else:
         size = chunk_size
     return ChunkPlan(length, max(1, min(size, length)))
+
+
+def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
+    """A chunk size that cuts seq_len into at least four chunks, the last of them shorter; the user's, if it does.
+
+    Raises:
+        ConfigError: the user's does not, or none does.
+    """
+    ideal, most = seq_len / (MIN_CHUNKS + 0.25), (seq_len - 1) // (MIN_CHUNKS - 1)
+    near = range(max(2, int(ideal) - NEAR), min(most, int(ideal) + NEAR) + 1)
+    best = min((size for size in near if seq_len % size), key=lambda size: abs(size - ideal), default=None)
+    if best is None:
+        raise ConfigError(f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, say.")
+    if chunk_size is not None and not (2 <= chunk_size <= most and seq_len % chunk_size):
+        raise ConfigError(
+            f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} chunks with a shorter last "
+            f"one, which it takes to try every boundary. Choose a smaller --chunk-size, such as {best}, or leave it out."
+        )
+    return chunk_size or best

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from streambp.errors import ConfigError
-from streambp.fields import MOST, check_fields, shown
+from streambp.fields import check_fields, parse_bytes, parse_tokens, shown
 
 SAVES = ("attn_out", "kv")
 LAST = "@"  # between a name among `saves` and the number of last layers that it is for
 DIGITS = 9  # of that number at most
-UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
-UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}  # no two of them differ in case alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +20,8 @@ class StreamConfig:
     """How a patched model streams (DESIGN.md section 8).
 
     Args:
-        chunk_size: positions per row of the batch that are recomputed and differentiated at a time, or "auto".
+        chunk_size: positions per row of the batch that are recomputed and differentiated at a time, as a number or as "8k",
+            or "auto".
         saves: what backward keeps on the device instead of recomputing it, out of "attn_out" (the attention output
             with its logsumexp, 2 * h bytes a token and layer in bf16), "kv" (the keys and values) and globs of the names
             of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept where backward reads
@@ -102,6 +100,8 @@ class StreamConfig:
             saves = tuple(self.saves)
             alone = len(saves) == 1 and isinstance(saves[0], str) and saves[0] == "auto"
             object.__setattr__(self, "saves", "auto" if alone else saves)
+        if isinstance(self.chunk_size, str) and self.chunk_size[:1].isdigit():
+            object.__setattr__(self, "chunk_size", parse_tokens("chunk_size", self.chunk_size))
         for field in ("host_memory", "gpu_memory"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
@@ -140,24 +140,3 @@ def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> Stre
     if unknown:
         raise ConfigError(f"{source} has the settings {shown(unknown)}; it may have {list(FIELDS)}.")
     return dataclasses.replace(base, **found)
-
-
-def parse_bytes(field: str, value: int | str) -> int:
-    """Bytes from a number or from text such as "96GiB", "1.5 TB" or "8e9"; units in capitals or not, KB 1000 and KiB 1024.
-
-    Raises:
-        ConfigError: it is neither, or not positive.
-    """
-    match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
-        if isinstance(value, str)
-        else None
-    )
-    number = float(match[1]) * UPPER[match[2].upper()] if match is not None and match[2].upper() in UPPER else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number <= MOST:
-        units = ", ".join(unit for unit in UNITS if unit)
-        raise ConfigError(
-            f"{field} is {shown(value)}; it must be a positive number of bytes, or text of a number and a unit, such as "
-            f'"96GiB". The units are {units}; a number without one is bytes.'
-        )
-    return int(number)

@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from streambp.errors import StreamBPError
+
+
+class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
+    """The device ran out of memory in a streamed step. Still a torch.OutOfMemoryError, for those who wait for one."""
+
 
 @functools.lru_cache
 def is_accelerator(device: torch.device) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+import importlib
+from typing import Any
 
 
 class StreamBPError(RuntimeError):
@@ -37,9 +38,16 @@ class KernelError(StreamBPError):
     """A kernel of a device, or the library that it comes from, failed. Another one may do."""
 
 
-class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
-    """The device ran out of memory in a streamed step. Still a torch.OutOfMemoryError, for those who wait for one."""
+class MissingLibraryError(StreamBPError, ModuleNotFoundError):
+    """A library that streambp can do without is not installed, and is needed now."""
 
 
 class AttentionChoiceError(StreamBPError):
     """The attention that `StreamConfig` names cannot compute what the model asks for."""
+
+
+def __getattr__(name: str) -> Any:
+    """`DeviceMemoryError` is in `device`, beside torch: an error of an argument must not wait for it."""
+    if name == "DeviceMemoryError":
+        return importlib.import_module("streambp.device").DeviceMemoryError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

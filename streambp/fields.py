@@ -70,16 +70,47 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def parse_length(text: str) -> Any:
-    """Tokens from "65536", "64k", "64K" or "1M" (powers of 1,024); "max" stays.
+UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
+UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}  # no two of them differ in case alone
+SHORT = {prefix: f"{prefix}iB" for prefix in "KMGT"}  # people write 80G, and mean a GPU's 80GiB
+FEW = 2**12  # bytes: text of a smaller number without a unit lacks it
+
+
+def parse_tokens(field: str, value: int | str) -> int:
+    """Tokens from a number, or from text such as "65536", "64k", "64K" or "1M" (powers of 1,024).
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, or not positive.
     """
-    if text == "max":
-        return text
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKM]?)", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+(?=[kKM]))?)([kKM]?)", str(value)) if type(value) in (int, str) else None
     number = 0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
     if not 1 <= number <= MOST:
-        raise ConfigError(f'--seq-len is {shown(text)}; it must be a positive number such as 65536, 64k or 1M, or "max".')
+        raise ConfigError(f"{field} is {shown(value)}; it must be a positive number of tokens such as 65536, 64k or 1M.")
+    return int(number)
+
+
+def parse_bytes(field: str, value: int | str) -> int:
+    """Bytes from a number or from text such as "96GiB", "80G", "1.5 TB" or "8e9"; units in capitals or not, KB 1000, KiB
+    and K 1024.
+
+    Raises:
+        ConfigError: it is neither, not positive, or text of a number that lacks its unit.
+    """
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+        if isinstance(value, str)
+        else None
+    )
+    unit = "" if match is None else SHORT.get(match[2].upper(), match[2]).upper()
+    number = float(match[1]) * UPPER[unit] if match is not None and unit in UPPER else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number <= MOST:
+        units = ", ".join(unit for unit in UNITS if unit)
+        raise ConfigError(
+            f"{field} is {shown(value)}; it must be a positive number of bytes, or text of a number and a unit, such as "
+            f'"96GiB". The units are {units}; a number without one is bytes.'
+        )
+    if match is not None and not unit and number < FEW:
+        raise ConfigError(
+            f"{field} is {shown(value)}, which has no unit; did you mean {match[1]}GiB? Bytes are {match[1]}B."
+        )
     return int(number)

@@ -269,7 +269,9 @@ def test_what_cannot_be_is_refused_and_leaves_the_model_as_it_was(change, dtype,
 def test_without_liger(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     monkeypatch.setitem(sys.modules, PATCHES, None)
-    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"liger_kernel is not installed. Install it: pip install 'streambp.liger.'"
+    ):
         streambp.patch(build("qwen3"), LIGER)
     with pytest.raises(ConfigError, match="kernels is 'triton'; it must be one of"):
         streambp.StreamConfig(kernels="triton")

@@ -52,8 +52,10 @@ PLACES = {
         planner/tree.py:_activations
     """,
     TEXT: """
-        cli.py:_add_device
-        cli.py:_add_profile
+        cli/app.py:
+        cli/app.py:profile
+        cli/environment.py:
+        cli/environment.py:_device
         device.py:
         lazy/standin.py:
         model/wrappers.py:refuse_replicas

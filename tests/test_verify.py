@@ -1,6 +1,6 @@
 """`streambp verify`: what it finds exact, what it flags, what it says of bad usage.
 
-covers: __main__.py, cli.py, verify/__init__.py, verify/choices.py, verify/compare.py, verify/truth.py,
+covers: __main__.py, cli/runs.py, verify/__init__.py, verify/choices.py, verify/compare.py, verify/truth.py,
   verify/verdict.py
 """
 
@@ -21,10 +21,11 @@ from streambp import cli
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.attention import prefix
+from streambp.chunks import pick_chunk_size
 from streambp.head import recipe
 from streambp.layer import function, shadows
 from streambp.verify.choices import Choices
-from streambp.verify.compare import pick_chunk_size, verify
+from streambp.verify.compare import verify
 from streambp.verify.verdict import Distances, Losses, find_problems, rate
 from tests import zoo
 from tests.families import FAMILIES, build

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 __all__ = ["StreamCallback"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the callback for a Trainer's logs when it is asked for: transformers is slow to import."""
-    if name not in __all__:
+    """Import the callback for a Trainer's logs, or a library's module, when it is asked for: transformers is slow."""
+    if name == "StreamCallback":
+        return importlib.import_module("streambp.launch.logs").StreamCallback
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from streambp.launch.logs import StreamCallback
-
-    return StreamCallback
+    return importlib.import_module(f"{__name__}.{name}")

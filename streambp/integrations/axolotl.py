@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
 from streambp.admission.stacks import find_stacks
 from streambp.launch.process import Launched
 from streambp.launch.settings import config_from
+from streambp.libraries import required
+
+with required("axolotl"):
+    from axolotl.integrations.base import BasePlugin
 
 SECTION = "The streambp section of axolotl's YAML"
 

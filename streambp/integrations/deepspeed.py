@@ -22,6 +22,7 @@ from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.errors import ConfigError
 from streambp.fields import shown
 from streambp.launch import logs
+from streambp.libraries import required
 from streambp.planner.auto import patch
 from streambp.reporting import reason
 
@@ -42,7 +43,8 @@ def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, *
     Raises:
         ConfigError: a key is unknown, a value has the wrong type, or two settings contradict each other.
     """
-    import deepspeed
+    with required("deepspeed"):
+        import deepspeed
 
     if args:  # deepspeed.initialize(args, model, ...)
         kwargs = {**dict(zip(("args", "model"), args, strict=False)), **kwargs}

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift.callbacks import callbacks_map
-from swift.callbacks.base import TrainerCallback
-
 from streambp.admission.stacks import find_stacks
 from streambp.known_names import SWIFTS_PLUGIN
 from streambp.launch.hook import read
 from streambp.launch.process import Launched
 from streambp.launch.settings import from_fields
+from streambp.libraries import required
+
+with required("swift"):
+    from swift.callbacks import callbacks_map
+    from swift.callbacks.base import TrainerCallback
 
 if __name__.startswith(SWIFTS_PLUGIN):  # its folder is first on sys.path now, where `import deepspeed` would find ours
     raise ImportError(f"{__file__} was given to ms-swift itself; name a file that imports streambp.integrations.ms_swift.")

@@ -13,7 +13,6 @@ import functools
 from typing import Any
 
 from torch import nn
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from streambp.admission.stacks import find_stacks
 from streambp.errors import UnsupportedModelError
@@ -21,6 +20,10 @@ from streambp.known_names import VERLS_OFFLOAD, VERLS_STRATEGY
 from streambp.launch.hook import read
 from streambp.launch.process import Launched
 from streambp.launch.settings import from_fields
+from streambp.libraries import required
+
+with required("verl"):
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 
 @functools.cache

@@ -6,40 +6,53 @@ python -m streambp.launch -m a_package.train ...
 
 from __future__ import annotations
 
-import argparse
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Annotated, Any
 
+import typer
+
+from streambp.arguments import parsed
 from streambp.errors import StreamBPError
-from streambp.launch.command import add_allowed, judge
+from streambp.launch.command import judge
 from streambp.launch.hook import VARIABLE, Hook, install
 from streambp.launch.report import streamed
-from streambp.launch.settings import add_flags, from_flags
+from streambp.launch.settings import Allowed, from_flags, with_flags
 from streambp.reporting import told
 
 FAILED = 2
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@with_flags
+def command(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="and its arguments", metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="...", show_default=False)] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name")] = False,
+    allow_unpatched: Allowed = False,
+    **settings: Any,
+) -> SimpleNamespace:
+    """Run a training script with its models patched."""
+    return SimpleNamespace(**context.params)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script as `python` would; its exit code, or that no model was patched."""
-    parser = argparse.ArgumentParser(
-        prog="python -m streambp.launch", description="Run a training script with its models patched."
-    )
-    add_flags(parser)
-    add_allowed(parser)
-    parser.add_argument("-m", dest="as_module", action="store_true", help="what follows is a module's name")
-    parser.add_argument("script", help="and its arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args(argv)
     try:
+        given = parsed(app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch")
+        if isinstance(given, int):
+            return given
         os.environ[VARIABLE] = from_flags(given).to_json()
     except StreamBPError as error:
         print(f"streambp: launch: {error}", file=sys.stderr)
         return FAILED
     hook: Hook = install()
-    sys.argv[:] = [given.script, *given.arguments]
+    sys.argv[:] = [given.script, *(given.arguments or ())]
     code = 0
     try:
         if given.as_module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import queue
@@ -22,7 +21,7 @@ from streambp.fields import shown
 from streambp.launch.hook import VARIABLE
 from streambp.launch.place import place, remove
 from streambp.launch.report import FOLDER, collect, leave, say, streamed, table
-from streambp.launch.settings import Settings, add_flags, from_flags
+from streambp.launch.settings import Settings, from_flags
 from streambp.reporting import reason, told
 
 SITE = Path(__file__).parent / "site"
@@ -41,36 +40,8 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), list(argv[at + 1 :])
 
 
-def add_launch(commands: Any) -> None:
-    """The command's parser; `split` takes what follows `--`."""
-    command = commands.add_parser(
-        "launch",
-        usage="streambp launch [-h] [flags] -- COMMAND ...",
-        help="stream the models of any training program",
-        description="Run a training program, unchanged, with its models patched: those of HF Trainer, of what is built "
-        "on it, and with --at train of other loops. Exit code: the program's; "
-        f"{UNPATCHED} if it succeeded but no model was patched.",
-    )
-    add_flags(command)
-    add_allowed(command)
-    only = command.add_mutually_exclusive_group()
-    only.add_argument(
-        "--install",
-        action="store_true",
-        help=f"run nothing; place a file in this environment with which {VARIABLE}='{{...}}' before a program is enough",
-    )
-    only.add_argument("--uninstall", action="store_true", help="remove that file")
-    command.set_defaults(run=run, model="launch")
-
-
-def add_allowed(parser: argparse.ArgumentParser) -> None:
-    """The flag that makes a program without a patched model no error."""
-    told = "succeed where no model was patched"
-    parser.add_argument(ALLOWED, action="store_true", dest="allow_unpatched", help=told)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Exit code of `streambp launch`.
+def run(arguments: Any) -> int:
+    """Exit code of `streambp launch`, of its arguments and its `program`.
 
     Raises:
         ConfigError: the flags do not make a `StreamConfig`, or there is no command.
@@ -83,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         _place(settings) if arguments.install else _remove()
         return 0
     if not program:
-        raise ConfigError("there is no command to run; put it after --: streambp launch --chunk-size 8192 -- trl sft ...")
+        raise ConfigError("there is no command to run; put it after --: streambp launch --chunk-size 8k -- trl sft ...")
     folder, lost = "", ""
     try:
         folder = tempfile.mkdtemp(prefix="streambp-launch-")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import inspect
 import json
 import typing
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
 
 from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.fields import check_fields
 
-DIGITS = 18  # of a number among the flags
+T = TypeVar("T")
 DEFAULTS = StreamConfig(lazy_logits=True)  # programs that know nothing of streambp ask for logits
 
 
@@ -62,35 +65,43 @@ def config_from(found: dict[str, Any], source: str) -> StreamConfig:
     return config_of({"lazy_logits": lazy_logits, **found}, source, DEFAULTS)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One for each of `StreamConfig`'s fields, and --at; only those that are given become attributes."""
-    types = typing.get_type_hints(StreamConfig)
-    for field in dataclasses.fields(StreamConfig):
-        default = getattr(DEFAULTS, field.name)
-        flag, told = "--" + field.name.replace("_", "-"), f"StreamConfig's {field.name} (default: {default!r})"
-        if types[field.name] is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=told)
+Allowed = Annotated[bool, typer.Option("--allow-unpatched", help="succeed where no model was patched")]
+
+
+def with_flags(function: Callable[..., T]) -> Callable[..., T]:
+    """The function as typer reads it: with a flag for each of `StreamConfig`'s fields, and --at, in place of `**settings`.
+    Those that are not given are None."""
+    signature = inspect.signature(function, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    hints = typing.get_type_hints(StreamConfig)
+    flags = []
+    for name in FIELDS:
+        flag, default = name.replace("_", "-"), getattr(DEFAULTS, name)
+        told = f"StreamConfig's {name} (default: {default!r})"
+        if hints[name] is bool:
+            kind: Any = Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", help=told, rich_help_panel="Settings")]
         else:
-            kind = _names if field.name == "saves" else _number_or_text
-            parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=told)
-    parser.add_argument(
-        "--at",
-        choices=("trainer", "train"),
-        default=argparse.SUPPRESS,
-        help='"trainer" (the default): what HF Trainer and its subclasses train; "train": any transformers model too whose '
-        "train() is called, for programs with a loop of their own",
+            kind = Annotated[str | None, typer.Option(f"--{flag}", help=told, rich_help_panel="Settings")]
+        flags.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    told = (
+        '"trainer" (the default): what HF Trainer and its subclasses train; "train": any transformers model too whose '
+        "train() is called, for programs with a loop of their own"
     )
+    place = Annotated[str | None, typer.Option(help=told, metavar="trainer|train")]
+    flags.append(inspect.Parameter("at", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=place))
+    parameters = [*own, *flags]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
 
 
-def from_flags(arguments: argparse.Namespace) -> Settings:
-    """Raises ConfigError for a value that `StreamConfig` does not take."""
-    return from_fields({name: value for name, value in vars(arguments).items() if name in (*FIELDS, "at")})
+def from_flags(arguments: Any) -> Settings:
+    """Of a command line's arguments.
 
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
-
-
-def _number_or_text(text: str) -> int | str:
-    return int(text) if text.isdecimal() and len(text) <= DIGITS else text
+    Raises:
+        ConfigError: `StreamConfig` does not take a value.
+    """
+    found = {name: value for name, value in vars(arguments).items() if name in (*FIELDS, "at") and value is not None}
+    if "saves" in found:
+        found["saves"] = tuple(name for name in found["saves"].split(",") if name)
+    return from_fields(found)

@@ -19,8 +19,7 @@ import torch
 
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
-from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
-from streambp.errors import DeviceMemoryError
+from streambp.device import MEMORY_ERRORS, DeviceMemoryError, is_out_of_memory, make_room
 from streambp.layer.saved import Kept
 from streambp.layer.site import LayerSite
 from streambp.offload.policy import SavesPolicy

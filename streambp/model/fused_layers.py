@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from streambp.errors import ConfigError
+from streambp.errors import ConfigError, MissingLibraryError
 from streambp.foreign import home_of
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import (
@@ -40,6 +40,7 @@ from streambp.known_names import (
     NOT_OF_LAYERS,
     ROTARY,
 )
+from streambp.libraries import required
 
 ABSENT = object()
 TRIED = 64  # rows of as many features that a norm is tried on
@@ -194,11 +195,14 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
 def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
     """What applies Liger's kernels to such a model."""
     try:
-        table = getattr(importlib.import_module(f"{LIGER}.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE)
+        with required(LIGER):
+            table = getattr(importlib.import_module(f"{LIGER}.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE)
+    except MissingLibraryError:
+        raise
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"kernels='liger' needs liger-kernel 0.8 and Triton ({type(error).__name__}: {error}). Install them with "
-            "`pip install liger-kernel`, or leave kernels out."
+            f"kernels='liger' needs liger-kernel 0.8 and Triton ({type(error).__name__}: {error}). Install them: "
+            "pip install 'streambp[liger]', or leave kernels out."
         ) from error
     kind = causal.config.model_type
     if kind not in table:

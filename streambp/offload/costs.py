@@ -18,7 +18,7 @@ from streambp.offload.engines import Engine
 GRAPH = "everything"  # among what is saved: the call's graph. [Note: kept graphs]
 KV_WORTH = 3.4  # seconds spared a byte, of outputs of Linears: norms, rotation and half of the refill come on top
 BACK, TRIED = 0.1, 0.01  # of what was left free for nothing comes back with each good step; less after a failure
-ATTENTION_PACE = 1.12  # seconds of a FLOP of attention, of a product's: an H200's rates (`planner/devices.py`)
+ATTENTION_PACE = 1.12  # seconds of a FLOP of attention, of a product's: an H200's rates (`rates.py`)
 
 
 @dataclasses.dataclass(frozen=True)

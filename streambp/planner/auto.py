@@ -26,11 +26,11 @@ from streambp.offload.costs import Known, LayerCost, Need
 from streambp.offload.link import LinkBudget
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import StepCount
-from streambp.planner.devices import DEFAULT, DEVICES, Rates
 from streambp.planner.profile import Method, Phase
 from streambp.planner.seconds import seconds
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import SurveyRecipe, survey
+from streambp.rates import DEFAULT, DEVICES, Rates
 
 Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")

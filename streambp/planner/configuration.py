@@ -25,11 +25,20 @@ MOST = 2**40  # of any number that a configuration counts by
 MOST_PARTS = 2**20  # of "num_experts" and the like: some models make a module for each
 MOST_LAYERS = 2**11  # each is built
 COUNTS = re.compile(r"(num|n)_")
+TRUST = "If you trust the Python code that comes with the model, pass --trust-remote-code."
 NAMED = 4  # fields in a message at most
 
 
-def read_config(source: str | Path | PreTrainedConfig) -> PreTrainedConfig:
+def needs_trust(error: BaseException) -> bool:
+    """Whether transformers wants to be told that it may run a checkpoint's code."""
+    return "trust_remote_code" in str(error)
+
+
+def read_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration behind an id, a folder or a config.json.
+
+    Args:
+        trust_remote_code: run the Python code that comes with it.
 
     Raises:
         StreamBPError: there is none, transformers does not know its model_type, or a field cannot be; it is named.
@@ -44,16 +53,27 @@ def read_config(source: str | Path | PreTrainedConfig) -> PreTrainedConfig:
         if not isinstance(fields, dict):
             raise TypeError(f"it is a {type(fields).__name__} instead of an object with fields")
         _check_numbers(fields, name)
-        config: PreTrainedConfig = AutoConfig.for_model(**fields) if path.is_file() else AutoConfig.from_pretrained(source)
+        config: PreTrainedConfig = _of_fields(fields) if path.is_file() else _of_folder(source, trust_remote_code)
     except StreamBPError:
         raise
     except Exception as error:  # transformers' code, with values from anywhere
-        named = "" if not isinstance(fields, dict) else _fields_of(error, fields, lambda some: AutoConfig.for_model(**some))
+        named = "" if not isinstance(fields, dict) else _fields_of(error, fields, _of_fields)
+        advice = f"{TRUST} " if needs_trust(error) else ""
         raise StreamBPError(
-            f"No model configuration could be read from {name} ({named}{reason(error)}). Pass a config.json, the folder "
-            "that save_pretrained wrote, or an id on the Hub that this machine can reach."
+            f"No model configuration could be read from {name} ({named}{reason(error)}). {advice}Pass a config.json, the "
+            "folder that save_pretrained wrote, or an id on the Hub that this machine can reach."
         ) from error
     return config
+
+
+def _of_fields(fields: dict[str, Any]) -> PreTrainedConfig:
+    found: PreTrainedConfig = AutoConfig.for_model(**fields)
+    return found
+
+
+def _of_folder(source: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
+    found: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    return found
 
 
 def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:

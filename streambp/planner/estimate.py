@@ -12,12 +12,12 @@ from streambp.config import StreamConfig
 from streambp.errors import ConfigError
 from streambp.fields import MOST, shown
 from streambp.planner.counted import Asked
-from streambp.planner.devices import DEFAULT, Rates, rates_of
 from streambp.planner.mixers import Mixers
 from streambp.planner.profile import Peak, Profile, Setting, available, flops, named, peak
 from streambp.planner.seconds import Seconds, seconds
 from streambp.planner.skeleton import Device, Source
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, PLAIN, streamed, survey
+from streambp.rates import DEFAULT, Rates, rates_of
 
 UNPATCHED = (PLAIN, CHECKPOINTING, CHECKPOINTING_HEAD)
 
@@ -89,7 +89,7 @@ def estimate(
         device: "cpu" counts the kernels that a CPU would run. kernels: whose workspaces count on a GPU.
         mixers: what recurrent and convolutional layers run: the "kernels" of fla, mamba_ssm and causal_conv1d, plain
             "torch" as transformers has it, or the kernels that are "installed" here; None: kernels, and torch on a CPU.
-        rates: of the GPU, for seconds: a name in `planner.devices.DEVICES`, a file of `--measure-device`, or `Rates`.
+        rates: of the GPU, for seconds: a name in `rates.DEVICES`, a file of `--measure-device`, or `Rates`.
         fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
 
     Returns:

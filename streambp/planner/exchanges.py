@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from streambp.planner.devices import Rates
 from streambp.planner.profile import ULYSSES, Method, Setting, Split
+from streambp.rates import Rates
 
 
 class Exchanged(NamedTuple):

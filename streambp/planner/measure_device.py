@@ -20,8 +20,8 @@ from streambp.attention.kernels import Kernel, Task
 from streambp.attention.spans import Block, Kind
 from streambp.device import is_accelerator
 from streambp.planner.count import StepCount
-from streambp.planner.devices import DISPATCH, Rates
 from streambp.planner.work import pairs
+from streambp.rates import DISPATCH, Rates
 
 SUSTAINED = {"products": 0.87, "attention": 0.95}
 

@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping
 from importlib import resources
 
-from streambp.planner.devices import DEVICES
 from streambp.planner.plan import CHUNK_TOKENS, LONGEST, Plan
 from streambp.planner.profile import Profile, to_json
+from streambp.rates import DEVICES
 
 START = 65_536  # tokens, where nothing fits and no length was asked for
 PLACES = {

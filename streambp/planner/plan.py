@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 
 from streambp.chunks import in_one_pass
-from streambp.config import StreamConfig, parse_bytes
+from streambp.config import StreamConfig
 from streambp.errors import ConfigError, UnsupportedModelError
-from streambp.fields import check_fields
+from streambp.fields import check_fields, parse_bytes
 from streambp.planner.counted import Asked, Said, counted
-from streambp.planner.devices import DEFAULT, DEVICES, Rates, rates_of
 from streambp.planner.estimate import UNPATCHED, check_length
 from streambp.planner.exchanges import link_bytes
 from streambp.planner.mixers import Mixers
@@ -23,6 +22,7 @@ from streambp.planner.profile import FIELDS, Method, Peak, Profile, Setting, ava
 from streambp.planner.seconds import Seconds, seconds, throughput
 from streambp.planner.skeleton import Device, Source
 from streambp.planner.survey import SPLIT, STREAMED, SurveyRecipe
+from streambp.rates import DEFAULT, DEVICES, Rates, rates_of
 from streambp.sharded.gathered import SHARE
 
 CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))  # over all rows of the batch, the largest first
@@ -155,7 +155,7 @@ def plan(
         host_memory: bytes of host memory for all ranks together; None: no limit.
         model_or_config, batch_size, lora, bits, dtype, device, kernels, mixers: as in `estimate`.
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
-        rates: of the GPU, for seconds: a name in `planner.devices.DEVICES`, a file of `--measure-device`, or `Rates`.
+        rates: of the GPU, for seconds: a name in `rates.DEVICES`, a file of `--measure-device`, or `Rates`.
         fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
         cache: keep what is counted for the next plan of this model, and take it from there (`planner.counted`).
         said: is told of progress, in words and as a part from 0 to 1.

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from streambp.planner.devices import Rates
 from streambp.planner.measure import Compared
 from streambp.planner.plan import Choice, Plan
 from streambp.planner.profile import Node, Peak, Profile, Setting
 from streambp.planner.remedies import Remedy, too_large
 from streambp.planner.seconds import throughput
+from streambp.rates import Rates
 
 GIB = 2**30
 BAR = 40
 
 
-def plan_table(plan: Plan) -> str:
-    """The whole plan: what was asked, what to do, what binds, phases, methods, modules."""
+def plan_table(plan: Plan, modules: bool = True) -> str:
+    """The whole plan: what was asked, what to do, what binds, phases, methods; and the modules, if asked for."""
     lines = [headline(plan.profile, plan.setting), _budget(plan)]
     lines += [f"Recurrent and convolutional layers: assuming {plan.profile.mixers}"] if plan.profile.mixers else []
     lines.append("")
@@ -32,8 +32,9 @@ def plan_table(plan: Plan) -> str:
     if plan.choice is not None:
         lines += ["", f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB on each GPU:"]
         lines += bars(plan.choice.peak, plan.memory.usable)
-    lines += ["", "Modules: parameters, and bytes a token that an unpatched forward keeps for backward:"]
-    lines += tree_lines(plan.profile.tree)
+    if modules:
+        lines += ["", "Modules: parameters, and bytes a token that an unpatched forward keeps for backward:"]
+        lines += tree_lines(plan.profile.tree)
     return "\n".join(lines)
 
 
@@ -198,15 +199,16 @@ def rates_table(rates: Rates, file: Path) -> str:
 
 
 class Progress:
-    """A bar on a terminal while a plan is counted; nothing elsewhere. Left as a context it wipes the bar."""
+    """A bar on a terminal while something is counted or run; nothing elsewhere. Left as a context it wipes the bar."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, doing: str) -> None:
+        self._doing = doing
         self._stream = stream if stream.isatty() else None
 
     def __call__(self, what: str, done: float) -> None:
         if self._stream is not None:
             full = round(BAR * done)
-            self._stream.write(f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % counting {what}")
+            self._stream.write(f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % {self._doing} {what}")
             self._stream.flush()
 
     def __enter__(self) -> Progress:

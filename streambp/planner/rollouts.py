@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 
 from streambp.errors import ConfigError
 from streambp.fields import check_fields
-from streambp.planner.devices import DEFAULT, DEVICES, Rates
 from streambp.planner.laws import features
 from streambp.planner.plan import Memory, Plan, chunk_sizes, fits
 from streambp.planner.profile import Method, Peak, Profile, Setting, peak
 from streambp.planner.report import GIB, columns, duration, headline
 from streambp.planner.seconds import seconds_of
 from streambp.planner.work import Work
+from streambp.rates import DEFAULT, DEVICES, Rates
 
 COMPLETIONS = (1024, 4096, 16384)  # tokens, where nobody says how many
 HEAD = "head"  # what the names of the head's phases start with

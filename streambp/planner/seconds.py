@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from streambp.planner.devices import Rates
 from streambp.planner.exchanges import exchange_seconds
 from streambp.planner.profile import Method, Profile, Setting, peak, work
 from streambp.planner.work import Work
+from streambp.rates import Rates
 
 GIB = 2**30
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from streambp.admission.stacks import find_stacks, states_argument
 from streambp.distributed.engines import drops_masks
@@ -28,6 +29,7 @@ from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import MODULE_HOOKS
+from streambp.libraries import required
 from streambp.model.patching import unpatch
 from streambp.planner.configuration import build, read_config
 from streambp.planner.fused_layers import fuse_layers, fused_rotary
@@ -88,7 +90,7 @@ class Skeleton:
         keeps the traceback, whose tensors would be counted as alive.
         """
         if self.mode is None:
-            with torch.device("meta"):
+            with torch.device("meta"), mock.patch.object(torch, "autocast", _autocast):
                 yield
         else:
             log = logging.getLogger(fake_tensor.__name__)
@@ -124,7 +126,10 @@ class Skeleton:
     def _build(self, config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
         def made(config: PreTrainedConfig) -> nn.Module:
             with torch.device("meta") if self.mode is None else contextlib.nullcontext():
-                model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+                trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+                model: nn.Module = AutoModelForCausalLM.from_config(
+                    copy.deepcopy(config), dtype=dtype, trust_remote_code=trusted
+                )
             return model
 
         return build(config, made)
@@ -158,6 +163,11 @@ def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
     return (getattr(module, name) for module in model.modules() for name in MODULE_HOOKS)
 
 
+def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **kwargs: Any) -> Any:
+    """torch.autocast, which knows no device "meta"; peft asks it for a tensor's device to switch it off."""
+    return _autocast("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     """In place of a hook."""
 
@@ -167,10 +177,8 @@ def _not_tracing(tensor: Any = None) -> bool:
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    try:
+    with required("peft"):
         from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise StreamBPError("lora needs peft. Install it (pip install peft), or pass a model that has adapters.") from error
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
 
 

@@ -19,12 +19,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from streambp.chunks import pick_chunk_size
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.known_names import FUNCTION_OF_NODE, LIGER
@@ -46,7 +47,6 @@ from streambp.verify.verdict import (
     rate,
 )
 
-MIN_CHUNKS = 4
 DRAWS = 4  # of tokens. [Note: choices]
 OTHER_TOKENS = 1_000_003  # from one draw's seed to the next's
 ELEMENTS = 2**24  # of a gradient, compared at a time
@@ -57,6 +57,7 @@ PADDING_NOTE = (
 )
 
 Batch = dict[str, Tensor]
+Said = Callable[[str, float], None]
 
 
 def verify(
@@ -66,6 +67,7 @@ def verify(
     saves: tuple[str, ...] = (),
     seed: int = 0,
     left_padding: int = 0,
+    said: Callable[[str, float], None] | None = None,
     **fields: Any,
 ) -> Verification:
     """Compare the streamed gradients of `model` with the unpatched ones, parameter by parameter.
@@ -77,6 +79,7 @@ def verify(
         chunk_size: must give at least four chunks, the last shorter than the others; chosen if None.
         seed: of the tokens.
         left_padding: so many tokens of the row are padding, at its start. [Note: labels after padding]
+        said: is told of progress, in words and as a part from 0 to 1.
         saves, fields: as in `StreamConfig`.
 
     Raises:
@@ -87,7 +90,8 @@ def verify(
     _check(model, seq_len, narrow, wide)
     undecided = []  # how many choices differed, by draw
     for draw in range(DRAWS):
-        judged = _judge(model, config, _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding), narrow, wide)
+        batch = _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding)
+        judged = _judge(model, config, batch, narrow, wide, said or _silent)
         differing = judged.streamed.choices.differing(judged.unpatched.choices)
         if not judged.problems or not differing:
             break
@@ -131,39 +135,30 @@ class Judged:
     notes: list[str]
 
 
-def _judge(model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.dtype, wide: torch.dtype) -> Judged:
+def _silent(what: str, done: float) -> None:
+    """Where nobody asked for progress."""
+
+
+def _judge(
+    model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.dtype, wide: torch.dtype, said: Said
+) -> Judged:
     scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
     with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
+        said("the streamed model", 0.2)
         streamed, notes = _run_streamed(model, config, batch, scale)
         fused = put_on(model) if config.kernels == "liger" else Fused()  # the truth is without them
+        said("the unpatched model", 0.4)
         try:
             unpatched = _run(model, batch, scale)
         finally:
             fused.take_off()
         _check_finite(unpatched, narrow)
+        said(f"the truth in {_name(wide)}", 0.6)
         loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
     losses = Losses(streamed.loss, unpatched.loss, loss)
     rated, whole = rate(distances)
     problems = find_problems(rated, whole, losses, set(unpatched.gradients), set(streamed.gradients))
     return Judged(streamed, unpatched, losses, rated, whole, problems, notes)
-
-
-def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
-    """A chunk size that cuts seq_len into at least four chunks, the last of them shorter; the user's, if it does.
-
-    Raises:
-        ConfigError: the user's does not, or none does.
-    """
-    sizes = [size for size in range(2, (seq_len - 1) // (MIN_CHUNKS - 1) + 1) if seq_len % size]
-    if not sizes:
-        raise ConfigError(f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, say.")
-    best = min(sizes, key=lambda size: abs(size - seq_len / (MIN_CHUNKS + 0.25)))
-    if chunk_size is not None and chunk_size not in sizes:
-        raise ConfigError(
-            f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} chunks with a shorter last "
-            f"one, which it takes to try every boundary. Choose a smaller --chunk-size, such as {best}, or leave it out."
-        )
-    return chunk_size or best
 
 
 def _dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype]:

@@ -15,8 +15,7 @@ import torch
 
 import streambp
 from streambp.admission import long_trial, probe, trials
-from streambp.device import counted_bytes
-from streambp.errors import DeviceMemoryError
+from streambp.device import DeviceMemoryError, counted_bytes
 from streambp.model import unpatched
 from streambp.offload.costs import AsUnpatched, Chosen
 from tests.emulated import backend

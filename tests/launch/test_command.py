@@ -1,6 +1,6 @@
 """What the command does with programs, whatever they train: environment, exit codes, signals, the placed file.
 
-covers: cli.py, launch/command.py, launch/hook.py, launch/place.py, launch/report.py, launch/settings.py
+covers: cli/runs.py, launch/command.py, launch/hook.py, launch/place.py, launch/report.py, launch/settings.py
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def test_only_the_first_two_dashes_are_ours():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--chunk-size", "0", "--", "true"], "chunk_size is 0"),
+        (["--chunk-size", "0", "--", "true"], "chunk_size is '0'"),
         (["--attention", "fast", "--", "true"], "attention is 'fast'"),
         ([], "no command to run"),
+        (["true"], "'true' is no flag; the command to run comes after --"),
         (["--"], "no command to run"),
         (["--uninstall", "--", "true"], "run no command"),
     ],

@@ -1,6 +1,6 @@
 """`streambp launch` in front of torchrun: two ranks, DDP and DeepSpeed ZeRO-3, against the same command without it.
 
-covers: cli.py
+covers: cli/runs.py
 """
 
 from __future__ import annotations

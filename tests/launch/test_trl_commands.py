@@ -1,6 +1,6 @@
 """`streambp launch -- trl ...` against `trl ...`: TRL's own scripts, which run in processes that accelerate starts.
 
-covers: cli.py
+covers: cli/runs.py
 """
 
 from __future__ import annotations

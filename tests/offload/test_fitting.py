@@ -21,7 +21,7 @@ import torch
 
 import streambp
 from streambp.attention.prefix import Stage
-from streambp.errors import DeviceMemoryError
+from streambp.device import DeviceMemoryError
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import InMemory, Kept

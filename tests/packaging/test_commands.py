@@ -1,6 +1,6 @@
 """The commands, files and names that README.md and docs/ show. Covers: scripts/check_commands.py, docs/api.md.
 
-covers: __init__.py, cli.py
+covers: __init__.py, cli/runs.py
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def test_commands_parse_and_files_exist(page):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("```bash\nstreambp verify PATH --no-such-flag\n```", "unrecognized arguments: --no-such-flag"),
-        ("`streambp launch --chunks 8192 -- trl sft --lr 1`", "unrecognized arguments: --chunks 8192"),
+        ("```bash\nstreambp verify PATH --no-such-flag\n```", "No such option: --no-such-flag"),
+        ("`streambp launch --chunks 8192 -- trl sft --lr 1`", "No such option: --chunks"),
         ("```bash\nbash .ci/setup && .venv/bin/python examples/none.py\n```", "examples/none.py does not exist"),
         ("`pytest -s -m full tests/test_oracle.py -k no_such_test`", "no test there is named no_such_test"),
         ("`python -m paper_repro.predicted --no-such-flag`", "has no flag --no-such-flag"),

@@ -14,13 +14,13 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from scripts.plan_time import configs
 from streambp.planner import Memory, Setting
-from streambp.planner.devices import DEVICES
 from streambp.planner.plan import CHUNK_TOKENS, choose, plan_profile
 from streambp.planner.profile import Profile, peak
 from streambp.planner.report import plan_table
 from streambp.planner.seconds import seconds
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import STREAMED, survey
+from streambp.rates import DEVICES
 from tests.planner.test_estimates import DEEP
 from tests.tiers import thinned
 

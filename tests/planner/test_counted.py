@@ -87,11 +87,11 @@ def test_progress_is_told():
 
 def test_a_bar_is_for_terminals_alone():
     stream = io.StringIO()
-    with Progress(stream) as said:
+    with Progress(stream, "counting") as said:
         said("streambp", 0.5)
     assert not stream.getvalue()
     stream.isatty = lambda: True
-    with Progress(stream) as said:
+    with Progress(stream, "counting") as said:
         said("streambp", 0.5)
     assert "██░" in stream.getvalue()
     assert " 50 % counting streambp" in stream.getvalue()

@@ -16,11 +16,11 @@ from scripts.plan_time import configs
 from streambp.offload import costs as costs_of_steps
 from streambp.offload import policy
 from streambp.planner import auto
-from streambp.planner.devices import DEFAULT, DEVICES
 from streambp.planner.profile import Method
 from streambp.planner.seconds import seconds
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import streamed, survey
+from streambp.rates import DEFAULT, DEVICES
 
 GIB = 2**30
 HERE = torch.device("cuda", 0)

@@ -1,6 +1,6 @@
 """The page: Python's numbers in a real browser, and nothing outside of the file.
 
-covers: cli.py, planner/page.py, planner/plan.py, planner/profile.py, planner/skeleton.py, planner/survey.py
+covers: cli/runs.py, planner/page.py, planner/plan.py, planner/profile.py, planner/skeleton.py, planner/survey.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from transformers import Qwen3Config
 
 import streambp.planner.page
 from streambp.cli import main
-from streambp.planner.devices import DEFAULT, DEVICES
 from streambp.planner.laws import Part
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, plan_profile
@@ -43,6 +42,7 @@ from streambp.planner.profile import (
 from streambp.planner.seconds import seconds, throughput
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, STREAMED, streamed, survey
+from streambp.rates import DEFAULT, DEVICES
 from tests.seeds import seed_of
 
 GIB = 2**30

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 
 import streambp.planner.page
-from streambp.planner.devices import DEFAULT, DEVICES
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, choose, fits, options, plan_profile
 from streambp.planner.profile import Setting, available
 from streambp.planner.report import written
+from streambp.rates import DEFAULT, DEVICES
 from tests.planner.browser import BROWSER, DRIVER, opened
 from tests.planner.test_page import random_profile
 from tests.seeds import seed_of

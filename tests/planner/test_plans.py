@@ -6,6 +6,7 @@ covers: layer/oom.py, planner/__init__.py, planner/auto.py, planner/plan.py, pla
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import json
@@ -17,7 +18,7 @@ import torch
 
 import streambp
 from streambp import cli
-from streambp.config import parse_bytes
+from streambp.fields import parse_bytes, parse_tokens
 from streambp.offload.costs import Known
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
@@ -138,7 +139,7 @@ def test_a_plan_of_a_model(monkeypatch):
 def test_memory_is_written_as_a_person_does(size, text):
     """And is never more than there is."""
     assert written(size) == text
-    assert 0.9 * size < parse_bytes("gpu_memory", text.strip('"')) <= size
+    assert 0.9 * size < parse_bytes("gpu_memory", ast.literal_eval(text)) <= size
 
 
 def test_the_module_tree_has_no_empty_rows():
@@ -204,7 +205,7 @@ def test_a_failed_plan_leaves_no_page(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--chunk-size", "0"], "chunk_size is 0"), (["--device", "cuda"], "torch finds no CUDA device")],
+    [(["--chunk-size", "0"], "--chunk-size is '0'"), (["--device", "cuda"], "torch finds no CUDA device")],
 )
 def test_profiles_that_cannot_run(arguments, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
@@ -215,7 +216,7 @@ def test_profiles_that_cannot_run(arguments, words, tmp_path, capsys, monkeypatc
 
 @pytest.mark.parametrize(("text", "tokens"), [("64k", 65536), ("128K", 131072), ("1.5M", 1572864), ("100", 100)])
 def test_lengths_on_the_command_line(text, tokens):
-    assert cli.parse_length(text) == tokens
+    assert parse_tokens("seq_len", text) == tokens
 
 
 @pytest.mark.full

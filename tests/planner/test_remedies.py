@@ -15,10 +15,10 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 
 from streambp import cli
 from streambp.planner import Memory, Setting, plan
-from streambp.planner.devices import DEVICES, USUAL, device_of
 from streambp.planner.plan import plan_profile
 from streambp.planner.profile import Group, Method, Phase, static
 from streambp.planner.remedies import Training, remedies, too_large, with_options
+from streambp.rates import DEVICES, USUAL, device_of
 from tests.planner.laws import made_work
 from tests.planner.test_estimates import made_up
 
@@ -80,11 +80,11 @@ def replanned(name, remedy, memory, training, length):
     """The plan of the command that the remedy gives, read by the command line's own parser."""
     given = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu), *training.options]
     line = with_options(given, remedy.options)
-    read = cli._parser().parse_args(line)
+    read = cli.parse(line)
     setting = Setting(gpus=read.gpus or 1, zero=read.zero, optimizer_on_host=read.optimizer_on_host)
     host = None if memory.host is None else memory.host // setting.gpus
     profile = counted_profile(name, Training(read.lora, read.bits))
-    return plan_profile(profile, cli.parse_length(read.seq_len), dataclasses.replace(memory, host=host), setting)
+    return plan_profile(profile, read.seq_len, dataclasses.replace(memory, host=host), setting)
 
 
 def test_every_kind_of_remedy_fits():
@@ -131,25 +131,25 @@ def model_folder(tmp_path):
 def test_the_command_that_is_printed_fits(tmp_path, capsys):
     kept = static(counted_profile("tiny", Training()), Setting())
     given = ["plan", model_folder(tmp_path), f"--gpu-memory={int(2.4 * kept.weights)}", "--seq-len", "1k", "--no-cache"]
-    assert cli.main(given) == cli.DOES_NOT_FIT
+    assert cli.main(given) == 1
     shown = capsys.readouterr().out
     assert "do not fit: weights" in shown
     assert "longest sequence  tokens" not in shown
     commands = [line.strip() for line in shown.splitlines() if line.startswith("    streambp plan")]
     assert commands
     for command in commands:
-        assert cli.main(shlex.split(command)[1:]) == cli.FITS, command
+        assert cli.main(shlex.split(command)[1:]) == 0, command
 
 
 @pytest.mark.full
 def test_without_a_training_both_are_planned(tmp_path, capsys):
     given = ["plan", model_folder(tmp_path), "--gpu-memory", "80GiB", "--seq-len", "1k", "--no-cache"]
-    assert cli.main(given) == cli.FITS
+    assert cli.main(given) == 0
     both = capsys.readouterr().out
     assert "Beside it:\n  LoRA of rank 16: 1,024 tokens" in both
-    assert cli.main([*given, "--full"]) == cli.FITS
+    assert cli.main([*given, "--full"]) == 0
     assert "LoRA" not in capsys.readouterr().out
-    assert cli.main([*given, "--lora", "8", "--bits", "4"]) == cli.FITS
+    assert cli.main([*given, "--lora", "8", "--bits", "4"]) == 0
     adapters = capsys.readouterr().out
     assert "Beside it" not in adapters
     parameters = sum(group.parameters for group in counted_profile("tiny", Training()).groups)

@@ -1,6 +1,6 @@
 """Groups of rows with one prompt, planned as rows and with the prompt computed once; both against counted steps.
 
-covers: planner/rollouts.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py, head/places.py, cli.py
+covers: planner/rollouts.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py, head/places.py, cli/runs.py
 """
 
 from __future__ import annotations

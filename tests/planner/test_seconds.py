@@ -1,6 +1,6 @@
 """Seconds of steps: measured ones on an H200 and H100s, laws at other lengths, devices, and what is chosen by them.
 
-covers: planner/devices.py, planner/fused_layers.py, planner/kernels.py, planner/laws.py, planner/measure_device.py,
+covers: rates.py, planner/fused_layers.py, planner/kernels.py, planner/laws.py, planner/measure_device.py,
   planner/seconds.py, planner/work.py
 """
 
@@ -17,7 +17,6 @@ import streambp
 from streambp import cli
 from streambp.planner import Setting
 from streambp.planner.count import StepCount
-from streambp.planner.devices import DEVICES, Rates, rates_of, read_rates, write_rates
 from streambp.planner.laws import features
 from streambp.planner.measure_device import measure_device
 from streambp.planner.profile import Phase, peak, work
@@ -25,6 +24,7 @@ from streambp.planner.seconds import kernels, seconds, throughput, worth
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, STREAMED, streamed, survey
 from streambp.planner.work import Work, aten, pairs
+from streambp.rates import DEVICES, Rates, rates_of, read_rates, write_rates
 from tests.planner.laws import law, made_work
 from tests.planner.test_estimates import QWEN3_8B, SMALL, made_up
 

@@ -20,7 +20,6 @@ from streambp.attention.spans import Spans
 from streambp.errors import UnsupportedModelError
 from streambp.model.split import BOTH
 from streambp.planner import Setting, plan
-from streambp.planner.devices import Rates
 from streambp.planner.exchanges import exchange_seconds, link_bytes
 from streambp.planner.plan import Memory, plan_profile
 from streambp.planner.profile import CONTEXT_PARALLEL, ULYSSES, Heads, Method, Split, available, from_json, peak, to_json
@@ -28,6 +27,7 @@ from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.splits import SplitCount
 from streambp.planner.survey import Counter, streamed, survey
+from streambp.rates import Rates
 from streambp.sharded.shards import Shards
 from tests.distributed.one_rank import give_back
 from tests.layer import test_sharded

@@ -27,8 +27,8 @@ from streambp.errors import StreamBPError
 from streambp.integrations.deepspeed import read, stream_config
 from streambp.launch.report import Account, collect
 from streambp.launch.settings import from_fields
-from streambp.planner.devices import DEVICES, read_rates, write_rates
 from streambp.planner.skeleton import Skeleton
+from streambp.rates import DEVICES, read_rates, write_rates
 from tests.seeds import seed_of
 
 SIZES = {
@@ -153,7 +153,9 @@ def _sensible(field: str, value: Any) -> bool:
     if field in booleans:
         return value is True or value is False
     if field == "chunk_size":
-        return (type(value) is int and 0 < value < 2**62) or (isinstance(value, str) and value == "auto")
+        return (type(value) is int and 0 < value < 2**62) or (
+            isinstance(value, str) and value == "auto"
+        )  # none of PYTHON's is "8k"
     if field == "saves":
         return (isinstance(value, str) and value == "auto") or (names and DIGITS not in "".join(value))
     if field in ("host_memory", "gpu_memory"):

@@ -1,6 +1,6 @@
 """Whatever is typed or read ends in one line that names the field, and a code that is no verdict.
 
-covers: cli.py, config.py, fields.py, launch/report.py, launch/settings.py, planner/configuration.py, planner/devices.py
+covers: cli/runs.py, config.py, fields.py, launch/report.py, launch/settings.py, planner/configuration.py, rates.py
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_no_uncaught_error_is_a_verdict(error, command, monkeypatch, capsys):
         raise error
 
     for name in ("plan", "_load", "rates_of"):
-        monkeypatch.setattr(f"streambp.cli.{name}", fails)
+        monkeypatch.setattr(f"streambp.cli.runs.{name}", fails)
     monkeypatch.setattr("streambp.launch.command.environment", fails)
     words = {"plan": ["m", "--gpu-memory", "1GiB"], "verify": ["m"], "profile": ["m"], "launch": ["--", "true"]}[command]
     assert main([command, *words]) == 2

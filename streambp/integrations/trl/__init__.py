@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from streambp.launch.groups import keep_groups
+from streambp.libraries import required
 
 MODULES = {
     "StreamSFTConfig": "sft",
@@ -24,4 +25,5 @@ def __getattr__(name: str) -> Any:
     """Import a trainer's module when it is asked for: TRL's trainers are slow to import."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+    with required("trl"):
+        return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)

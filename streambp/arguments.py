@@ -1,0 +1,111 @@
+"""Command lines: values of options, each with a message that says what it must be, and the line that an error becomes.
+
+typer comes with transformers, whose own command line it is. Which command-line library it stands on differs by its
+version, so its errors are known by their place behind `typer.BadParameter`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from streambp.errors import ConfigError
+from streambp.fields import parse_bytes, parse_tokens, shown
+
+UsageError, ClickException = typer.BadParameter.__mro__[1:3]
+DIGITS = 18  # of a whole number
+MOST = 10**DIGITS
+
+
+def tokens(longest: bool = False) -> Callable[[Any], Any]:
+    """A parser of lengths such as 64k; of "max" too, if `longest`."""
+
+    def parse(text: Any) -> Any:
+        if longest and text == "max":
+            return text
+        try:
+            return parse_tokens("", text)
+        except ConfigError as error:
+            or_max = '; or "max"' if longest else ""
+            raise typer.BadParameter(str(error).rstrip(".") + or_max) from None
+
+    return parse
+
+
+def size(text: Any) -> int:
+    """Bytes, such as 80GiB."""
+    try:
+        return parse_bytes("", text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error).rstrip(".")) from None
+
+
+def whole(low: int, high: int = MOST) -> Callable[[Any], int]:
+    """A parser of whole numbers within a range."""
+    told = f"a whole number from {low}" + (f" to {high}" if high < MOST else "")
+
+    def parse(text: Any) -> int:
+        number = int(text) if re.fullmatch(rf"-?[0-9]{{1,{DIGITS}}}", str(text)) else None
+        if number is None or not low <= number <= high:
+            raise typer.BadParameter(f"is {shown(text)}; it must be {told}")
+        return number
+
+    return parse
+
+
+def real(low: float, high: float = math.inf) -> Callable[[Any], float]:
+    """A parser of finite numbers within a range."""
+    told = f"a number from {low:g}" + (f" to {high:g}" if math.isfinite(high) else "")
+
+    def parse(text: Any) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not low <= number <= high or math.isinf(number):
+            raise typer.BadParameter(f"is {shown(text)}; it must be {told}")
+        return number
+
+    return parse
+
+
+def one_of(*names: Any) -> dict[str, Any]:
+    """What typer's `Option` is told of a choice."""
+
+    def parse(text: Any) -> Any:
+        for name in names:
+            if str(text) == str(name):
+                return name
+        raise typer.BadParameter(f"is {shown(text)}; it must be one of {', '.join(map(str, names))}")
+
+    return {"parser": parse, "metavar": "|".join(map(str, names)), "autocompletion": lambda: list(map(str, names))}
+
+
+def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
+    """What the function of the command returns; the exit code, if the line asks for help or for the version.
+
+    Raises:
+        ConfigError: the line is wrong. Its text begins with the command.
+    """
+    command = get_command(app)
+    try:
+        return command.main(args=list(words), prog_name=program, standalone_mode=False)
+    except ClickException as error:  # type: ignore[misc]  # it is looked up
+        context = getattr(error, "ctx", None)
+        path = program if context is None else context.command_path
+        raise ConfigError(" ".join(f"{path}: {_told(error)} See {path} --help.".split())) from None
+
+
+def _told(error: Any) -> str:
+    """An error of the line: the option first, then what is wrong with it."""
+    parameter = getattr(error, "param", None)
+    if isinstance(error, typer.BadParameter) and parameter is not None and error.message:
+        option = next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or parameter.name)
+        return f"{option} {error.message.strip().rstrip('.')}."
+    text = str(error.format_message()).strip().rstrip(".")
+    return text if text.endswith("?") else f"{text}."

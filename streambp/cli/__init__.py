@@ -1,0 +1,75 @@
+"""The command line: `streambp plan`, `verify`, `profile`, `launch` and `env`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from streambp.arguments import parsed
+from streambp.cli.app import app
+from streambp.cli.checks import check
+from streambp.errors import StreamBPError
+from streambp.launch import command as launcher
+from streambp.reporting import reason
+
+FAILED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 is success (exact, fits), 1 the opposite, 2 bad usage or a model that cannot be judged.
+
+    `streambp launch` returns the exit code of its program.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = parse(words or ["--help"])
+        if isinstance(arguments, int):
+            return arguments if words else FAILED
+        return _run(arguments)
+    except StreamBPError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return FAILED
+
+
+def parse(words: Sequence[str]) -> Any:
+    """A command's arguments, judged without torch; or the exit code of a line that asks for help.
+
+    Raises:
+        ConfigError: the line is wrong.
+    """
+    ours, program = launcher.split(words)
+    arguments = parsed(app, ours, "streambp")
+    if not isinstance(arguments, int):
+        arguments.given, arguments.program, arguments.out = ours, program, sys.stdout
+    return arguments
+
+
+def _run(arguments: Any) -> int:
+    """The exit code of a command whose arguments could be read; all errors begin with its name.
+
+    Other libraries print where they like: behind `arguments.out`, which has the command's own words, that is stderr.
+    """
+    name = f"streambp {arguments.command}"
+    try:
+        check(arguments)
+        if arguments.command == "launch":
+            return launcher.run(arguments)
+        with contextlib.redirect_stdout(sys.stderr):
+            runs = importlib.import_module("streambp.cli.runs")
+            code: int = getattr(runs, f"run_{arguments.command}")(arguments)
+        return code
+    except StreamBPError as error:
+        raise StreamBPError(f"{name}: {error}") from error
+    except Exception as error:  # an exit code of 1 would be a verdict
+        if "torch" in sys.modules and importlib.import_module("streambp.device").is_out_of_memory(error):
+            advice = "Pass a smaller --seq-len, --dtype bfloat16, or --device cpu."
+            raise StreamBPError(f"{name}: {str(error).splitlines()[0]} {advice}") from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        what = f"{reason(error)} (in {where}). That is no verdict: check the arguments, or report it with `streambp env`."
+        raise StreamBPError(f"{name}: {what}") from error

@@ -1,0 +1,263 @@
+"""The command line as typer reads it: each command's function returns its arguments, which `runs` then carries out.
+
+Nothing here imports torch or transformers, so that help and a wrong argument cost no seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+
+import streambp
+from streambp.arguments import one_of, real, size, tokens, whole
+from streambp.launch.command import UNPATCHED
+from streambp.launch.hook import VARIABLE
+from streambp.launch.settings import Allowed, with_flags
+from streambp.rates import DEFAULT, DEVICES
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+MODEL, LENGTH, MEMORY, GPUS, TRAINING, TIME, OUTPUT = (
+    "Model", "Sequence", "Memory", "GPUs", "Training", "Kernels and rates", "Output",
+)  # fmt: skip
+
+
+def _option(panel: str, told: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=told, rich_help_panel=panel, **more)
+
+
+Checkpoint = Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")]
+Planned = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="an id on the Hub, a checkpoint's folder, or a config.json", show_default=False),
+]
+Trust = Annotated[bool, _option(MODEL, "run the Python code that comes with the model", "--trust-remote-code")]
+Loaded = Annotated[Any, _option(MODEL, "of the weights (auto: as stored)", **one_of(*DTYPES))]
+Counted = Annotated[Any, _option(MODEL, "of the weights", **one_of(*DTYPES[1:]))]
+Device = Annotated[str, _option(MODEL, "cpu, cuda or another of torch's (default: this machine's GPU, else cpu)")]
+Json = Annotated[bool, _option(OUTPUT, "print JSON instead of tables", "--json")]
+Length = Annotated[Any, _option(LENGTH, "tokens, such as 512 or 8k", parser=tokens(), metavar="TOKENS")]
+Longest = Annotated[
+    Any,
+    _option(LENGTH, 'tokens of a row, such as 64k; "max": the longest that fit', parser=tokens(True), metavar="TOKENS"),
+]
+ChunkSize = Annotated[
+    Any, _option(LENGTH, "tokens of a chunk (default: streambp's choice)", parser=tokens(), metavar="TOKENS")
+]
+Saves = Annotated[
+    str, _option(TRAINING, "what backward need not recompute: attn_out, kv, and globs of Linears; separated by commas")
+]
+Seed = Annotated[Any, _option(LENGTH, "of the random tokens", parser=whole(0), metavar="N")]
+Padding = Annotated[Any, _option(LENGTH, "tokens of padding at the start", parser=whole(0), metavar="N")]
+Top = Annotated[Any, _option(OUTPUT, "parameters to list, 0 for all", parser=whole(0), metavar="N")]
+GpuMemory = Annotated[Any, _option(MEMORY, "of each GPU, such as 24GiB", parser=size, metavar="BYTES", show_default=False)]
+HostMemory = Annotated[
+    Any,
+    _option(MEMORY, "of the machine, for all its GPUs (default: no limit)", parser=size, metavar="BYTES"),
+]
+Reserve = Annotated[Any, _option(MEMORY, "part of each GPU left alone", parser=real(0, 0.99), metavar="PART")]
+Gpus = Annotated[Any, _option(GPUS, "all ranks (default: 1, or those that share a sequence)", parser=whole(1), metavar="N")]
+Ulysses = Annotated[Any, _option(GPUS, "ranks that share each sequence by DeepSpeed Ulysses", parser=whole(1), metavar="N")]
+ContextParallel = Annotated[
+    Any, _option(GPUS, "ranks that share each sequence by context parallelism", parser=whole(1), metavar="N")
+]
+Zero = Annotated[Any, _option(GPUS, "ZeRO stage; 3 for FSDP2 too", **one_of(0, 1, 2, 3))]
+Rows = Annotated[Any, _option(LENGTH, "rows on each GPU", parser=whole(1), metavar="N")]
+Lora = Annotated[
+    Any, _option(TRAINING, "train adapters of this rank on every Linear of the layers", parser=whole(1), metavar="RANK")
+]
+Full = Annotated[bool, _option(TRAINING, "train every parameter (default: plan full training and LoRA)", "--full")]
+Bits = Annotated[Any, _option(TRAINING, "of the frozen weights beside adapters", **one_of(4, 8, 16))]
+OptimizerBytes = Annotated[
+    Any,
+    _option(
+        TRAINING,
+        "of each trained parameter: 12 is Adam with float32 weights, 16 with float32 gradients too (ZeRO-Offload), 4 Adam "
+        "in bf16, 0 none",
+        parser=real(0, 1024),
+        metavar="BYTES",
+    ),
+]
+OptimizerOnHost = Annotated[bool, _option(TRAINING, "its state waits in host memory (ZeRO-Offload)", "--optimizer-on-host")]
+Accumulate = Annotated[bool, _option(TRAINING, "steps add to gradients that exist", "--accumulate")]
+Kernels = Annotated[Any, _option(TIME, "attention kernels on the GPU", **one_of("cudnn", "flash"))]
+Mixers = Annotated[
+    Any,
+    _option(
+        TIME,
+        "what recurrent and convolutional layers run: the kernels of fla, mamba_ssm and causal_conv1d, plain torch, or the "
+        "kernels that are installed here",
+        **one_of("kernels", "torch", "installed"),
+    ),
+]
+Rated = Annotated[
+    str | None,
+    _option(
+        TIME,
+        f"the GPU, for seconds: {', '.join(DEVICES)}, or a file of --measure-device (default: a usual one with so much "
+        f"memory, else {DEFAULT})",
+        metavar="NAME",
+    ),
+]
+Measured = Annotated[
+    Path | None,
+    _option(TIME, "measure this machine's rates, write them to a file, and use them; MODEL may be left out"),
+]
+FusedLayers = Annotated[
+    bool, _option(TIME, "norms, gated activations and rotary embeddings run fused kernels (Liger)", "--fused-layers")
+]
+NoCache = Annotated[bool, _option(OUTPUT, "count anew, and leave nothing for the next plan", "--no-cache")]
+Html = Annotated[
+    Path | None,
+    _option(
+        OUTPUT,
+        "also write a page that plans anew for other lengths and memory; with --lora, for full training as well, with "
+        "--fused-layers without them, with --ulysses or --context-parallel for any number of ranks",
+    ),
+]
+Modules = Annotated[
+    bool, _option(OUTPUT, "print the model's modules with their parameters and activations as well", "--modules")
+]
+Group = Annotated[Any, _option(LENGTH, "plan that many completions of one prompt instead", parser=whole(1), metavar="ROWS")]
+Prompt = Annotated[
+    Any,
+    _option(LENGTH, "of a group's rows; the rest of --seq-len is completion", parser=tokens(), metavar="TOKENS"),
+]
+
+app = typer.Typer(
+    no_args_is_help=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def _arguments(context: typer.Context) -> SimpleNamespace:
+    return SimpleNamespace(command=context.info_name, **context.params)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"streambp {streambp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def streambp_command(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and exit")] = False,
+) -> None:
+    """Exact training of HuggingFace models on long sequences."""
+
+
+@app.command(rich_help_panel="Before training")
+def plan(
+    context: typer.Context,
+    model: Planned = "",
+    trust_remote_code: Trust = False,
+    dtype: Counted = "bfloat16",
+    seq_len: Longest = "max",
+    batch_size: Rows = 1,
+    group: Group = None,
+    prompt: Prompt = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    reserve: Reserve = 0.05,
+    gpus: Gpus = None,
+    ulysses: Ulysses = 1,
+    context_parallel: ContextParallel = 1,
+    zero: Zero = 0,
+    lora: Lora = None,
+    full: Full = False,
+    bits: Bits = 16,
+    optimizer_bytes: OptimizerBytes = 12,
+    optimizer_on_host: OptimizerOnHost = False,
+    accumulate: Accumulate = False,
+    device: Rated = None,
+    measure_device: Measured = None,
+    kernels: Kernels = "cudnn",
+    mixers: Mixers = "kernels",
+    fused_layers: FusedLayers = False,
+    modules: Modules = False,
+    html: Html = None,
+    json: Json = False,
+    no_cache: NoCache = False,
+) -> SimpleNamespace:
+    """Estimate memory and time; suggest settings.
+
+    Counts a training step from the model's configuration, without weights and without a GPU. Exit code 0: it fits; 1: it
+    does not; 2: the model could not be counted.
+    """
+    return _arguments(context)
+
+
+@app.command(rich_help_panel="Before training")
+def verify(
+    context: typer.Context,
+    model: Checkpoint,
+    trust_remote_code: Trust = False,
+    dtype: Loaded = "float32",
+    device: Device = "",
+    seq_len: Length = 512,
+    chunk_size: ChunkSize = None,
+    saves: Saves = "",
+    seed: Seed = 0,
+    left_padding: Padding = 0,
+    top: Top = 20,
+    json: Json = False,
+) -> SimpleNamespace:
+    """Check that gradients match the unpatched model's.
+
+    Compares them parameter by parameter, on random tokens. Exit code 0: exact; 1: not exact; 2: it could not be judged.
+    """
+    return _arguments(context)
+
+
+@app.command(rich_help_panel="Before training")
+def profile(
+    context: typer.Context,
+    model: Checkpoint,
+    trust_remote_code: Trust = False,
+    dtype: Loaded = "auto",
+    device: Device = "",
+    seq_len: Length = 8192,
+    chunk_size: ChunkSize = None,
+    saves: Saves = "",
+    offload: Annotated[Any, _option(TRAINING, "where layer inputs wait", **one_of("none", "cpu"))] = "none",
+    snapshot: Annotated[Path | None, _option(OUTPUT, "write torch's memory snapshot of the step (CUDA)")] = None,
+    json: Json = False,
+) -> SimpleNamespace:
+    """Run one step and compare its memory with the estimate."""
+    return _arguments(context)
+
+
+@app.command(
+    rich_help_panel="Training",
+    options_metavar="[OPTIONS] -- COMMAND ...",
+    context_settings={"allow_extra_args": True},
+    help="Stream the models of any training program, unchanged: those of HF Trainer, of what is built on it, and with "
+    f"--at train of other loops. Exit code: the program's; {UNPATCHED} if it succeeded but no model was patched.",
+)
+@with_flags
+def launch(
+    context: typer.Context,
+    allow_unpatched: Allowed = False,
+    install: Annotated[
+        bool,
+        typer.Option(
+            "--install",
+            help=f"run nothing; place a file in this environment, with which {VARIABLE}='{{...}}' suffices",
+        ),
+    ] = False,
+    uninstall: Annotated[bool, typer.Option("--uninstall", help="remove that file")] = False,
+    **settings: Any,
+) -> SimpleNamespace:
+    """Its flags are `StreamConfig`'s fields. Words that it does not know are kept, for a message of its own."""
+    return SimpleNamespace(extra=context.args, **vars(_arguments(context)))
+
+
+@app.command(rich_help_panel="Help")
+def env(context: typer.Context, json: Json = False) -> SimpleNamespace:
+    """Print versions, devices and kernels, for a bug report."""
+    return _arguments(context)

@@ -1,0 +1,135 @@
+"""What can be said of a command's arguments before torch is imported and a model is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from streambp.chunks import pick_chunk_size
+from streambp.config import StreamConfig
+from streambp.errors import ConfigError, StreamBPError
+from streambp.fields import shown
+from streambp.rates import rates_of
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # the Hub's names
+LONGEST_ID = 96
+LONGEST_STEP = 2**30  # tokens that are run
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+LAUNCH = "streambp launch --chunk-size 8k -- trl sft ..."
+EXAMPLE = "streambp plan Qwen/Qwen3-8B --gpu-memory 24GiB --lora 16"
+
+
+def check(arguments: Any) -> None:
+    """Judge a command's arguments, and the model's name, without reading the model.
+
+    Raises:
+        StreamBPError: something is wrong with them.
+    """
+    if arguments.command == "launch" and arguments.extra:
+        raise ConfigError(f"{shown(arguments.extra[0])} is no flag; the command to run comes after --: {LAUNCH}.")
+    if arguments.command == "plan":
+        _check_plan(arguments)
+    if arguments.command in ("verify", "profile"):
+        _check_step(arguments)
+    if arguments.command in ("plan", "verify", "profile") and (arguments.model or arguments.command != "plan"):
+        check_model(arguments.model, file=arguments.command == "plan")
+
+
+def check_model(name: str, file: bool) -> None:
+    """Whether a name can be a checkpoint's folder, an id on the Hub, or, if `file`, a config.json.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    expected = "a folder with a config.json" + (", a config.json" if file else "") + ", or an id on the Hub"
+    try:
+        path = Path(name)
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError):  # too long, or with a NUL byte
+        is_folder = is_file = False
+    if is_file and file:
+        return
+    if is_file:
+        raise ConfigError(f"The model {shown(name)} is a file; this command needs {expected}.")
+    if is_folder:
+        if (path / CONFIG).is_file():
+            return
+        base = _base_of_adapter(path / ADAPTER)
+        hint = f" It holds an adapter of {shown(base)}: pass that one." if base else ""
+        raise ConfigError(f"The model {shown(name)} is a folder without {CONFIG}; it must be {expected}.{hint}")
+    if not HUB_ID.fullmatch(name) or len(name) > LONGEST_ID or name.endswith(".json"):
+        there = " There is no such file or folder." if name else ""
+        raise ConfigError(f"The model is {shown(name)}; it must be {expected}.{there}")
+
+
+def _base_of_adapter(file: Path) -> str | None:
+    try:
+        found = json.loads(file.read_text("utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found)
+
+
+def _check_plan(arguments: Any) -> None:
+    for option, file in (("--html", arguments.html), ("--measure-device", arguments.measure_device)):
+        if file is not None:
+            _check_writable(option, file)
+    if arguments.device is not None:
+        if arguments.measure_device is not None:
+            raise ConfigError("--device names rates and --measure-device measures them: pass one of the two.")
+        rates_of(arguments.device)
+    if arguments.measure_device is not None and not arguments.model:
+        return
+    if not arguments.model or arguments.gpu_memory is None:
+        lacks = (
+            "--gpu-memory" if arguments.model else "MODEL" if arguments.gpu_memory is not None else "MODEL and --gpu-memory"
+        )
+        raise ConfigError(f"A plan needs {lacks}, such as `{EXAMPLE}`.")
+    if arguments.full and arguments.lora is not None:
+        raise ConfigError("--full trains every parameter and --lora adapters alone: pass one of the two.")
+    if arguments.bits < 16 and arguments.lora is None:
+        raise ConfigError(
+            f"--bits {arguments.bits} is of frozen weights, and full training freezes none. Add --lora 16, or leave it out."
+        )
+    if arguments.prompt is not None and arguments.group is None:
+        raise ConfigError(
+            "--prompt is a part of a group's rows, and there is no --group. Add --group 8, or leave --prompt out."
+        )
+    if arguments.group is None:
+        return
+    if arguments.prompt is None or (arguments.seq_len != "max" and arguments.seq_len <= arguments.prompt):
+        raise ConfigError(
+            "--group needs --prompt, tokens of each row such as 32k; --seq-len is longer and has a prompt and a completion."
+        )
+
+
+def _check_step(arguments: Any) -> None:
+    for option, length in (("--seq-len", arguments.seq_len), ("--chunk-size", arguments.chunk_size)):
+        if length is not None and length > LONGEST_STEP:
+            raise ConfigError(f"{option} is {length}; it must be at most {LONGEST_STEP:,}, since the step is run.")
+    saves = tuple(name for name in arguments.saves.split(",") if name)
+    if arguments.command == "verify":
+        chunk_size = pick_chunk_size(arguments.seq_len, arguments.chunk_size)
+        if arguments.left_padding > arguments.seq_len - 2:
+            raise ConfigError(
+                f"--left-padding is {arguments.left_padding}, and a row has --seq-len {arguments.seq_len}; at least two "
+                "tokens must be no padding."
+            )
+        arguments.config = StreamConfig(chunk_size, saves)
+        return
+    arguments.config = StreamConfig(arguments.chunk_size or "auto", saves, offload=arguments.offload)
+
+
+def _check_writable(option: str, file: Path) -> None:
+    """Raise before minutes of counting rather than after; the file is as it was."""
+    try:
+        new = not file.exists()
+        with file.open("a"):
+            pass
+        if new:
+            file.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        why = getattr(error, "strerror", None) or error
+        raise StreamBPError(f"{option} {file} cannot be written ({why}). Pass another file.") from error

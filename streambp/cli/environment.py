@@ -1,0 +1,85 @@
+"""`streambp env`: versions, devices and kernels, for a bug report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+
+import streambp
+from streambp.attention.backend import choose_backend
+from streambp.device import tells_memory
+from streambp.offload.engines import make_engine
+from streambp.reporting import told
+
+PACKAGES = (
+    "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "liger-kernel", "bitsandbytes", "triton",
+    "flash-attn",
+    "flash-linear-attention", "mamba-ssm", "causal-conv1d", "axolotl", "ms-swift", "verl", "unsloth",
+)  # fmt: skip
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "STREAMBP_LAUNCH")
+HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # of the attention whose kernel is told
+
+
+def environment() -> dict[str, Any]:
+    """What was found, by name; a part that cannot be told says why."""
+    found: dict[str, Any] = {
+        "streambp": streambp.__version__,
+        "python": f"{sys.version.split()[0]} on {platform.platform()}",
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.device("cpu")]
+    if accelerator is not None:
+        devices += [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    found["devices"] = [told(_device, device, otherwise=lambda why: {"error": why}) for device in devices]
+    found["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return found
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    """Name and memory of a device, and the attention kernels and the engine of offloading that a step would use there."""
+    parts: dict[str, Any] = {"device": str(device)}
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        parts["name"] = module.get_device_name(device)
+        parts["capability"] = ".".join(map(str, getattr(module, "get_device_capability", lambda _: ())(device) or ()))
+        parts["driver"] = torch.version.cuda or torch.version.hip or ""
+        if tells_memory(device):
+            free, total = module.mem_get_info(device)
+            parts["memory"] = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of it free"
+        parts["allocator"] = getattr(torch.cuda, "get_allocator_backend", lambda: "")() if device.type == "cuda" else ""
+    else:
+        parts["name"] = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        parts[f"attention in {name}"] = told(_attention, device, dtype, otherwise=lambda why: f"none ({why})")
+    parts["offload engine"] = told(lambda: type(make_engine(device)).__name__, otherwise=lambda why: f"none ({why})")
+    return {name: value for name, value in parts.items() if value}
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> str:
+    q = torch.empty(1, HEADS, 1, HEAD_SIZE, device=device, dtype=dtype)  # [B, H, T, D]
+    v = torch.empty(1, KV_HEADS, 1, HEAD_SIZE, device=device, dtype=dtype)  # [B, H_kv, T, D]
+    return f"{choose_backend('auto', q, v, 0.0).name} for heads of {HEAD_SIZE}"
+
+
+def as_text(found: dict[str, Any], indent: str = "") -> str:
+    """One line for each part, to copy into an issue."""
+    lines = []
+    for name, value in found.items():
+        if isinstance(value, dict | list):
+            lines.append(f"{indent}{name}:")
+            for part in value if isinstance(value, list) else [value]:
+                lines.append(as_text(part, f"{indent}  "))
+        else:
+            lines.append(f"{indent}{name}: {value}")
+    return "\n".join(line for line in lines if line)

@@ -1,0 +1,207 @@
+"""The commands that read or run a model."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from streambp.chunks import plan_chunks
+from streambp.cli.environment import as_text, environment
+from streambp.device import is_accelerator
+from streambp.errors import StreamBPError
+from streambp.fields import shown
+from streambp.planner.configuration import TRUST, needs_trust, read_config
+from streambp.planner.measure import compare_step
+from streambp.planner.measure_device import measure_device
+from streambp.planner.page import page
+from streambp.planner.plan import Plan, plan
+from streambp.planner.profile import Profile, Setting
+from streambp.planner.remedies import Remedy, Training, remedies, with_options
+from streambp.planner.report import Progress, as_json, comparison_table, plan_table, rates_table, remedies_table
+from streambp.planner.rollouts import COMPLETIONS, Rollouts, Way, both_ways, rollouts_table
+from streambp.rates import DEFAULT, Rates, device_of, rates_of, write_rates
+from streambp.reporting import reason
+from streambp.verify.compare import verify
+
+EXACT, NOT_EXACT = 0, 1
+FITS, DOES_NOT_FIT = 0, 1
+
+
+def run_env(arguments: Any) -> int:
+    """Print what a bug report needs."""
+    found = environment()
+    print(as_json(found) if arguments.json else as_text(found), file=arguments.out)
+    return 0
+
+
+def _accelerator() -> str | None:
+    """The type of this machine's GPUs, if torch finds some that can work beside the host."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or not is_accelerator(found) else found.type
+
+
+def _device(asked: str) -> str:
+    """The device that was asked for, or this machine's GPU, or the host."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if not asked:
+        return _accelerator() or "cpu"
+    if asked != "cpu" and (found is None or found.type != asked):
+        there = "none" if found is None else found.type
+        raise StreamBPError(
+            f"--device {shown(asked)} was asked for, but torch finds no {asked.upper()} device here; beside cpu it finds "
+            f"{there}. Pass --device {'cpu' if found is None else found.type}."
+        )
+    return asked
+
+
+def run_verify(arguments: Any) -> int:
+    """Print how far the streamed gradients are from the unpatched model's."""
+    device = _device(arguments.device)
+    with Progress(sys.stderr, "running") as said:
+        said("nothing yet: weights are loaded", 0.0)
+        model = _load(arguments).to(device)
+        config = arguments.config
+        result = verify(
+            model, arguments.seq_len, int(config.chunk_size), config.saves, arguments.seed,
+            left_padding=arguments.left_padding, said=said,
+        )  # fmt: skip
+    print(as_json(result) if arguments.json else result.table(arguments.top), file=arguments.out)
+    return EXACT if result.exact else NOT_EXACT
+
+
+def run_plan(arguments: Any) -> int:
+    """Print what fits, and how to train with it."""
+    rates = _rates(arguments)
+    if not arguments.model:
+        return FITS
+    setting = Setting(
+        gpus=max(arguments.ulysses, arguments.context_parallel) if arguments.gpus is None else arguments.gpus,
+        ulysses=arguments.ulysses,
+        context_parallel=arguments.context_parallel,
+        zero=arguments.zero,
+        optimizer=arguments.optimizer_bytes,
+        optimizer_on_host=arguments.optimizer_on_host,
+        accumulate=arguments.accumulate,
+    )
+    said = Progress(sys.stderr, "counting")
+    counted = functools.partial(
+        plan,
+        read_config(arguments.model, arguments.trust_remote_code),
+        arguments.seq_len,
+        gpu_memory=arguments.gpu_memory,
+        host_memory=arguments.host_memory,
+        setting=setting,
+        reserve=arguments.reserve,
+        batch_size=arguments.batch_size,
+        dtype=getattr(torch, arguments.dtype),
+        kernels=arguments.kernels,
+        mixers=arguments.mixers,
+        rates=rates,
+        cache=not arguments.no_cache,
+        said=said,
+        every_split=arguments.html is not None and setting.ranks > 1,
+    )
+    trainings: list[dict[str, Any]] = [{"lora": arguments.lora, "bits": arguments.bits}]
+    trainings += [{}] if arguments.lora is not None and arguments.html is not None else []
+    with said:
+        found, *others = (counted(**way, fused_layers=arguments.fused_layers) for way in trainings)
+        switched = [counted(**way) for way in trainings] if arguments.html is not None and arguments.fused_layers else []
+    if arguments.html is not None:
+        _write_page(arguments, found, *([one.profile for one in some] for some in (others, switched)))
+    if arguments.group is not None:
+        ways = list(_rollouts(arguments, found))
+        print(as_json({"group": ways}) if arguments.json else rollouts_table(found, ways), file=arguments.out)
+        return FITS if all(shared.fits for _, shared in ways) else DOES_NOT_FIT
+    print(as_json(found) if arguments.json else plan_table(found, arguments.modules), file=arguments.out)
+    if not arguments.json:
+        _print_what_fits(arguments, found, counted)
+    return FITS if found.choice is not None else DOES_NOT_FIT
+
+
+def _print_what_fits(arguments: Any, found: Plan, counted: Callable[..., Plan]) -> None:
+    """Commands with which a plan fits that does not; beside one that does, LoRA where no training was named."""
+    training = Training(arguments.lora, arguments.bits)
+
+    def count(how: Training) -> Profile:
+        return counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers).profile
+
+    if found.choice is None:
+        others = list(remedies(found, arguments.seq_len, training, count))
+    elif training == Training() and not arguments.full:
+        how = next(training.smaller())
+        adapters = counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers)
+        others = [Remedy(str(how), how.options, adapters)] if adapters.choice is not None else []
+    else:
+        return
+    commands = [shlex.join(["streambp", *with_options(arguments.given, other.options)]) for other in others]
+    print("\n".join(remedies_table(found, others, commands)), file=arguments.out)
+
+
+def _rollouts(arguments: Any, found: Plan) -> Iterator[tuple[Way, Way]]:
+    """A group as rows and with its prompt shared; with the usual completions, or those that --seq-len leaves."""
+    prompt, row = arguments.prompt, arguments.seq_len
+    for completion in COMPLETIONS if row == "max" else (row - prompt,):
+        rollouts = Rollouts(prompt, completion, arguments.group)
+        yield both_ways(found.profile, rollouts, found.memory, found.setting, found.rates)
+
+
+def _rates(arguments: Any) -> Rates:
+    """Of the device that was named or measured, or of a usual one with so much memory."""
+    if arguments.measure_device is None:
+        usual = None if arguments.gpu_memory is None else device_of(arguments.gpu_memory)
+        return rates_of(arguments.device or usual or DEFAULT)
+    rates = measure_device(_accelerator() or "cpu")
+    write_rates(rates, arguments.measure_device)
+    print(rates_table(rates, arguments.measure_device), file=sys.stderr)
+    return rates
+
+
+def _write_page(arguments: Any, found: Plan, others: list[Profile], switched: list[Profile]) -> None:
+    base = f", {arguments.bits}-bit base" if arguments.bits < 16 else ""
+    training = "every parameter" if arguments.lora is None else f"LoRA, rank {arguments.lora}{base}"
+    path = Path(arguments.model).resolve()
+    name = path.parent.name if path.is_file() else path.name if path.is_dir() else arguments.model
+    labels = [training, "every parameter"]
+    unfused = dict(zip(labels, switched, strict=False))
+    arguments.html.write_text(page(found, name, dict(zip(labels[1:], others, strict=False)), training, unfused), "utf-8")
+
+
+def run_profile(arguments: Any) -> int:
+    """Print the memory of a real step beside its prediction."""
+    length, config = arguments.seq_len, arguments.config
+    chunk = plan_chunks(length, 1, config.chunk_size).size
+    device = _device(arguments.device)
+    with Progress(sys.stderr, "running") as said:
+        said("nothing yet: weights are loaded", 0.0)
+        model = _load(arguments).to(device).train()
+        said("a step", 0.5)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(0, vocabulary, (1, length), device=device)  # [B, T]
+        rows = compare_step(model, ids, config, chunk, arguments.snapshot)
+    print(as_json({"phases": rows}) if arguments.json else comparison_table(rows, length, chunk), file=arguments.out)
+    return FITS
+
+
+def _load(arguments: Any) -> PreTrainedModel:
+    """The checkpoint with transformers' default attention: sdpa wherever the model has it."""
+    name, trusted = arguments.model, arguments.trust_remote_code
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name, dtype=arguments.dtype, trust_remote_code=trusted
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers' code, with files from anywhere
+        advice = f"{TRUST} " if needs_trust(error) else ""
+        raise StreamBPError(
+            f"{shown(name)} could not be loaded as a causal language model ({reason(error)}). {advice}Pass the folder that "
+            "save_pretrained wrote, or an id on the Hub that this machine can reach."
+        ) from error
+    return model

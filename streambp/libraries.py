@@ -1,0 +1,51 @@
+"""Other libraries: the extra that installs each, and the newest release that the tests ran with."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+import warnings
+from collections.abc import Iterator
+
+from streambp.errors import MissingLibraryError
+
+# The extra of streambp that installs a library, by the name that Python imports; programs that bring streambp in have none.
+EXTRAS = {"trl": "trl", "deepspeed": "deepspeed", "peft": "peft", "accelerate": "accelerate", "liger_kernel": "liger"}
+PROGRAMS = {"axolotl": "axolotl", "swift": "ms-swift", "verl": "verl"}
+TESTED = {"torch": (2, 13), "transformers": (5, 23), "trl": (1, 16)}  # the newest
+
+
+@contextlib.contextmanager
+def required(library: str) -> Iterator[None]:
+    """Within, a library that streambp can do without is imported.
+
+    Raises:
+        MissingLibraryError: it is not installed; the message has the command that installs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        what = f"'streambp[{EXTRAS[library]}]'" if library in EXTRAS else PROGRAMS[library]
+        raise MissingLibraryError(f"{library} is not installed. Install it: pip install {what}.") from error
+    warn_of_untested(library)
+
+
+def warn_of_untested(*libraries: str) -> None:
+    """Warn of those that are newer than the newest release that streambp was tested with."""
+    for library in libraries:
+        newest = TESTED.get(library)
+        if newest is None:
+            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(library)
+            found = re.match(r"(\d+)\.(\d+)", version)
+            if found is not None and (int(found[1]), int(found[2])) > newest:
+                shown = ".".join(map(str, newest))
+                warnings.warn(
+                    f"{library} {version} is newer than {shown}, the newest that streambp was tested with. Check your "
+                    f"model with `streambp verify`, or install {library} {shown}.",
+                    stacklevel=3,
+                )
