@@ -34,6 +34,7 @@ from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.store import Offloader
+from streambp.layer.witness import Witness
 from streambp.recurrent.states import LEAST_TOKENS, States
 
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered again and again
@@ -78,6 +79,7 @@ class LayerCall:
         self.seen: SeenBefore | None = None
         self.parameters: Parameters
         self.wanted: tuple[bool, list[bool]]
+        self.witness: Witness | None = None  # once its forward is one that backward comes after. [Note: witness]
         self.carried = self._carry()
         barriers = self.carried.layout.barriers
         if barriers:
@@ -197,7 +199,8 @@ class LayerCall:
             leaves: this chunk's differentiable arguments, if they are to get gradients.
             states: those that the chunk starts from; None: the layer gets no cache, as unpatched.
         """
-        again = stage is Stage.RECOMPUTE and prefix is None
+        own = prefix is None
+        again = stage is Stage.RECOMPUTE and own
         saved = self.kept.attended(chunk) if again else None
         picks = self.kept.picks(chunk) if again and self.site.kind.attention.picks_keys else None
         overwritten = self.site.overwritten
@@ -211,6 +214,8 @@ class LayerCall:
         prefix = prefix or self.carried.prefix
         prefix.overwritten |= overwritten.attended
         mask = ChunkMask(prefix, chunk, stage, saved, picks)
+        if own and self.witness is not None and self.witness.last and stage is not Stage.REFILL:
+            mask.see = self.witness.see if "attn_out" in self.kept.saves else None
         return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 
     def run(

@@ -27,7 +27,7 @@ from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_
 from streambp.layer.graphs import Graph, computed_with_graph, counting, refuse_kept, refuse_other_leaves
 from streambp.layer.oom import explained
 from streambp.layer.outputs import ChunkOutput, Whole
-from streambp.layer.products import UnreadProducts, left_out, summed
+from streambp.layer.products import UnreadProducts, left_out, seen, summed
 from streambp.layer.recompute import check_mode
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
@@ -72,11 +72,13 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
     whole, states, carries = Whole(call.plan.length), States(), site.kind.states.carries
-    with torch.no_grad(), call.streaming():
+    with torch.no_grad(), call.streaming(), contextlib.ExitStack() as stack:
         if keep:
             kept.find_products()
             if kept.watch is not None:
                 kept.watch.start()
+            call.witness = site.witness(call.hidden_states, call.autocast)
+            stack.enter_context(_inputs_seen(call))
         for chunk in call.plan.chunks:
             if keep:
                 kept.snapshot()
@@ -107,23 +109,42 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     return outputs_of(call, whole)
 
 
+def _inputs_seen(call: LayerCall) -> contextlib.AbstractContextManager[None]:
+    """Within, in forward, the witness sees the inputs of the Linears that backward will leave out; none is known before the
+    layer's first backward, which then leaves out none. [Note: witness]"""
+    if call.witness is None or call.kept.keeps_graph:
+        return NOTHING
+    linears = call.site.linears
+    unread = call.site.unread.get(call.situation(linears, call.wanted[0]))
+    if unread is None or not unread.recompute:
+        return NOTHING
+    call.witness.left_out = unread.recompute.difference(call.kept.products)
+    return seen(linears, call.witness.left_out, call.witness.see)
+
+
 def _forward_chunk(
     call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States, original: Tensor, again: bool
 ) -> tuple[ChunkOutput, list[Attended]]:
     """A chunk's output and attention results, without a graph; what is to be saved is captured."""
-    kept = call.kept
+    kept, witness = call.kept, call.witness
     if again:
         kept.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
+    if witness is not None:
+        witness.begin(chunk.index, chunk.stop == call.plan.length, False)
     if kept.keeps_graph:
         with call.parameters.shadowed() as shadows:
             graph = computed_with_graph(call, hidden_chunk, chunk, call.wanted, shadows, {})
         kept.graph = graph
+        if witness is not None:
+            witness.see_output(original, graph.output.hidden_states)
         return _put(whole, chunk, graph.output.detached()), []
-    with kept.capturing() if kept.products else NOTHING:
+    with kept.capturing(see=witness.see if witness is not None and witness.last else None) if kept.products else NOTHING:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
+    if witness is not None:
+        witness.see_output(original, output.hidden_states)
     return _put(whole, chunk, output), attended
 
 
@@ -207,6 +228,8 @@ class StreamedLayer(torch.autograd.Function):
             with call.autocast.off(), call.streaming(), _recomputing(call), parameters.shadowed() as shadows:
                 sums.stand_for(shadows)
                 ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
+            if call.witness is not None:
+                call.witness.end()
             call.carried.prefix.drop_buffers()
             if call.site.kind.states.carries:
                 call.carried.drop_states()
@@ -288,7 +311,10 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         unread = call.site.unread[situation] = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
     with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
-    with summed(linears, work.sums, unread.recompute.difference(call.kept.products)):
+    left = unread.recompute.difference(call.kept.products)
+    if call.witness is not None:
+        left &= call.witness.left_out
+    with summed(linears, work.sums, left, call.witness):
         for chunk in call.plan.backward:
             _chunk_backward(call, chunk, work, unread.states or any(work.inputs.wanted))
 
@@ -372,11 +398,17 @@ def _differentiated(
 
 
 def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:
-    kept = call.kept
+    kept, witness = call.kept, call.witness
+    if witness is not None:
+        witness.begin(chunk.index, chunk.stop == call.plan.length, True)
+    see = witness.see if witness is not None and witness.last else None
     with (
         kept.random[chunk.index].replayed(),
-        kept.knowing(chunk, sums=work.sums) if kept.products else NOTHING,
+        kept.knowing(chunk, sums=work.sums, see=see) if kept.products else NOTHING,
         counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
     ):
         wanted = work.needs_input, work.inputs.wanted
-        return computed_with_graph(call, x, chunk, wanted, work.shadows, states)
+        graph = computed_with_graph(call, x, chunk, wanted, work.shadows, states)
+    if witness is not None:
+        witness.see_output(x, graph.output.hidden_states)
+    return graph
