@@ -293,7 +293,7 @@ class ChunkMask(AttentionPoint):
             )
         if self.see is not None:
             for name, x in ((f"q.{index}", q), (f"k.{index}", k), (f"v.{index}", v)):
-                self.see(name, x)
+                self.see(name, x.transpose(1, 2).flatten(2))  # as projections give them: no copy
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout > 0.0 else 0
         params = Params(backend, scale, softcap, dropout, seed)
         site = self._site(index, k, v)

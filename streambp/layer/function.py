@@ -112,7 +112,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
 def _inputs_seen(call: LayerCall) -> contextlib.AbstractContextManager[None]:
     """Within, in forward, the witness sees the inputs of the Linears that backward will leave out; none is known before the
     layer's first backward, which then leaves out none. [Note: witness]"""
-    if call.witness is None or call.kept.keeps_graph:
+    if call.witness is None:
         return NOTHING
     linears = call.site.linears
     unread = call.site.unread.get(call.situation(linears, call.wanted[0]))

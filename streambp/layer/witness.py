@@ -241,7 +241,7 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
         same = torch.stack([torch.zeros_like(one.now) if one.unchanged is None else one.unchanged for one in group])
         added, size = (now - same.to(wide)).norm(dim=1), now.norm(dim=1)
         off = (now - then).norm(dim=1)
-        limit = tolerance * added + 2 * torch.finfo(dtype).eps * size
+        limit = tolerance * added + torch.finfo(dtype).eps * size
         return off > limit
 
 
