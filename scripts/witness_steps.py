@@ -1,13 +1,14 @@
 """Does the witness raise where nothing changes? `python scripts/witness_steps.py [--steps 2000] [CASE ...]`
 
-Each case trains a small model in chunks, with dropout where its attention has it, on batches of random sizes, in bfloat16,
-in float16 under a GradScaler, or in float32 under autocast. All saves take turns. The script prints how many tensors were
-compared, how many alarms there were, and the largest difference that was found, in units of what is allowed.
+Each case trains a small model in chunks, with dropout where its attention has it, on batches of random sizes, in bfloat16
+and float16: of all parameters, and by autocast, under a GradScaler in float16. All saves take turns. The script prints how
+many tensors were compared, how many alarms there were, and the largest difference, in units of what is allowed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ FAMILIES = {
     "hybrid": "lfm2",
     "post-norm": "gemma3",
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "autocast": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SAVES: tuple[Any, ...] = ((), ("attn_out",), ("attn_out", "kv", "self_attn.*"), "auto")
 
 
@@ -50,14 +51,14 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
     alarms, random = 0, torch.Generator().manual_seed(1)
     try:
         for saves in SAVES:
-            model: Any = zoo.build(family, dtype, attention_dropout=0.1).train()
+            model: Any = zoo.build(family, torch.float32 if autocast else dtype, attention_dropout=0.1).train()
             streambp.patch(model, streambp.StreamConfig(chunk_size=8, saves=saves, share_prefixes=False))
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-            scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+            scaler = torch.amp.GradScaler("cpu", enabled=autocast and dtype == torch.float16)
             for _ in range(steps // len(SAVES)):
                 length, rows = (int(torch.randint(low, high, (), generator=random)) for low, high in ((2, 40), (1, 4)))
                 tokens = torch.randint(3, 50, (rows, length), generator=random)
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                with torch.autocast("cpu", dtype, enabled=autocast):
                     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                 try:
                     scaler.scale(loss).backward()
@@ -79,10 +80,11 @@ def main() -> None:
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     for case in given.cases or FAMILIES:
-        for name, dtype in DTYPES.items():
-            seen, alarms, furthest = run(FAMILIES[case], dtype, name == "autocast", given.steps)
+        for (name, dtype), autocast in itertools.product(DTYPES.items(), (False, True)):
+            seen, alarms, furthest = run(FAMILIES[case], dtype, autocast, given.steps)
             print(
-                f"{case:15} {name:9} {given.steps} steps: {seen} compared, {alarms} alarms, {furthest:.3f} of the limit",
+                f"{case:15} {'autocast ' * autocast + name:17} {given.steps} steps: {seen} compared, {alarms} alarms, "
+                f"{furthest:.3f} of the limit",
                 flush=True,
             )
 

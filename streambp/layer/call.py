@@ -29,6 +29,7 @@ from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
 from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recorded_keys, recording
 from streambp.layer.packing import ONE_DOCUMENT, OneDocument, Packing
+from streambp.layer.products import See, seen
 from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
@@ -127,6 +128,28 @@ class LayerCall:
         """What decides, beside the layer, which products of these Linears its backward leaves unread."""
         stops = [chunk.stop for chunk in self.first_chunks(TRIED[-1])]
         return self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops
+
+    def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
+        """Begin with a chunk, or one half of it, for the witness; what is given the inputs of saved values, in the last
+        chunk. [Note: witness]
+
+        Args:
+            again: in backward.
+        """
+        if self.witness is None:
+            return None
+        self.witness.begin((half, chunk.index), chunk.stop == self.plan.length, again)
+        return self.witness.see if self.witness.last else None
+
+    def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
+        """Within, in forward, the witness sees the inputs of the Linears that backward will leave out; none is known before
+        the layer's first backward, which then leaves out none. [Note: witness]"""
+        linears = self.site.linears
+        unread = self.site.unread.get(self.situation(linears, self.wanted[0]))
+        if self.witness is None or unread is None or not unread.recompute:
+            return NOTHING
+        self.witness.left_out = unread.recompute.difference(self.kept.products)
+        return seen(linears, self.witness.left_out, self.witness.see)
 
     @property
     def gradients_of_a_parameter(self) -> int:

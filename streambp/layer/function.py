@@ -27,7 +27,7 @@ from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_
 from streambp.layer.graphs import Graph, computed_with_graph, counting, refuse_kept, refuse_other_leaves
 from streambp.layer.oom import explained
 from streambp.layer.outputs import ChunkOutput, Whole
-from streambp.layer.products import UnreadProducts, left_out, seen, summed
+from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import check_mode
 from streambp.layer.shadows import GradientSum, Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
@@ -78,7 +78,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             if kept.watch is not None:
                 kept.watch.start()
             call.witness = site.witness(call.hidden_states, call.autocast)
-            stack.enter_context(_inputs_seen(call))
+            stack.enter_context(call.inputs_seen())
         for chunk in call.plan.chunks:
             if keep:
                 kept.snapshot()
@@ -109,19 +109,6 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     return outputs_of(call, whole)
 
 
-def _inputs_seen(call: LayerCall) -> contextlib.AbstractContextManager[None]:
-    """Within, in forward, the witness sees the inputs of the Linears that backward will leave out; none is known before the
-    layer's first backward, which then leaves out none. [Note: witness]"""
-    if call.witness is None:
-        return NOTHING
-    linears = call.site.linears
-    unread = call.site.unread.get(call.situation(linears, call.wanted[0]))
-    if unread is None or not unread.recompute:
-        return NOTHING
-    call.witness.left_out = unread.recompute.difference(call.kept.products)
-    return seen(linears, call.witness.left_out, call.witness.see)
-
-
 def _forward_chunk(
     call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States, original: Tensor, again: bool
 ) -> tuple[ChunkOutput, list[Attended]]:
@@ -131,8 +118,7 @@ def _forward_chunk(
         kept.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
-    if witness is not None:
-        witness.begin(chunk.index, chunk.stop == call.plan.length, False)
+    see = call.seeing(chunk, again=False)
     if kept.keeps_graph:
         with call.parameters.shadowed() as shadows:
             graph = computed_with_graph(call, hidden_chunk, chunk, call.wanted, shadows, {})
@@ -140,7 +126,7 @@ def _forward_chunk(
         if witness is not None:
             witness.see_output(original, graph.output.hidden_states)
         return _put(whole, chunk, graph.output.detached()), []
-    with kept.capturing(see=witness.see if witness is not None and witness.last else None) if kept.products else NOTHING:
+    with kept.capturing(see=see) if kept.products else NOTHING:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     if witness is not None:
@@ -399,9 +385,7 @@ def _differentiated(
 
 def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:
     kept, witness = call.kept, call.witness
-    if witness is not None:
-        witness.begin(chunk.index, chunk.stop == call.plan.length, True)
-    see = witness.see if witness is not None and witness.last else None
+    see = call.seeing(chunk, again=True)
     with (
         kept.random[chunk.index].replayed(),
         kept.knowing(chunk, sums=work.sums, see=see) if kept.products else NOTHING,

@@ -22,7 +22,7 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.carried import Carried
 from streambp.layer.data_flow import trace
-from streambp.layer.products import Labels, See, UnreadInHalves, computed, left_out
+from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
@@ -138,13 +138,6 @@ class ShardedCall(LayerCall):
     def gradients_of_a_parameter(self) -> int:
         """Two for each chunk of the shard."""
         return 2 * len(self.plan)  # one from each half
-
-    def seeing(self, half: str, chunk: Chunk, again: bool) -> See | None:
-        """Compute one half of a chunk; what sees the inputs of values that are saved, in the last chunk. [Note: witness]"""
-        if self.witness is None:
-            return None
-        self.witness.begin((half, chunk.index), chunk.stop == self.plan.length, again)
-        return self.witness.see if self.witness.last else None
 
     def look_into_halves(self) -> None:
         """Find out which products each half leaves out; traced once for each situation. Called while streaming.

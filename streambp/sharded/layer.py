@@ -114,7 +114,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
                     call.kept.snapshot()
-                see = call.seeing("after", chunk, again=False)
+                see = call.seeing(chunk, again=False, half="after")
                 with call.kept.capturing(names, see) if keep else contextlib.nullcontext():
                     output = call.run(hidden_chunk, chunk, AfterAttention(o[_part(chunk)]))
                 assert output is not None
@@ -146,7 +146,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     projected: list[Tensor] = []
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-        see = call.seeing("before", chunk, again=False)
+        see = call.seeing(chunk, again=False, half="before")
         with call.kept.capturing(see=see) if keep else contextlib.nullcontext():
             found = _collect(call, hidden_chunk, chunk, projected, 3)
         _see_projected(see, found)
@@ -285,7 +285,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
     linears, unread = call.site.linears, call.unread.to_differentiate_after.difference(call.kept.products_after)
     with summed(linears, work.sums, unread, call.witness):
         for chunk in call.plan.backward:
-            see = call.seeing("after", chunk, again=True)
+            see = call.seeing(chunk, again=True, half="after")
             hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
             o_chunk = o[_part(chunk)].detach().requires_grad_()
@@ -363,7 +363,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
         for chunk in call.plan.backward:
             hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
-            point, see = BeforeAttention(), call.seeing("before", chunk, again=True)
+            point, see = BeforeAttention(), call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),

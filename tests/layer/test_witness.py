@@ -41,11 +41,13 @@ def scaled(module):
     module.forward = lambda x: own(module, x) * NUMBERS["scale"]
 
 
-def added_to_one(module):
-    """A global number is added to the second token of what each call is given."""
+def added_to_one(module, least=0):
+    """A global number is added to the second token of each chunk of at least so many; the last has three."""
     own = type(module).forward
 
     def forward(x):
+        if x.shape[1] < least:
+            return own(module, x)
         one = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
         return own(module, x + one[None, :, None] * NUMBERS["added"])
 
@@ -75,9 +77,12 @@ CHANGES = {
 }
 
 
+INNER = {"one token of inner chunks": (lambda m: added_to_one(m.model.layers[0].mlp, CHUNK), CHANGES["one token"][1])}
+
+
 def changed_within(change, saves=(), steps=1, dtype=torch.float64, family="qwen3"):
     """A model whose change comes between a forward and its backward, after so many steps; and its loss."""
-    prepare, apply = CHANGES[change]
+    prepare, apply = {**CHANGES, **INNER}[change]
     model = build(family, dtype)
     prepare(model)
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=SAVES.get(saves, saves), share_prefixes=False))
@@ -100,6 +105,13 @@ def test_a_change_without_a_trace_raises(change, saves, steps):
     NUMBERS.update(scale=1.0, added=0.0)
     found = gradients(model, **make_batch("plain"))[1]
     assert worst_error(found, gradients(streambp.unpatch(model), **make_batch("plain"))[1]) <= EXACT
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_change_of_one_token_in_inner_chunks(steps):
+    """Where nothing is saved. Inputs of saved values are compared in the last chunk alone."""
+    test_a_change_without_a_trace_raises("one token of inner chunks", "nothing", steps)
 
 
 @pytest.mark.fast(2)
@@ -256,7 +268,7 @@ later = functools.partial(test_a_change_without_a_trace_raises, steps=1)
         (nobody_asks, functools.partial(later, "a fused step", "nothing")),
         (first_row_alone, functools.partial(later, "one token", "nothing")),
         (no_rows, functools.partial(later, "a global behind the MLP", "nothing")),
-        (no_inputs_of_what_is_left_out, functools.partial(later, "one token", "nothing")),
+        (no_inputs_of_what_is_left_out, lambda: test_a_change_of_one_token_in_inner_chunks(1)),
     ],
 )
 def test_mutants_turn_these_red(mutant, test, monkeypatch):
