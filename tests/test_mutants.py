@@ -26,6 +26,7 @@ from streambp.attention import kv as keys
 from streambp.attention import own as cached
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
+from streambp.errors import BackwardError
 from streambp.head import blocks, log_probs, one_pass, recipe
 from streambp.layer import arguments, call, function, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
@@ -515,7 +516,7 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(entry, "can_stream", lambda call: Verdict(True))  # it would catch some of them first
         patch.setattr(owner, attribute, mutant)
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, BackwardError)):  # the latter: the witness sees it first
             check()
 
 
@@ -550,7 +551,8 @@ def test_a_wrongly_left_out_product_is_found_and_would_be_loud(tried, monkeypatc
         "trace_unread",
         lambda linears, run: (run(), products.UnreadProducts(frozenset(), frozenset({"mlp.up_proj"})))[1],
     )
-    _, found = gradients(ours, **make_batch("plain"))
+    for _ in range(2):  # the first leaves out no product
+        _, found = gradients(ours, **make_batch("plain"))
     assert any(g.isnan().any() for g in found.values()) != tried
 
 

@@ -343,6 +343,63 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
+NUMBERS = {"scale": 1.0, "one": 0.0}  # a program's globals
+
+
+@contextlib.contextmanager
+def until_backward(t: Trial, forward: Callable[[Any, Tensor], Tensor], **numbers: float) -> Iterator[Tensor]:
+    """A loss, after a step, of a layer whose MLP computes that; within, the program's globals are others."""
+    mlp = t.layer.mlp
+    mlp.forward = lambda x: forward(lambda y: type(mlp).forward(mlp, y), x)
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    NUMBERS.update(numbers)
+    try:
+        yield loss
+    finally:
+        NUMBERS.update(scale=1.0, one=0.0)
+
+
+@program(WITHIN, "changes a number in a global, which a module inside reads")
+def _(t: Trial) -> None:
+    with until_backward(t, lambda mlp, x: mlp(x) * NUMBERS["scale"], scale=0.5) as loss:
+        loss.backward()
+
+
+@program(WITHIN, "changes a number in a global, which a module inside adds to one token")
+def _(t: Trial) -> None:
+    def forward(mlp: Any, x: Tensor) -> Tensor:
+        one = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
+        return mlp(x + NUMBERS["one"] * one[None, :, None])  # type: ignore[no-any-return]
+
+    with until_backward(t, forward, one=0.5) as loss:
+        loss.backward()
+
+
+@program(WITHIN, "makes a step of a fused optimizer, which marks no change")
+def _(t: Trial) -> None:
+    t.patch()
+    optimizer = torch.optim.AdamW(t.model.parameters(), fused=True)
+    t.step()
+    t.forward().backward()
+    loss = t.forward()
+    optimizer.step()
+    t.clear()
+    loss.backward()
+
+
+@program(WITHIN, "writes to a parameter's `.data`")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    loss = t.forward()
+    t.layer.mlp.down_proj.weight.data.mul_(1.01)
+    loss.backward()
+
+
 def steer(t: Trial) -> Any:
     t.extra["steer"] = torch.randn(32, dtype=torch.float64, generator=seeded(7)).requires_grad_()
     return lambda m, args, out: out + t.extra["steer"]

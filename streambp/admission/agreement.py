@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import Choices
+from streambp.layer.witness import coarsest_of, dtypes_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
@@ -18,13 +19,8 @@ SCORES = 4  # tolerances: a few scores of a single token carry a larger part of 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
     """The dtype of the largest eps among those of x [..., B, T, h], the layer's float parameters and autocast."""
-    dtypes = {x.dtype, *call.site.of(_dtypes)}
-    dtypes |= {dtype for _, enabled, dtype in call.autocast.states if enabled}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _dtypes(layer: nn.Module) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()}
+    cast = [dtype for _, enabled, dtype in call.autocast.states if enabled]
+    return coarsest_of((x.dtype, *call.site.of(dtypes_of), *cast))
 
 
 def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:

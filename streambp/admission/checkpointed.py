@@ -21,7 +21,7 @@ from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.looks import Look, changed, versions_of
 from streambp.known_names import CACHES
 from streambp.layer.arguments import refuse_written
-from streambp.layer.recompute import check_mode, checkpointable, checkpointing_off, parametrizations_computed
+from streambp.layer.recompute import Autocast, check_mode, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.shadows import Parameters
 from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since
 from streambp.layer.site import CallReport, LayerSite
@@ -58,7 +58,8 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
     try:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        return checkpoint(Repeatable(site, run, args, kwargs), *args, use_reentrant=False, **kwargs)
+        # To its end, so that its output can be compared. [Note: witness]
+        return checkpoint(Repeatable(site, run, args, kwargs), *args, use_reentrant=False, early_stop=False, **kwargs)
     except (AttributeError, TypeError) as error:
         if LazyMask.__name__ not in str(error):
             raise
@@ -89,6 +90,11 @@ def _on_a_copy(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
 
 
+def _first_tensor(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    found: Tensor = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    return found
+
+
 class Repeatable:
     """A layer's forward for torch's checkpoint, which would recompute another model or batch without a word.
 
@@ -102,7 +108,9 @@ class Repeatable:
         self._generators, self._training = generators_of(site, self._look), site.layer.training
         given = [(name, x) for name, value in {"input": args, **kwargs}.items() for x in tree_leaves(value)]
         tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
-        self._parameters = Parameters(site.layer, tensors[0][1].device)
+        hidden_states = tensors[0][1]
+        self._parameters = Parameters(site.layer, hidden_states.device)
+        self._witness = site.witness(hidden_states, Autocast.capture(hidden_states.device))
         self._seen_arguments = [(name, x, x._version) for name, x in tensors if not x.is_inference()]
         self._buffers: Buffers | None = None  # those that the forward has written to, as they were before
 
@@ -114,6 +122,7 @@ class Repeatable:
                 result = self._run(*args, **kwargs)
             self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
             self._buffers = written_since(before)
+            self._see(_first_tensor(args, kwargs), result, again=False)
             return result
         if self._notes is not None:
             self._notes.in_backward()
@@ -123,7 +132,19 @@ class Repeatable:
         now = self._fingerprint.look(self._layer)
         self._fingerprint.check(self._layer, self._seen, now)
         with in_place_of_buffers(copies(self._buffers)), self._as_in_forward(now):
-            return self._run(*args, **kwargs)
+            result = self._run(*args, **kwargs)
+        self._see(_first_tensor(args, kwargs), result, again=True)
+        return result
+
+    def _see(self, x: Tensor, result: Any, again: bool) -> None:
+        """The layer has made this result of x [..., T, h]."""
+        output = result[0] if isinstance(result, tuple) else result
+        if self._witness is None or not isinstance(output, Tensor):
+            return
+        self._witness.begin("whole", True, again)
+        self._witness.see("output", output, x if x.shape == output.shape else None)
+        if again:
+            self._witness.end()
 
     def _mismatch_named(self) -> saved_tensors_hooks:
         """Within, in forward, torch's checkpoint keeps what it kept, and its error in backward is a `BackwardError`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from streambp.attention.merge import Attended
 from streambp.attention.picked import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
-from streambp.errors import StreamBPError
+from streambp.errors import BackwardError, StreamBPError
 
 
 class Stage(enum.Enum):
@@ -80,6 +81,7 @@ class Prefix:
         self.filled_until = 0
         self.overwritten = False  # the layer writes to what its attention gives
         self.heads_first = False  # the layer attends by itself, and may take what it reads for a cache's [B, H_kv, e, D]
+        self.asked: dict[tuple[int, int], tuple[Any, ...]] = {}  # scale, dropout and softcap, by chunk and attention call
         self.backends: dict[int, Backend] = {}  # of each attention call, chosen at its first chunk
         self.used: frozenset[Used] = frozenset()  # the kernels that attended in forward
         self.sdpa = AsSdpa()  # of all attention calls
@@ -251,6 +253,7 @@ class ChunkMask(AttentionPoint):
         self.picked: list[Tensor] = []
         self.attended: list[Attended] = []
         self.call = 0
+        self.see: Callable[[str, Tensor], None] | None = None  # is given what attention is computed of
 
     __iter__ = None  # `0.0 in mask` would never end
 
@@ -280,6 +283,17 @@ class ChunkMask(AttentionPoint):
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
             prefix.sdpa |= as_sdpa(q, k, v, dropout, softcap is None and sink is None)
+        asked, place = (scale, dropout, softcap), (chunk.index, index)
+        if self.stage is Stage.FORWARD:
+            prefix.asked[place] = asked
+        elif self.stage is Stage.RECOMPUTE and prefix.asked.get(place, asked) != asked:
+            raise BackwardError(
+                f"Attention was called with scale, dropout and softcap {prefix.asked[place]} in forward, and is with "
+                f"{asked} in backward. Call backward before you change them."
+            )
+        if self.see is not None:
+            for name, x in ((f"q.{index}", q), (f"k.{index}", k), (f"v.{index}", v)):
+                self.see(name, x.transpose(1, 2).flatten(2))  # as projections give them: no copy
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout > 0.0 else 0
         params = Params(backend, scale, softcap, dropout, seed)
         site = self._site(index, k, v)

@@ -29,10 +29,12 @@ from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
 from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recorded_keys, recording
 from streambp.layer.packing import ONE_DOCUMENT, OneDocument, Packing
+from streambp.layer.products import See, seen
 from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.witness import Witness
 from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
@@ -78,6 +80,7 @@ class LayerCall:
         self.seen: SeenBefore | None = None
         self.parameters: Parameters
         self.wanted: tuple[bool, list[bool]]
+        self.witness: Witness | None = None  # once its forward is one that backward comes after. [Note: witness]
         self.carried = self._carry()
         barriers = self.carried.layout.barriers
         if barriers:
@@ -127,6 +130,28 @@ class LayerCall:
         """What decides, beside the layer, which products of these Linears its backward leaves unread."""
         stops = [chunk.stop for chunk in self.first_chunks(TRIED[-1])]
         return self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops
+
+    def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
+        """Begin with a chunk, or one half of it, for the witness; what is given the inputs of saved values, in the last
+        chunk. [Note: witness]
+
+        Args:
+            again: in backward.
+        """
+        if self.witness is None:
+            return None
+        self.witness.begin((half, chunk.index), chunk.stop == self.plan.length, again)
+        return self.witness.see if self.witness.last else None
+
+    def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
+        """Within, in forward, the witness sees the inputs of the Linears that backward will leave out; none is known before
+        the layer's first backward, which then leaves out none. [Note: witness]"""
+        linears = self.site.linears
+        unread = self.site.unread.get(self.situation(linears, self.wanted[0]))
+        if self.witness is None or unread is None or not unread.recompute:
+            return NOTHING
+        self.witness.left_out = unread.recompute.difference(self.kept.products)
+        return seen(linears, self.witness.left_out, self.witness.see)
 
     @property
     def gradients_of_a_parameter(self) -> int:
@@ -199,7 +224,8 @@ class LayerCall:
             leaves: this chunk's differentiable arguments, if they are to get gradients.
             states: those that the chunk starts from; None: the layer gets no cache, as unpatched.
         """
-        again = stage is Stage.RECOMPUTE and prefix is None
+        own = prefix is None
+        again = stage is Stage.RECOMPUTE and own
         saved = self.kept.attended(chunk) if again else None
         picks = self.kept.picks(chunk) if again and self.site.kind.attention.picks_keys else None
         overwritten = self.site.overwritten
@@ -213,6 +239,8 @@ class LayerCall:
         prefix = prefix or self.carried.prefix
         prefix.overwritten |= overwritten.attended
         mask = ChunkMask(prefix, chunk, stage, saved, picks)
+        if own and self.witness is not None and self.witness.last and stage is not Stage.REFILL:
+            mask.see = self.witness.see if "attn_out" in self.kept.saves else None
         return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 
     def run(

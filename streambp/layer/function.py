@@ -72,11 +72,13 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
     whole, states, carries = Whole(call.plan.length), States(), site.kind.states.carries
-    with torch.no_grad(), call.streaming():
+    with torch.no_grad(), call.streaming(), contextlib.ExitStack() as stack:
         if keep:
             kept.find_products()
             if kept.watch is not None:
                 kept.watch.mark()
+            call.witness = site.witness(call.hidden_states, call.autocast)
+            stack.enter_context(call.inputs_seen())
         for chunk in call.plan.chunks:
             if keep:
                 kept.snapshot()
@@ -111,19 +113,24 @@ def _forward_chunk(
     call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States, original: Tensor, again: bool
 ) -> tuple[ChunkOutput, list[Attended]]:
     """A chunk's output and attention results, without a graph; what is to be saved is captured."""
-    kept = call.kept
+    kept, witness = call.kept, call.witness
     if again:
         kept.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
+    see = call.seeing(chunk, again=False)
     if kept.keeps_graph:
         with call.parameters.shadowed() as shadows:
             graph = computed_with_graph(call, hidden_chunk, chunk, call.wanted, shadows, {})
         kept.graph = graph
+        if witness is not None:
+            witness.see_output(original, graph.output.hidden_states)
         return _put(whole, chunk, graph.output.detached()), []
-    with kept.capturing() if kept.products else NOTHING:
+    with kept.capturing(see=see) if kept.products else NOTHING:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
+    if witness is not None:
+        witness.see_output(original, output.hidden_states)
     return _put(whole, chunk, output), attended
 
 
@@ -207,6 +214,8 @@ class StreamedLayer(torch.autograd.Function):
             with call.autocast.off(), call.streaming(), _recomputing(call), parameters.shadowed() as shadows:
                 sums.stand_for(shadows)
                 ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
+            if call.witness is not None:
+                call.witness.end()
             call.carried.prefix.drop_buffers()
             if call.site.kind.states.carries:
                 call.carried.drop_states()
@@ -288,7 +297,10 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         unread = call.site.unread[situation] = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
     with left_out(linears, unread.refill, width=unread.width):
         _refill(call)
-    with summed(linears, work.sums, unread.recompute.difference(call.kept.products)):
+    left = unread.recompute.difference(call.kept.products)
+    if call.witness is not None:
+        left &= call.witness.left_out
+    with summed(linears, work.sums, left, call.witness):
         for chunk in call.plan.backward:
             _chunk_backward(call, chunk, work, unread.states or any(work.inputs.wanted))
 
@@ -372,11 +384,15 @@ def _differentiated(
 
 
 def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:
-    kept = call.kept
+    kept, witness = call.kept, call.witness
+    see = call.seeing(chunk, again=True)
     with (
         kept.random[chunk.index].replayed(),
-        kept.knowing(chunk, sums=work.sums) if kept.products else NOTHING,
+        kept.knowing(chunk, sums=work.sums, see=see) if kept.products else NOTHING,
         counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
     ):
         wanted = work.needs_input, work.inputs.wanted
-        return computed_with_graph(call, x, chunk, wanted, work.shadows, states)
+        graph = computed_with_graph(call, x, chunk, wanted, work.shadows, states)
+    if witness is not None:
+        witness.see_output(x, graph.output.hidden_states)
+    return graph

@@ -29,6 +29,7 @@ from streambp.attention.indexers import indexers_of
 from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
+from streambp.layer.witness import Witness
 
 Labels = frozenset[str]
 
@@ -111,6 +112,7 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 Add = Callable[[Tensor, Tensor], None]
 Cast = Callable[[torch.dtype], Tensor]
+See = Callable[[str, Tensor], None]
 
 
 class Sums(Protocol):
@@ -144,27 +146,38 @@ def _forwards(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator
                 own["forward"] = found
 
 
-def summed(linears: dict[str, nn.Linear], sums: Sums, unread: Labels) -> contextlib.AbstractContextManager[None]:
+def summed(
+    linears: dict[str, nn.Linear], sums: Sums, unread: Labels, witness: Witness | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Within, the weight gradients of these Linears are added to their sums by the products that make them.
     [Note: sums inside products]
 
     Args:
-        unread: the names of those that return NaN, as in `left_out`.
+        unread: the names of those that return NaN, as in `left_out`. witness: sees the inputs of these. [Note: witness]
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name, module in linears.items():
         add, cast = _adder(module, sums)
-        if add is not None or name in unread:
-            forwards[module] = _adding(module, UNREAD if name in unread else None, add, cast)
+        if name in unread:
+            sees = witness is not None and name in witness.left_out
+            forwards[module] = _adding(module, UNREAD, add, cast, witness if sees else None, name)
+        elif add is not None:
+            forwards[module] = _adding(module, None, add, cast)
     return _replaced(forwards)
 
 
-def _adding(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast) -> Callable[[Tensor], Tensor]:
+def _adding(
+    module: nn.Linear, value: Unread | None, add: Add | None, cast: Cast, witness: Witness | None = None, name: str = ""
+) -> Callable[[Tensor], Tensor]:
     """`_known` of x, for as long as the module keeps its weight."""
     weight, bias, kind = module.weight, module.bias, module.weight.device.type
     may_cast = torch.amp.is_autocast_available(kind)
 
     def forward(x: Tensor) -> Tensor:
+        nonlocal value
+        if witness is not None:
+            witness.see(name, x)
+            value = Unread(witness.rows(x))
         if may_cast and torch.is_autocast_enabled(kind):
             return _known(module, value, add, cast, x)
         out: Tensor = KnownLinear.apply(x, weight, bias, value, add)
@@ -194,13 +207,32 @@ def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.
     return _replaced({module: functools.partial(_known, module, None, None, module.weight.to) for module in modules})
 
 
+def seen(linears: dict[str, nn.Linear], names: Labels, see: See) -> contextlib.AbstractContextManager[None]:
+    """Within, the input [..., in] of each of these Linears is also given to `see`, with its name."""
+
+    def watch(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            see(name, x)
+            return type(module).forward(module, x)
+
+        return forward
+
+    return _replaced({linears[name]: watch(name, linears[name]) for name in names})
+
+
 def captured(
-    linears: dict[str, nn.Linear], names: list[str], sink: Callable[[str, Tensor], None]
+    linears: dict[str, nn.Linear], names: list[str], sink: See, see: See | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, the output [..., out] of each of these Linears is also given to `sink`, with its name."""
+    """Within, the output [..., out] of each of these Linears is also given to `sink`, with its name.
+
+    Args:
+        see: is given the input [..., in].
+    """
 
     def capture(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
+            if see is not None:
+                see(name, x)
             out = type(module).forward(module, x)
             sink(name, out)
             return out
@@ -215,23 +247,33 @@ def known(
     names: list[str],
     source: Callable[[str], Tensor | None],
     sums: Sums | None = None,
+    see: See | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears return the [..., out] that `source` has for their name, and know their backward.
 
     Args:
         source: None: the Linear computes.
-        sums: as in `summed`.
+        sums: as in `summed`. see: as in `captured`.
     """
 
     def know(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         add, cast = _adder(module, sums)
-        return lambda x: _linear(module, source(name), add, cast, x)
+
+        def forward(x: Tensor) -> Tensor:
+            if see is not None:
+                see(name, x)
+            return _linear(module, source(name), add, cast, x)
+
+        return forward
 
     return _replaced({linears[name]: know(name, linears[name]) for name in names if name in linears})
 
 
+@dataclasses.dataclass(frozen=True)
 class Unread:
-    """In place of a product that nobody reads."""
+    """In place of a product that nobody reads. rows: of it that are computed all the same. [Note: witness]"""
+
+    rows: slice | None = None
 
 
 UNREAD = Unread()
@@ -304,7 +346,10 @@ class KnownLinear(torch.autograd.Function):
         if value is None:
             return torch.nn.functional.linear(x, weight, bias)
         if isinstance(value, Unread):
-            return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
+            out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
+            if value.rows is not None:
+                out[..., value.rows, :] = torch.nn.functional.linear(x[..., value.rows, :], weight, bias)
+            return out
         return value.view_as(value)
 
     @staticmethod

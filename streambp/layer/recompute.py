@@ -44,6 +44,11 @@ class Autocast(NamedTuple):
                 on |= active
         return cls(tuple(states), torch.is_autocast_cache_enabled(), on)
 
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """What it casts to, where it is on."""
+        return [dtype for _, active, dtype in self.states if active]
+
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Within, autocast is as it was when this state was captured."""
         return self._entered(enabled=True)

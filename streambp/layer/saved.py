@@ -26,7 +26,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
-from streambp.layer.products import Sums, captured, known, matching, never_read, output_bytes
+from streambp.layer.products import See, Sums, captured, known, matching, never_read, output_bytes
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.site import LayerSite
 from streambp.layer.store import Access, SavedTensors
@@ -257,8 +257,12 @@ class Kept:
             f"out of StreamConfig's saves, which is {self.saves}: name the Linears to save one by one."
         )
 
-    def capturing(self, names: list[str] | None = None) -> contextlib.AbstractContextManager[None]:
-        """Within, outputs of the Linears that `saves` names, or of those given here, are collected for `keep`."""
+    def capturing(self, names: list[str] | None = None, see: See | None = None) -> contextlib.AbstractContextManager[None]:
+        """Within, outputs of the Linears that `saves` names, or of those given here, are collected for `keep`.
+
+        Args:
+            see: is given their inputs.
+        """
         names = self.products if names is None else names
 
         def sink(name: str, product: Tensor) -> None:
@@ -268,15 +272,20 @@ class Kept:
             if key not in self.product_names:
                 self.product_names.append(key)
 
-        return captured(self.linears, names, sink) if names else contextlib.nullcontext()
+        return captured(self.linears, names, sink, see) if names else contextlib.nullcontext()
 
     def knowing(
-        self, chunk: Chunk, names: list[str] | None = None, again: bool = False, sums: Sums | None = None
+        self,
+        chunk: Chunk,
+        names: list[str] | None = None,
+        again: bool = False,
+        sums: Sums | None = None,
+        see: See | None = None,
     ) -> contextlib.AbstractContextManager[None]:
         """Within, those Linears return what was kept of this chunk.
 
         Args:
-            again: it will be asked for once more. sums: as in `products.summed`.
+            again: it will be asked for once more. sums: as in `products.summed`. see: is given their inputs.
         """
         names = self.products if names is None else names
         calls: dict[str, int] = {}
@@ -289,7 +298,7 @@ class Kept:
                 return None
             return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
 
-        return known(self.linears, names, source, sums) if names else contextlib.nullcontext()
+        return known(self.linears, names, source, sums, see) if names else contextlib.nullcontext()
 
     def accesses(self) -> tuple[list[Access], int]:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""

@@ -9,19 +9,32 @@ from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from streambp.attention.backend import AsSdpa, Used
 from streambp.attention.carriers import NoAttention, ThroughInterface
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
+from streambp.device import has_data
 from streambp.errors import StreamBPError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, Look
+from streambp.foreign import compiled_inside
 from streambp.layer.choices import Choices
 from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
+from streambp.layer.recompute import Autocast
 from streambp.layer.store import Notes
+from streambp.layer.witness import (
+    TOLERANCE,
+    Witness,
+    Witnesses,
+    chooses,
+    coarsest_of,
+    dtypes_of,
+    gives_otherwise,
+    tolerance_of,
+)
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
 from streambp.recurrent.carriers import NoStates
@@ -148,6 +161,7 @@ class LayerSite:
     backward whether they keep it with its graph. A hook that does either ends the step with an error, and the layer is
     tried with it from then on.
         owner: who is computing with the model. [Note: owner of a step]
+        witnesses: compare what backward passes compute with what forwards gave. [Note: witness]
     """
 
     layer: nn.Module
@@ -179,6 +193,7 @@ class LayerSite:
     hooks_tried: set[HookKey] = dataclasses.field(default_factory=set)
     shown: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False, compare=False)
+    witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False, compare=False)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -204,6 +219,15 @@ class LayerSite:
         if len(plan.ends) == 1 or (tried is None and not self.foreign):
             return True
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
+
+    def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
+        """What compares a call's backward with its forward over x [..., T, h]; None: there are no values to compare."""
+        if not has_data(x) or not x.numel():
+            return None
+        dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes))
+        exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(compiled_inside))
+        changed = functools.partial(gives_otherwise, self.layer)
+        return Witness(self.witnesses, self.index, changed, tolerance_of(dtype, not exact and self.of(chooses)))
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
         """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed

@@ -18,6 +18,7 @@ from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
 from streambp.layer.owner import StepOwner
+from streambp.layer.witness import Witnesses
 from streambp.model.deferring import DeferredNorm
 from streambp.model.packing import finds_other_documents
 from streambp.model.steps import Steps
@@ -36,6 +37,7 @@ class PatchState:
     """What the wrappers of one patched model share.
 
     owner: who is computing with the model. [Note: owner of a step]
+    witnesses: compare backward passes with forwards. [Note: witness]
     root: what was given to `patch`.
     bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
     defer_norm: the running forward's head wants the final norm to be left to it.
@@ -61,6 +63,7 @@ class PatchState:
 
     config: StreamConfig
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False)
+    witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False)
     root: nn.Module | None = dataclasses.field(default=None, repr=False)
     bypass: bool = False
     pending: Pending = dataclasses.field(default_factory=Pending)

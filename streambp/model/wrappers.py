@@ -60,6 +60,7 @@ class LayerForward(InstanceForward):
             index=index,
             previous=eager(self.previous),
             owner=state.owner,
+            witnesses=state.witnesses,
         )
         self.final_norm = final_norm
         self.leaf: RemovableHandle | None = None

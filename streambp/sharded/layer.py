@@ -41,13 +41,14 @@ from streambp.attention.attend import Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Use, choose_backend
 from streambp.attention.kv import KVBuffer
 from streambp.attention.merge import Attended
+from streambp.attention.prefix import AttentionCall
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Passes, outputs_of, run_forward
 from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole
-from streambp.layer.products import left_out, summed
+from streambp.layer.products import See, left_out, seen, summed
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
@@ -90,6 +91,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         call.look_into_halves()
         if keep:
             call.kept.find_products()
+            call.witness = call.site.witness(call.hidden_states, call.autocast)
         before = RandomState.capture(call.device)
         q, keys = _exchanged(call, _project(call, keep))
         assert keys is not None
@@ -107,14 +109,17 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         o = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
         names = [n for n in call.kept.products if n not in call.kept.products_before and n not in call.unread.for_output]
         call.kept.products_after = names
-        with left_out(call.site.linears, call.unread.for_output):
+        with left_out(call.site.linears, call.unread.for_output), _inputs_seen(call):
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
                     call.kept.snapshot()
-                with call.kept.capturing(names) if keep else contextlib.nullcontext():
+                see = call.seeing(chunk, again=False, half="after")
+                with call.kept.capturing(names, see) if keep else contextlib.nullcontext():
                     output = call.run(hidden_chunk, chunk, AfterAttention(o[_part(chunk)]))
                 assert output is not None
+                if call.witness is not None:
+                    call.witness.see_output(hidden_chunk, output.hidden_states)
                 if keep:
                     call.kept.keep(chunk, hidden_chunk, [])
                 whole.put(None, output.hidden_states, chunk)
@@ -126,20 +131,37 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     return outputs_of(call, whole)
 
 
+def _inputs_seen(call: ShardedCall) -> contextlib.AbstractContextManager[None]:
+    """Within, in forward, the witness sees the inputs of the Linears that the half after attention leaves out in backward.
+    [Note: witness]"""
+    if call.witness is None:
+        return contextlib.nullcontext()
+    names = call.unread.to_differentiate_after.difference(call.unread.for_output, call.kept.products_after)
+    call.witness.left_out = names
+    return seen(call.site.linears, names, call.witness.see)
+
+
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     """q [B, H, T / P, D], k and v [B, H_kv, T / P, D] of the shard, without a graph."""
     projected: list[Tensor] = []
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-        with call.kept.capturing() if keep else contextlib.nullcontext():
-            _collect(call, hidden_chunk, chunk, projected, 3)
+        see = call.seeing(chunk, again=False, half="before")
+        with call.kept.capturing(see=see) if keep else contextlib.nullcontext():
+            found = _collect(call, hidden_chunk, chunk, projected, 3)
+        _see_projected(see, found)
         if keep:
             call.kept.keep_products(chunk)
     call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.product_names)))
     return projected
 
 
-def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int) -> None:
+def _see_projected(see: See | None, found: AttentionCall) -> None:
+    for name, x in (("q", found.q), ("k", found.k), ("v", found.v)) if see is not None else ():
+        see(name, x)  # type: ignore[misc]
+
+
+def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int) -> AttentionCall:
     """Run a chunk up to attention; its first `count` of q, k, v go into the shard's, which the first chunk makes."""
     point = BeforeAttention()
     call.run(hidden_chunk, chunk, point)
@@ -156,6 +178,7 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
         projected += [part.new_empty((*part.shape[:2], call.plan.length, part.shape[3])) for part in parts]
     for whole, part in zip(projected, parts, strict=True):
         whole[_part(chunk)] = part
+    return found
 
 
 def _exchanged(call: ShardedCall, parts: list[Tensor]) -> tuple[Tensor, Keys | None]:
@@ -260,18 +283,21 @@ def _saved_keys(call: ShardedCall) -> Keys:
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
     """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
     linears, unread = call.site.linears, call.unread.to_differentiate_after.difference(call.kept.products_after)
-    with summed(linears, work.sums, unread):
+    with summed(linears, work.sums, unread, call.witness):
         for chunk in call.plan.backward:
+            see = call.seeing(chunk, again=True, half="after")
             hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
             o_chunk = o[_part(chunk)].detach().requires_grad_()
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                call.kept.knowing(chunk, call.kept.products_after, sums=work.sums),
+                call.kept.knowing(chunk, call.kept.products_after, sums=work.sums, see=see),
             ):
                 output = call.run(hidden_chunk, chunk, AfterAttention(o_chunk), leaves)
             assert output is not None
+            if call.witness is not None:
+                call.witness.see_output(hidden_chunk, output.hidden_states)
             outputs, upstream = work.grads.of(output, chunk)
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
             d_o = _add(call, work, chunk, targets, outputs, upstream, extra=o_chunk)
@@ -337,15 +363,16 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
         for chunk in call.plan.backward:
             hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
-            point = BeforeAttention()
+            point, see = BeforeAttention(), call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                call.kept.knowing(chunk, call.kept.products_before, sums=work.sums),
+                call.kept.knowing(chunk, call.kept.products_before, sums=work.sums, see=see),
             ):
                 call.run(hidden_chunk, chunk, point, leaves)
             found = point.projected
             assert found is not None
+            _see_projected(see, found)
             pairs = [
                 (x, gradient[_part(chunk)])
                 for x, gradient in zip((found.q, found.k, found.v), gradients, strict=True)

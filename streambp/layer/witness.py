@@ -1,0 +1,255 @@
+"""Whether a recomputation gives what the forward gave.
+
+[Note: witness] Backward computes a chunk again, as the layer is by then: whatever changed since forward (an optimizer's
+step, an adapter's scale, a hook, a number in a global) would give the gradient of another model. So forward notes what each
+chunk gave, and backward compares. It notes not the tensor but one random combination of its rows, in which each row
+counts: the norm of the difference of two such combinations is, but for a factor, that of the difference of the tensors.
+
+Backward takes some values instead of computing them. Then it is the inputs of these values that are compared:
+
+    a product that nobody reads and that is left out     its input; in the last chunk also the output, in a few of its rows,
+                                                         for which the product is computed
+    saved products and attention results                 in the last chunk the input of the product, q, k and v
+
+Two runs of the same chunks differ, if at all, by the order in which kernels add up, and where code is compiled once with a
+graph and once without: by a few roundings of the coarsest dtype at work. A router that ties to rounding may then send a
+token elsewhere, and its row differs whole. So where kernels may add up in any order, and a layer in half precision chooses,
+a part of the rows may differ.
+
+The device is asked once for a whole backward, when autograd has ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from streambp.device import without_autocast
+from streambp.errors import BackwardError
+
+ROWS = 8  # of an output, where a product in it is left out
+FEATURES = 1024  # a combination of rows is folded to at most about so many
+# Of half precision, four eps; of others, what sums of thousands of terms may differ by in another order. A model in float64
+# computes some of its parts in float32.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 256 * torch.finfo(torch.float32).eps}
+EPS_OF_HALVES = 4
+CHOSEN_OTHERWISE = 0.35  # of the norm: one row in sixteen, each of which counts twice
+CHOOSING = frozenset(("topk", "argsort", "sort", "argmax", "multinomial"))
+
+
+def rows_of(length: int) -> slice:
+    """Up to `ROWS` of so many rows, evenly apart, the last among them."""
+    step = max(1, length // ROWS)
+    return slice(length - 1 - (min(ROWS, length) - 1) * step, None, step)
+
+
+def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
+    """Of its float parameters."""
+    return frozenset(parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point())
+
+
+def coarsest_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """That of the largest eps."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def chooses(layer: nn.Module) -> bool:
+    """Whether the code of a module inside may pick experts or keys by their scores."""
+    classes = {base for module in layer.modules() for base in type(module).__mro__ if base not in (nn.Module, object)}
+    members = (member for base in classes for member in vars(base).values())
+    codes = (getattr(member, "__code__", None) for member in members)
+    return any(code is not None and not CHOOSING.isdisjoint(code.co_names) for code in codes)
+
+
+def tolerance_of(dtype: torch.dtype, in_any_order: bool) -> float:
+    """How far, of its norm, what a layer gives may be from what it gave. [Note: witness]
+
+    Args:
+        dtype: the coarsest at work. in_any_order: the layer chooses, and kernels may add up in any order.
+    """
+    if dtype in TOLERANCE:
+        return TOLERANCE[dtype]
+    return CHOSEN_OTHERWISE if in_any_order else EPS_OF_HALVES * torch.finfo(dtype).eps
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Combinations [n] of the rows of one tensor, in forward and in backward, and of what both contain unchanged."""
+
+    witness: Witness
+    then: Tensor
+    now: Tensor
+    unchanged: Tensor | None
+
+
+class Witness:
+    """What one call of a layer gave in forward, to be compared in backward. [Note: witness]
+
+    Args:
+        witnesses: the model's. index: the layer's among those of its model.
+        changed: makes the error. tolerance: as of `tolerance_of`.
+
+    left_out: names of the Linears whose products backward leaves out.
+    """
+
+    def __init__(self, witnesses: Witnesses, index: int, changed: Callable[[], BackwardError], tolerance: float) -> None:
+        self.witnesses, self.index, self.changed, self.tolerance = witnesses, index, changed, tolerance
+        self.left_out: frozenset[str] = frozenset()
+        self.last = False  # the chunk at work is the last of the sequence
+        self._noted: dict[Any, list[tuple[str, Tensor]]] = {}
+        self._here: list[tuple[str, Tensor]] = []
+        self._again = False
+        self._found: list[Compared] = []
+
+    def begin(self, place: Hashable, last: bool, again: bool) -> None:
+        """Compute the chunk, or the half of one, that goes by this name. again: in backward."""
+        self.last, self._again = last, again
+        if again:
+            self._here = self._noted.pop(place, [])
+        else:
+            self._here = self._noted[place] = []
+
+    def see(self, name: str, x: Tensor, unchanged: Tensor | None = None) -> None:
+        """Note x [..., n] in forward, compare it in backward with what had this name then.
+
+        Args:
+            unchanged: [..., n], which x contains; the norm of the rest sets the tolerance.
+        """
+        if not self._again:
+            self._here.append((name, self.witnesses.combined(x)))
+            return
+        for place, (known, then) in enumerate(self._here):
+            if known == name:
+                del self._here[place]
+                now = self.witnesses.combined(x)
+                if then.shape == now.shape:
+                    base = None if unchanged is None else self.witnesses.combined(unchanged)
+                    self._found.append(Compared(self, then, now, base))
+                return
+
+    def see_output(self, x: Tensor, output: Tensor) -> None:
+        """See what a chunk's x [..., B, C, h] became, [..., B, C, h].
+
+        Where a product in it is left out, it is seen in the last chunk alone, in a few rows.
+        """
+        if self.left_out:
+            if not self.last:
+                return
+            rows = rows_of(output.shape[-2])
+            x, output = x[..., rows, :], output[..., rows, :]
+        self.see("output", output, x)
+
+    def rows(self, x: Tensor) -> slice | None:
+        """Of the input x [..., C, n] of a Linear that is left out: those for which it is computed all the same."""
+        return rows_of(x.shape[-2]) if self.last and x.dim() > 1 and x.shape[-2] else None
+
+    def end(self) -> None:
+        """The layer's backward is over."""
+        found, self._found, self._noted = self._found, [], {}
+        if found:
+            self.witnesses.ask(found)
+
+
+class Witnesses:
+    """Of one model: what all layers' backward passes have to compare, asked of the device in one go."""
+
+    def __init__(self) -> None:
+        self._weights: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._asked: weakref.WeakValueDictionary[int, Question] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()  # autograd has a thread for each device
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled model is in no backward."""
+        return Witnesses, ()
+
+    def combined(self, x: Tensor) -> Tensor:
+        """One random combination of the rows of x [..., n]: [n], or folded to fewer numbers."""
+        features = x.shape[-1]
+        rows = x.numel() // max(1, features)
+        weights = self._weights.get((x.dtype, x.device))
+        if weights is None or len(weights) < rows:
+            weights = self._weights[x.dtype, x.device] = self._made(2 * rows, x)
+        with torch.no_grad(), without_autocast(x.device.type):
+            found = torch.mv(x.detach().reshape(rows, features).t(), weights[:rows])
+            folded = math.gcd(features, FEATURES) if features > FEATURES else features
+            return found if folded in (features, 1) else found.view(-1, folded).sum(0)
+
+    def _made(self, rows: int, like: Tensor) -> Tensor:
+        """Weights [rows] of either sign, by their place alone, and small enough for sums in float16."""
+        mixed = torch.arange(1, rows + 1, device="cpu", dtype=torch.int64) * 2654435761 & 0xFFFFFFFF
+        mixed = (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF
+        mixed = (mixed ^ (mixed >> 13)) * 3266489917 & 0xFFFFFFFF
+        size = 0.5 + (mixed & 0xFFFF) / 0xFFFF
+        return (size * torch.where(mixed >> 31 == 1, 1 / 64, -1 / 64)).to(like.device, like.dtype)
+
+    def ask(self, found: list[Compared]) -> None:
+        """Compare, and raise if something differs: when autograd has ended the backward that is running."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            Question(found).answer()
+            return
+        with self._lock:
+            question = self._asked.get(task)
+            if question is None:
+                question = self._asked[task] = Question([])
+                Variable._execution_engine.queue_callback(question.answer)  # type: ignore[attr-defined]
+            question.found += found
+
+
+class Question:
+    """What one backward has to compare. The engine keeps it until that is over."""
+
+    def __init__(self, found: list[Compared]) -> None:
+        self.found = found
+
+    def answer(self) -> None:
+        """Ask each device once.
+
+        Raises:
+            BackwardError: a layer gave something else than in forward.
+        """
+        groups: dict[tuple[Any, ...], list[Compared]] = {}
+        for one in self.found:
+            key = one.now.device, one.now.dtype, len(one.now), one.witness.tolerance
+            groups.setdefault(key, []).append(one)
+        flags: dict[torch.device, list[Tensor]] = {}
+        for (device, dtype, _, tolerance), group in groups.items():
+            flags.setdefault(device, []).append(_differ(group, dtype, tolerance))
+        ordered = [one for device in flags for key, group in groups.items() if key[0] == device for one in group]
+        different = [flag for parts in flags.values() for flag in torch.cat(parts).tolist()]
+        self.found = []
+        changed = [one.witness for one, differs in zip(ordered, different, strict=True) if differs]
+        if changed:
+            raise min(changed, key=lambda witness: witness.index).changed()
+
+
+def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:
+    """Which of these [len(group)] differ by more than the tolerance; not those with NaN, as where rows are left out."""
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        stack.enter_context(without_autocast(group[0].now.device.type))
+        then, now = (torch.stack(parts).to(wide) for parts in zip(*((one.then, one.now) for one in group), strict=True))
+        same = torch.stack([torch.zeros_like(one.now) if one.unchanged is None else one.unchanged for one in group])
+        added, size = (now - same.to(wide)).norm(dim=1), now.norm(dim=1)
+        off = (now - then).norm(dim=1)
+        limit = tolerance * added + torch.finfo(dtype).eps * size
+        return off > limit
+
+
+def gives_otherwise(layer: nn.Module) -> BackwardError:
+    """The error of a layer whose recomputation differs."""
+    return BackwardError(
+        f"{type(layer).__name__} is not in backward what it was in forward: of the same input it makes something else. "
+        "Backward recomputes the layer, so that it gave the gradient of another model. Set gradients to zero, and call "
+        "backward before you change anything that the layer reads: before optimizer.step() (fused ones mark no change), "
+        "before values are set through `.data`, and before numbers that its code takes from elsewhere are."
+    )

@@ -1,0 +1,301 @@
+"""What changes between a forward and its backward without a trace of its own is found by what backward computes again.
+
+covers: layer/witness.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.attention import prefix
+from streambp.errors import BackwardError
+from streambp.layer import saved, witness
+from tests.counting import Dispatches
+from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
+from tests.families import build, make_batch, mix_neighbours
+from tests.oracle import EXACT, gradients, worst_error
+from tests.seeds import seed_torch
+
+CHUNK, TOKENS = 5, 23
+NUMBERS = {"scale": 1.0, "added": 0.0}  # a program's globals
+EVERYTHING = ("attn_out", "self_attn.*", "mlp.gate_proj", "mlp.up_proj")
+SAVES = {"nothing": (), "attention": ("attn_out",), "keys": ("kv",), "everything": EVERYTHING, "auto": "auto"}
+
+
+@pytest.fixture(autouse=True)
+def numbers():
+    yield
+    NUMBERS.update(scale=1.0, added=0.0)
+
+
+def scaled(module):
+    """By a global number."""
+    own = type(module).forward
+    module.forward = lambda x: own(module, x) * NUMBERS["scale"]
+
+
+def added_to_one(module, least=0):
+    """A global number is added to the second token of each chunk of at least so many; the last has three."""
+    own = type(module).forward
+
+    def forward(x):
+        if x.shape[1] < least:
+            return own(module, x)
+        one = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
+        return own(module, x + one[None, :, None] * NUMBERS["added"])
+
+    module.forward = forward
+
+
+def fused_step(model):
+    """It marks no change of a parameter."""
+    versions = [p._version for p in model.parameters()]
+    seed_torch(5)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True).step()
+    assert versions == [p._version for p in model.parameters()]
+
+
+def by_data(model):
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
+
+
+CHANGES = {
+    "a global behind the MLP": (lambda m: scaled(m.model.layers[0].mlp), lambda _: NUMBERS.update(scale=0.5)),
+    "a global in a norm": (lambda m: scaled(m.model.layers[1].input_layernorm), lambda _: NUMBERS.update(scale=0.5)),
+    "one token": (lambda m: added_to_one(m.model.layers[0].mlp), lambda _: NUMBERS.update(added=0.5)),
+    "a fused step": (lambda m: None, fused_step),
+    "the last Linear's weight by .data": (lambda m: None, by_data),
+}
+
+
+INNER = {"one token of inner chunks": (lambda m: added_to_one(m.model.layers[0].mlp, CHUNK), CHANGES["one token"][1])}
+
+
+def changed_within(change, saves=(), steps=1, dtype=torch.float64, family="qwen3"):
+    """A model whose change comes between a forward and its backward, after so many steps; and its loss."""
+    prepare, apply = {**CHANGES, **INNER}[change]
+    model = build(family, dtype)
+    prepare(model)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=SAVES.get(saves, saves), share_prefixes=False))
+    for _ in range(steps):
+        gradients(model, **make_batch("plain"))
+    model.zero_grad()
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    apply(model)
+    return model, loss
+
+
+@pytest.mark.fast(3)
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize(("change", "saves", "steps"), itertools.product(CHANGES, SAVES, (0, 1)))
+def test_a_change_without_a_trace_raises(change, saves, steps):
+    """In the first step, which leaves out no product, and later. What comes after is exact."""
+    model, loss = changed_within(change, saves, steps)
+    with pytest.raises(BackwardError, match="of the same input it makes something else"):
+        loss.backward()
+    NUMBERS.update(scale=1.0, added=0.0)
+    found = gradients(model, **make_batch("plain"))[1]
+    assert worst_error(found, gradients(streambp.unpatch(model), **make_batch("plain"))[1]) <= EXACT
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_change_of_one_token_in_inner_chunks(steps):
+    """Where nothing is saved. Inputs of saved values are compared in the last chunk alone."""
+    test_a_change_without_a_trace_raises("one token of inner chunks", "nothing", steps)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def test_in_lower_precision(change, dtype):
+    if change == "the last Linear's weight by .data" and dtype.itemsize == 2:
+        pytest.skip("one percent of what a layer adds is less than the roundings of its output")
+    _, loss = changed_within(change, dtype=dtype)
+    with pytest.raises(BackwardError):
+        loss.backward()
+
+
+@pytest.mark.parametrize("runs", ["whole", "in halves"])
+def test_layers_that_run_whole_and_in_halves(runs, monkeypatch):
+    model, batch = build("qwen3", torch.float64), make_batch("plain")
+    if runs == "whole":
+        mix_neighbours(monkeypatch, model)
+    else:
+        split_over_one_rank(monkeypatch)
+        batch = with_shifted_labels(batch)
+    scaled(model.model.layers[0].mlp)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK))
+    for _ in range(2):
+        gradients(model, **batch)
+    loss = model(**batch, use_cache=False).loss
+    NUMBERS["scale"] = 0.5
+    with pytest.raises(BackwardError, match="of the same input it makes something else"):
+        loss.backward()
+
+
+class Split(nn.Module):
+    """A Linear that adds up in another order where there is a graph, as compiled code may, and is off by so much."""
+
+    def __init__(self, inner, off):
+        super().__init__()
+        self.inner, self.off = inner, off
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            return self.inner(x)
+        halves = zip(x.chunk(2, -1), self.inner.weight.chunk(2, -1), strict=True)
+        return sum(torch.nn.functional.linear(part, weight) for part, weight in halves) * (1 + self.off)
+
+
+@pytest.mark.parametrize(("off", "raises"), [(0.0, False), (16.0, True)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_another_order_of_adding_up_is_no_alarm(dtype, off, raises):
+    """off: in units of what half precision may be off."""
+    model = build("qwen3", dtype)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Split(layer.mlp.up_proj, off * torch.finfo(torch.float16 if dtype.itemsize > 2 else dtype).eps)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK))
+    for step in range(2):
+        loss = model(**make_batch("plain"), use_cache=False).loss
+        if raises and not step:  # what the layer adds to its input is small: half precision need not show it yet
+            with contextlib.suppress(BackwardError):
+                loss.backward()
+        elif raises:
+            with pytest.raises(BackwardError):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+VIEWS = ("detach", "view", "t", "slice", "select", "expand", "unsqueeze", "as_strided", "alias", "_unsafe_view", "reshape")
+
+
+@pytest.mark.parametrize(("saves", "most"), [((), 5), (("attn_out",), 5.5)])
+def test_launches_and_questions(saves, most, monkeypatch):
+    """Few operations for each layer and chunk beside those at the end of the whole backward, which asks once."""
+    asked, real = [], torch.Tensor.tolist
+    model = build("qwen3")
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves))
+    batch = make_batch("plain", 8 * CHUNK)
+    gradients(model, **batch)
+    loss = model(**batch, use_cache=False).loss
+    with Dispatches() as forward:
+        loss = model(**batch, use_cache=False).loss
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: asked.append(self.dtype) or real(self))
+    with Dispatches() as backward:
+        loss.backward()
+    assert asked.count(torch.bool) == 1
+    counts = forward.counts + backward.counts
+    seen = {
+        key: count
+        for key, count in counts.items()
+        if key[0].startswith("layer/witness.py") and not key[0].endswith(("answer", "_differ"))
+    }
+    launches = sum(count for (_, name), count in seen.items() if name.split(".")[0] not in VIEWS)
+    print(f"{launches / 2 / 8:.2f} launches for each layer and chunk")
+    assert 2 <= launches / 2 / 8 <= most
+
+
+def test_a_backward_that_raises_leaves_nothing_behind():
+    model, loss = changed_within("a fused step", dtype=torch.float32)
+    with pytest.raises(BackwardError):
+        loss.backward()
+    state = model._streambp.state
+    assert not len(state.witnesses._asked)
+    gradients(model, **make_batch("plain"))
+
+
+@pytest.mark.parametrize("length", range(1, 40))
+def test_rows(length):
+    found = range(length)[witness.rows_of(length)]
+    assert len(found) == min(witness.ROWS, length)
+    assert found[-1] == length - 1
+
+
+def nobody_asks(patch):
+    patch.setattr(witness.Witnesses, "ask", lambda self, found: None)
+
+
+def first_row_alone(patch):
+    real = witness.Witnesses.combined
+    patch.setattr(witness.Witnesses, "combined", lambda self, x: real(self, x.flatten(0, -2)[-1:]))
+
+
+def no_inputs_of_saved_products(patch):
+    real = saved.Kept.knowing
+    patch.setattr(saved.Kept, "knowing", lambda *args, see=None, **kwargs: real(*args, **kwargs))
+
+
+def nothing_of_attention(patch):
+    real = prefix.ChunkMask.attend
+
+    def attend(self, given):
+        self.see = None
+        return real(self, given)
+
+    patch.setattr(prefix.ChunkMask, "attend", attend)
+
+
+def no_rows(patch):
+    patch.setattr(witness.Witness, "rows", lambda self, x: None)
+
+
+def no_inputs_of_what_is_left_out(patch):
+    patch.setattr(witness.Witness, "see", _but(witness.Witness.see, "mlp.down_proj"))
+
+
+def _but(see, name):
+    return lambda self, given, *rest: None if given == name else see(self, given, *rest)
+
+
+later = functools.partial(test_a_change_without_a_trace_raises, steps=1)
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize(
+    ("mutant", "test"),
+    [
+        (nobody_asks, functools.partial(later, "a fused step", "nothing")),
+        (first_row_alone, functools.partial(later, "one token", "nothing")),
+        (no_rows, functools.partial(later, "a global behind the MLP", "nothing")),
+        (no_inputs_of_what_is_left_out, lambda: test_a_change_of_one_token_in_inner_chunks(1)),
+    ],
+)
+def test_mutants_turn_these_red(mutant, test, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception, BackwardError)):
+        test()
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("mutant", [no_inputs_of_saved_products, nothing_of_attention])
+def test_saved_values_need_their_inputs_compared(mutant, monkeypatch):
+    """A number that a saved value hides: of the norm before keys that are attended, and before products."""
+
+    def run():
+        model = build("qwen3", torch.float64)
+        for layer in model.model.layers:
+            scaled(layer.self_attn.k_norm if mutant is nothing_of_attention else layer.post_attention_layernorm)
+        saves = ("attn_out",) if mutant is nothing_of_attention else ("mlp.gate_proj", "mlp.up_proj")
+        streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves))
+        for _ in range(2):
+            gradients(model, **make_batch("plain"))
+        loss = model(**make_batch("plain"), use_cache=False).loss
+        NUMBERS["scale"] = 0.5
+        loss.backward()
+
+    with pytest.raises(BackwardError):
+        run()
+    NUMBERS["scale"] = 1.0
+    mutant(monkeypatch)
+    run()
