@@ -43,8 +43,9 @@ PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], the keys that an earlier layer
 # Of backbones: all that a token of a tree of prefixes is known by, arguments that say nothing of tokens, and of language
 # models those that say which are scored.
 SHARED_INPUTS = ("input_ids", "attention_mask", "position_ids")
+ROUTER_LOGITS = "output_router_logits"
 SAYS_NOTHING_OF_TOKENS = (
-    "use_cache", "output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "num_items_in_batch",
+    "use_cache", "output_hidden_states", "output_attentions", ROUTER_LOGITS, "return_dict", "num_items_in_batch",
 )  # fmt: skip
 LABELS = ("labels", "shift_labels")
 NOISY_EMBEDDINGS = "neftune_noise_alpha"  # of embeddings: a Trainer has a hook add noise, by the length of the rows

@@ -12,7 +12,7 @@ from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.fields import check_fields
 
 DIGITS = 18  # of a number among the flags
-DEFAULTS = StreamConfig(lazy_logits=True)  # programs that know nothing of streambp ask for logits
+DEFAULTS = StreamConfig(lazy_logits=True, rows="auto")  # programs that know nothing of streambp ask for logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(StreamConfig):
         default = getattr(DEFAULTS, field.name)
         flag, told = "--" + field.name.replace("_", "-"), f"StreamConfig's {field.name} (default: {default!r})"
-        if types[field.name] is bool:
+        if bool in (types[field.name], *typing.get_args(types[field.name])):
             action = argparse.BooleanOptionalAction
             parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=told)
         else:

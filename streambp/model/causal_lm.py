@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadOutcome, HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
-from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
+from streambp.known_names import ASKS_TRLS_HEAD, ROUTER_LOGITS, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
@@ -345,12 +345,20 @@ class CausalLMForward(InstanceForward):
             return self.original(**kwargs)
         head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
         self.state.defer_norm = None if hidden_wanted or gathered else request
+        self.state.padding_unseen = not (hidden_wanted or self._shows_padding(kwargs))
         head.install()
         try:
             return self.original(**kwargs)
         finally:
-            self.state.defer_norm = None
+            self.state.defer_norm, self.state.padding_unseen = None, False
             head.remove()
+
+    def _shows_padding(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call without hidden states hands out what padding is given: router or an evaluation's logits."""
+        wanted = kwargs.get(ROUTER_LOGITS)
+        if getattr(self.module.config.get_text_config(), ROUTER_LOGITS, False) if wanted is None else wanted:  # type: ignore[operator, union-attr]
+            return True
+        return not self.module.training and (self.state.config.eval_logits or wants_predictions())
 
     def _finish(self, output: Any) -> Any:
         """The output without deferred logits, or with real ones where they are to be seen; hidden states are real."""

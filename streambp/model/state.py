@@ -48,7 +48,8 @@ class PatchState:
     shards: how the running forward's sequences are split over ranks, if they are. split: as they were last time.
     position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
     labels: of that forward, as `known_names.LABELS` has them.
-    tree: the rows of the running forward, if it computes what they share once. [Note: tree of rows]
+    padding_unseen: of that forward, nothing that padding is given goes to the caller (hidden states, logits).
+    tree: the rows of the running forward, if it computes them as a packed row. [Note: tree of rows]
     unshared: of a running trial of that, why the rows may not be; None: none is running.
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
     asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
@@ -75,6 +76,7 @@ class PatchState:
     packed_rows: PackedRows | None = None
     position_ids: Any = None
     labels: tuple[Any, Any] = (None, None)
+    padding_unseen: bool = False
     tree: Tree | None = None
     unshared: list[str] | None = None
     split: Shards | None = None

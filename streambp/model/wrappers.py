@@ -149,7 +149,7 @@ class BackboneForward(InstanceForward):
         self.keeps_states = any(states_argument(layer) is not None for layer in layers)
         self.checkpointed: list[nn.Module] = []
         self.attentions = distinct_attentions(layer for layer in layers if not cache_argument(layer))
-        self.prefixes = SharedPrefixes(module) if state.config.share_prefixes else None
+        self.prefixes = None if state.config.rows == "as_given" else SharedPrefixes(module, state.config.rows)
 
     def install(self) -> None:
         """Also refuses nn.DataParallel, which asks the module for replicas."""
@@ -236,10 +236,10 @@ class BackboneForward(InstanceForward):
         self.state.steps.forward_done(id(self.module), given, shared, unpatched)
 
     def _over_rows_or_tree(self, kwargs: dict[str, Any]) -> Any:
-        """The model's own forward; what rows share is computed once if that is wanted."""
+        """The model's own forward, over a packed row if that is wanted."""
         state, deferred = self.state, self.state.defer_norm
         if state.tree is not None:
-            raise UnsharedError(f"{type(self.module).__name__} runs inside another model that shares prefixes")
+            raise UnsharedError(f"{type(self.module).__name__} runs inside another model that packs rows")
 
         def over(kwargs: Mapping[str, Any], tree: Tree | None, trial: bool = False) -> Any:
             state.defer_norm, state.tree, packed_rows = None if trial else deferred, tree, state.packed_rows
@@ -257,7 +257,9 @@ class BackboneForward(InstanceForward):
         if self.prefixes is None or state.shards is not None:
             return over(kwargs, None)
         on_trial, documents = functools.partial(over, trial=True), state.packed_rows is not None
-        return self.prefixes.call(kwargs, over, on_trial, lambda: self._sites, state.labels, documents)
+        return self.prefixes.call(
+            kwargs, over, on_trial, lambda: self._sites, state.labels, documents, state.padding_unseen
+        )
 
     @contextlib.contextmanager
     def _layers_known(self) -> Iterator[None]:

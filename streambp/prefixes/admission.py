@@ -129,25 +129,23 @@ class Trials:
         """Whether the kind of a call with these arguments was tried."""
         return self.kind_of(kwargs) in self.verdicts
 
-    def verdicts_of(
-        self, kwargs: Mapping[str, Any], over: Over, apart: int = 1, tries: bool = True
-    ) -> tuple[str | None, str | None]:
-        """Of a call's kind, without padding and with it.
+    def verdicts_of(self, kwargs: Mapping[str, Any]) -> tuple[str | None, str | None]:
+        """Of a call's kind, which was tried: without padding and with it."""
+        return self.verdicts[self.kind_of(kwargs)]
+
+    def make(self, kwargs: Mapping[str, Any], over: Over, apart: int) -> None:
+        """Try a call's kind.
 
         Args:
             kwargs: the call's, as `why_not` admits them.
             over: the backbone's forward, on trial.
             apart: as of `find_tree`.
-            tries: both are tried now, else they were before.
         """
-        mask, kind = kwargs.get(SHARED_INPUTS[1]), self.kind_of(kwargs)
-        if tries:
-            plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart)
-            self.verdicts[kind] = (
-                plain,
-                plain if mask is None else self._try(_trial_of(kwargs, self._vocabulary, True), over, apart),
-            )
-        return self.verdicts[kind]
+        plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart)
+        padded = plain
+        if kwargs.get(SHARED_INPUTS[1]) is not None:
+            padded = self._try(_trial_of(kwargs, self._vocabulary, padded=True), over, apart)
+        self.verdicts[self.kind_of(kwargs)] = plain, padded
 
     def settle(self, reason: str) -> None:
         """All kinds that were tried compute rows from now on."""

@@ -1,4 +1,4 @@
-"""A backbone's call, over the packed row of its rows' tree where that is exact and saves something; else over the rows."""
+"""A backbone's call, over the packed row of its batch where that is exact and saves something; else over the rows."""
 
 from __future__ import annotations
 
@@ -22,24 +22,33 @@ from streambp.prefixes.tree import Tree, find_tree
 
 IGNORED = -100  # a label that is none
 ONE_ROW = "the last call has one row or none"
+PADDING_IS_SEEN = (
+    "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits); "
+    "with rows='packed' they are another token's"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """So many rows of a call with so many tokens were computed as fewer tokens."""
+    """So many rows of a call with so many tokens and so much padding were computed as fewer tokens."""
 
     rows: int
     tokens_of_rows: int
+    padding: int
     tokens: int
 
 
 class SharedPrefixes:
-    """How a backbone's calls share the prefixes of their rows.
+    """How a backbone's calls pack their rows.
+
+    Args:
+        rows: as `StreamConfig` has it, "packed" or "auto".
 
     last: what became of the last call's rows, or why each of them was computed; None before the first call.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, rows: str) -> None:
+        self.rows = rows
         self.trials = Trials(module)
         self.module = module
         self.last: Shared | str | None = None
@@ -52,6 +61,7 @@ class SharedPrefixes:
         sites: Callable[[], list[LayerSite]],
         labels: tuple[Any, Any] = (None, None),
         documents: bool = False,
+        padding_unseen: bool = False,
     ) -> Any:
         """What the backbone returns for its arguments, for rows [B, T].
 
@@ -60,11 +70,12 @@ class SharedPrefixes:
             sites: its layers.
             labels: of the language model around it, as `known_names.LABELS` has them.
             documents: that model's position_ids mark several in a row.
+            padding_unseen: nothing of what padding is given goes to the model's caller.
 
         Raises:
             StreamBPError: only when the model ran was it found that it cannot share, and there are other ranks.
         """
-        tree = self._find(kwargs, on_trial, sites, labels)
+        tree = self._find(kwargs, on_trial, sites, labels, padding_unseen)
         tree = "position_ids mark documents in packed rows" if documents and isinstance(tree, Tree) else tree
         if isinstance(tree, Tree):
             try:
@@ -77,60 +88,75 @@ class SharedPrefixes:
                 tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"
                 self.trials.settle(tree)
             else:
-                self.last = Shared(len(tree.rows), tree.tokens_of_rows, tree.tokens)
+                padding = len(tree.rows) * tree.width - tree.tokens_of_rows
+                self.last = Shared(len(tree.rows), tree.tokens_of_rows, padding, tree.tokens)
                 return output
         self.last = tree
         return over(kwargs, None)
 
     def _find(
-        self, kwargs: Mapping[str, Any], on_trial: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
+        self,
+        kwargs: Mapping[str, Any],
+        on_trial: Over,
+        sites: Callable[[], list[LayerSite]],
+        labels: tuple[Any, Any],
+        padding_unseen: bool,
     ) -> Tree | str:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-        alone, together = isinstance(ids, Tensor) and ids.shape[0] < 2, must_agree(self.module)
-        if alone and not together:
+        together = must_agree(self.module)
+        if not together and mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2:
             return ONE_ROW
         layers = sites()
         reason = why_not(self.module, kwargs, layers, self.trials.takes_positions)
         reason = why_rows(self.module) if reason is None else reason  # before a trial, whose tokens hooks would see
-        tries = self._agreed(kwargs, reason) if together else reason is None and not self.trials.knows(kwargs)
-        if reason is not None:
-            return reason
-        if not (tries or self.trials.knows(kwargs)):
-            return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
         apart = max((site.kind.states.least for site in layers), default=1)  # a chunk ends wherever rows part
-        plain, padded = self.trials.verdicts_of(kwargs, on_trial, apart, tries)
-        if plain is not None and padded is not None:
-            return plain
-        if alone:  # other ranks may have more rows, and have made their trials with this one
-            return ONE_ROW
-        assert ids is not None
-        tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids), apart=apart)
-        reason = plain if isinstance(tree, str) or not any(tree.padding()) else padded
-        return tree if reason is None else reason
+        known = reason is None and self.trials.knows(kwargs)
+        tree: Tree | str
+        if reason is not None:
+            tree = reason
+        elif known and None not in self.trials.verdicts_of(kwargs):
+            tree = str(self.trials.verdicts_of(kwargs)[0])
+        else:
+            assert ids is not None
+            tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids), apart=apart)
+        wants = isinstance(tree, Tree) and not known
+        tries = self._agreed(kwargs, reason, wants) if together else wants
+        if tries:
+            self.trials.make(kwargs, on_trial, apart)
+        elif wants:
+            return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
+        if isinstance(tree, str):
+            return tree
+        plain, padded = self.trials.verdicts_of(kwargs)
+        if not any(tree.padding()):
+            return tree if plain is None else plain
+        if self.rows == "auto" and not padding_unseen:
+            return PADDING_IS_SEEN
+        return tree if padded is None else padded
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
         """Tell other ranks of a call, with these arguments, that none of its rows share. [Note: trial of sharing]"""
         if must_agree(self.module):
             self._agreed(kwargs, "it does not stream")
 
-    def _agreed(self, kwargs: Mapping[str, Any], reason: str | None) -> bool:
-        """Whether all ranks try the kind of this call now: it is that of all, and new to one of them. Each call asks, since
-        no rank knows what is new to another.
+    def _agreed(self, kwargs: Mapping[str, Any], reason: str | None, wants: bool = False) -> bool:
+        """Whether all ranks try the kind of this call now: it is that of all, and one of them wants to. Each call asks,
+        since no rank knows what is new to another.
 
         Args:
-            reason: why the call computes its rows without a trial, on this rank.
+            reason: why the call computes its rows without a trial, on this rank. wants: it is new, and saves something.
         """
         device = next((value.device for value in kwargs.values() if isinstance(value, Tensor)), torch.device("cpu"))
         kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if reason is None else 0
-        said = everyones_numbers(self.module, [kind, reason is None and not self.trials.knows(kwargs)], device)
-        return kind != 0 and all(other[0] == kind for other in said) and any(new for _, new in said)
+        said = everyones_numbers(self.module, [kind, wants], device)
+        return kind != 0 and all(other[0] == kind for other in said) and any(wanted for _, wanted in said)
 
     def _refuse_on_ranks(self, error: Exception) -> None:
         """One rank alone must not begin its forward again, for whose weights the others would have to be there."""
         if _several_ranks():
             raise StreamBPError(
-                f"This batch's rows cannot be computed as a tree of prefixes: {error}. That was found while the model ran, "
-                "where other ranks wait for this one. Set StreamConfig(share_prefixes=False)."
+                f"This batch cannot be computed as a packed row: {error}. That was found while the model ran, "
+                "where other ranks wait for this one. Set StreamConfig(rows='as_given')."
             ) from error
 
 

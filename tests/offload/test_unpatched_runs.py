@@ -41,7 +41,7 @@ def shared(monkeypatch):
 def patched(model=None, warm=True, room=PLENTY, **settings):
     """A copy of a model that was through a step on a device with so much memory."""
     model = copy.deepcopy(build("qwen3") if model is None else model)
-    streambp.patch(model, streambp.StreamConfig(**{"chunk_size": LENGTH, "share_prefixes": False, **settings}))
+    streambp.patch(model, streambp.StreamConfig(**{"chunk_size": LENGTH, "rows": "as_given", **settings}))
     chooser = chooser_of(model)
     if chooser is not None:
         chooser.free = lambda _: room
@@ -144,7 +144,7 @@ def test_logits_are_left_out_as_in_a_streamed_step():
 REASONS = {
     "chunks": {"chunk_size": LENGTH - 1},
     "saves": {"saves": ("attn_out",)},
-    "shared prefixes": {"share_prefixes": True},
+    "shared prefixes": {"rows": "packed"},
     "eager": {"attn_implementation": "eager"},
 }
 
