@@ -44,6 +44,13 @@ def test_config_values(field, value):
         streambp.StreamConfig(**{field: value})
 
 
+@pytest.mark.parametrize(("given", "rows"), [(True, "packed"), (False, "as_given")])
+def test_the_former_name_of_packed_rows(given, rows):
+    with pytest.warns(DeprecationWarning, match=f"share_prefixes={given} is now rows='{rows}'"):
+        found = streambp.StreamConfig(rows="auto", share_prefixes=given)
+    assert found == streambp.StreamConfig(rows=rows)
+
+
 @pytest.mark.parametrize("field", ["eval_logits", "lazy_logits"])
 def test_logits_that_are_built_anyway(field):
     with pytest.raises(streambp.StreamBPError, match=f"{field} is set, but head=False builds the logits"):

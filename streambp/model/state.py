@@ -104,12 +104,14 @@ class PatchState:
             )
         self.asked_cache |= wanted
 
-    def as_unpatched(self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig) -> T | None:
+    def as_unpatched(
+        self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig, padding_unseen: bool
+    ) -> T | None:
         """What `run`, the unpatched model's forward, returns; None where a micro-batch in training is to be streamed.
         [Note: micro-batches as unpatched]
 
         Args:
-            kwargs: of the call. config: of the text model.
+            kwargs: of the call. config: of the text model. padding_unseen: as the state's.
         """
         if self.unpatched is None:
             return None
@@ -120,7 +122,8 @@ class PatchState:
             cached = self.asked_cache and not self.warned_of_documents
             if finds_other_documents(kwargs, own_implementation(config), cached):
                 return None
-        return self.unpatched.attempt(run, kwargs, config)
+        packers: list[Any] = [wrapper for wrapper in self.wrappers if hasattr(wrapper, "packs")]
+        return self.unpatched.attempt(run, kwargs, config, lambda: any(w.packs(kwargs, padding_unseen) for w in packers))
 
 
 def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ from streambp.model.split import refuse_lone_layer, shards_of
 from streambp.model.state import PatchState, wants_cache
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
-from streambp.prefixes.calls import Shared, SharedPrefixes
+from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.layer import stream_shard
@@ -182,6 +182,8 @@ class BackboneForward(InstanceForward):
                 self.state.policy.begins(given.device)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             if output is not None:
+                if self.prefixes is not None:
+                    self.prefixes.last = AS_UNPATCHED
                 self._note(kwargs, output)
                 return output
             if self.state.offloader is not None:
@@ -227,7 +229,11 @@ class BackboneForward(InstanceForward):
             finally:
                 self.state.bypass = False
 
-        return self.state.as_unpatched(run, kwargs, self._config.get_text_config())
+        return self.state.as_unpatched(run, kwargs, self._config.get_text_config(), self.state.padding_unseen)
+
+    def packs(self, kwargs: Mapping[str, Any], padding_unseen: bool) -> bool:
+        """Whether a call, its own or of the language model around it, is computed as a packed row if it streams."""
+        return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, self.state.labels, padding_unseen)
 
     def _note(self, kwargs: Mapping[str, Any], unpatched: Any = None) -> None:
         """Forward is over. unpatched: what it returned, if it ran as unpatched. [Note: notes on a step]"""

@@ -139,7 +139,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         wrapper.site.chooser = policy if saves else None
     if saves:
         state.pending.let_go = policy.let_go
-        if state.config.unpatched_runs and state.config.rows == "as_given":
+        if state.config.unpatched_runs and state.config.rows != "packed":
             state.unpatched = UnpatchedRuns(state.config, policy, [wrapper.site for wrapper in layers])
     return model
 

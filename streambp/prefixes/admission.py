@@ -22,7 +22,7 @@ from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, has_data, is_out_of_memory
 from streambp.errors import UnsharedError
-from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
+from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS, Z_LOSS
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
@@ -47,6 +47,8 @@ def why_not(
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
         return "NEFTune adds noise to the embeddings, which depends on how many tokens a row has"
     ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+    if mask is not None and getattr(module.config, Z_LOSS, False):
+        return f"the loss takes padding in: the config has {Z_LOSS}"
     known = {*SHARED_INPUTS, *SAYS_NOTHING_OF_TOKENS, *LABELS}
     foreign = next((name for name, value in kwargs.items() if name not in known and value is not None), None)
     if foreign is not None:
@@ -121,17 +123,14 @@ class Trials:
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """How a call with these arguments, as `why_not` admits them, is made."""
-        given = tuple(sorted(name for name, value in kwargs.items() if value is not None and value is not False))
+        said = (name for name, value in kwargs.items() if value is not None and value is not False and name not in LABELS)
+        given = tuple(sorted(said))
         dtype = next((parameter.dtype for parameter in self.module.parameters()), None)
         return given, autocast_dtype(kwargs[SHARED_INPUTS[0]].device.type), dtype
 
     def knows(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether the kind of a call with these arguments was tried."""
         return self.kind_of(kwargs) in self.verdicts
-
-    def verdicts_of(self, kwargs: Mapping[str, Any]) -> tuple[str | None, str | None]:
-        """Of a call's kind, which was tried: without padding and with it."""
-        return self.verdicts[self.kind_of(kwargs)]
 
     def make(self, kwargs: Mapping[str, Any], over: Over, apart: int) -> None:
         """Try a call's kind.

@@ -21,6 +21,7 @@ from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
 IGNORED = -100  # a label that is none
+AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran as unpatched"
 ONE_ROW = "the last call has one row or none"
 PADDING_IS_SEEN = (
     "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits); "
@@ -52,6 +53,7 @@ class SharedPrefixes:
         self.trials = Trials(module)
         self.module = module
         self.last: Shared | str | None = None
+        self._looked: tuple[list[tuple[Tensor, int | None]], Tree | str] | None = None
 
     def call(
         self,
@@ -94,6 +96,15 @@ class SharedPrefixes:
         self.last = tree
         return over(kwargs, None)
 
+    def saves(
+        self, kwargs: Mapping[str, Any], sites: list[LayerSite], labels: tuple[Any, Any], padding_unseen: bool
+    ) -> bool:
+        """Whether a call would be computed as a packed row, or would have to be tried for that; arguments as of `call`."""
+        if self._is_one_row(kwargs) or self._why_not(kwargs, sites) is not None:
+            return False
+        tree = self._look(kwargs, sites, labels, padding_unseen)
+        return isinstance(tree, Tree) and (not self.trials.knows(kwargs) or isinstance(self._tried(kwargs, tree), Tree))
+
     def _find(
         self,
         kwargs: Mapping[str, Any],
@@ -102,37 +113,55 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: bool,
     ) -> Tree | str:
-        ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         together = must_agree(self.module)
-        if not together and mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2:
+        if not together and self._is_one_row(kwargs):
             return ONE_ROW
         layers = sites()
-        reason = why_not(self.module, kwargs, layers, self.trials.takes_positions)
-        reason = why_rows(self.module) if reason is None else reason  # before a trial, whose tokens hooks would see
-        apart = max((site.kind.states.least for site in layers), default=1)  # a chunk ends wherever rows part
-        known = reason is None and self.trials.knows(kwargs)
-        tree: Tree | str
-        if reason is not None:
-            tree = reason
-        elif known and None not in self.trials.verdicts_of(kwargs):
-            tree = str(self.trials.verdicts_of(kwargs)[0])
-        else:
-            assert ids is not None
-            tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids), apart=apart)
-        wants = isinstance(tree, Tree) and not known
-        tries = self._agreed(kwargs, reason, wants) if together else wants
-        if tries:
-            self.trials.make(kwargs, on_trial, apart)
+        reason = self._why_not(kwargs, layers)
+        tree = reason if reason is not None else self._look(kwargs, layers, labels, padding_unseen)
+        self._looked = None
+        wants = isinstance(tree, Tree) and not self.trials.knows(kwargs)
+        if self._agreed(kwargs, reason, wants) if together else wants:
+            self.trials.make(kwargs, on_trial, _apart(layers))
         elif wants:
             return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
-        if isinstance(tree, str):
-            return tree
-        plain, padded = self.trials.verdicts_of(kwargs)
-        if not any(tree.padding()):
-            return tree if plain is None else plain
-        if self.rows == "auto" and not padding_unseen:
+        return tree if isinstance(tree, str) else self._tried(kwargs, tree)
+
+    @staticmethod
+    def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call has nothing to save, which takes no look at the device."""
+        ids, mask, _ = (kwargs.get(name) for name in SHARED_INPUTS)
+        return mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2
+
+    def _why_not(self, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
+        reason = why_not(self.module, kwargs, sites, self.trials.takes_positions)
+        return why_rows(self.module) if reason is None else reason  # before a trial, whose tokens hooks would see
+
+    def _look(
+        self, kwargs: Mapping[str, Any], sites: list[LayerSite], labels: tuple[Any, Any], padding_unseen: bool
+    ) -> Tree | str:
+        """The packed row of a call that may have one; or why its rows are computed. The tensors of one call are looked at
+        once."""
+        ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+        assert ids is not None
+        if self.trials.knows(kwargs):
+            plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
+            if plain is not None and padded is not None:
+                return plain
+        labels = _labels_of(labels, kwargs)
+        given = [x for x in (ids, mask, positions, *labels) if isinstance(x, Tensor)]
+        key = [(x, None if x.is_inference() else x._version) for x in given]
+        if self._looked is None or not _same(self._looked[0], key):
+            self._looked = key, find_tree(ids, mask, positions, _labelled(*labels, ids), apart=_apart(sites))
+        tree = self._looked[1]
+        if self.rows == "auto" and not padding_unseen and isinstance(tree, Tree) and any(tree.padding()):
             return PADDING_IS_SEEN
-        return tree if padded is None else padded
+        return tree
+
+    def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:
+        """The packed row of a call whose kind was tried, or why that found against it."""
+        reason = self.trials.verdicts[self.trials.kind_of(kwargs)][any(tree.padding())]
+        return tree if reason is None else reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
         """Tell other ranks of a call, with these arguments, that none of its rows share. [Note: trial of sharing]"""
@@ -166,13 +195,24 @@ def _several_ranks() -> bool:
     )
 
 
-def _labelled(labels: tuple[Any, Any], kwargs: Mapping[str, Any], ids: Tensor) -> Tensor | None:
-    """[B, T] in bool: which tokens predict a label; None where there are none.
+def _apart(sites: list[LayerSite]) -> int:
+    """Tokens between two places where rows part: a chunk of a layer with states ends at each."""
+    return max((site.kind.states.least for site in sites), default=1)
 
-    Args:
-        labels: of the language model around the backbone, or else those among the backbone's kwargs.
-    """
+
+def _same(one: list[tuple[Tensor, int | None]], other: list[tuple[Tensor, int | None]]) -> bool:
+    """Whether these are the same tensors, unchanged."""
+    return len(one) == len(other) and all(x is y and i == j for (x, i), (y, j) in zip(one, other, strict=True))
+
+
+def _labels_of(labels: tuple[Any, Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Of the language model around the backbone, or else those among the backbone's kwargs, as `known_names.LABELS`."""
     plain, shifted = (outer if outer is not None else kwargs.get(name) for outer, name in zip(labels, LABELS, strict=True))
+    return plain, shifted
+
+
+def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
+    """[B, T] in bool: which tokens predict a label; None where there are none."""
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
         return shifted != IGNORED
     if isinstance(plain, Tensor) and plain.shape == ids.shape:

@@ -1,6 +1,6 @@
 """Padded batches that are computed as one packed row, in float64 against the unpatched [B, T] batch.
 
-covers: prefixes/calls.py, prefixes/tree.py, prefixes/spread.py, prefixes/admission.py, model/causal_lm.py
+covers: prefixes/calls.py, prefixes/tree.py, prefixes/spread.py, prefixes/admission.py, model/causal_lm.py, model/padding.py
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def test_auto_shares_prefixes_where_there_is_no_padding():
 
 
 def test_auto_is_found_where_it_looks_at_no_caller(monkeypatch):
-    monkeypatch.setattr(causal_lm.CausalLMForward, "_shows_padding", lambda *_: False)
+    monkeypatch.setattr(causal_lm, "hides_padding", lambda *_: True)
     with pytest.raises(AssertionError):
         test_auto_packs_where_nobody_sees_padding("labels and router logits")
 
@@ -269,6 +269,15 @@ def test_router_losses_that_leave_padding_out(home):
     assert "attention_mask" in inspect.signature(loss).parameters
     found, expected = (loss(tuple(x), 4, 2, attention_mask=mask) for x in (other, logits))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@needs_states
+def test_a_loss_that_takes_padding_in_computes_rows():
+    """Bamba's z-loss is a mean over all logits."""
+    stock, batch = zoo.build("bamba", z_loss_coefficient=0.1), make("right")
+    ours = packed(stock)
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert "z_loss_coefficient" in told(ours)
 
 
 def first_tokens_that_read_the_row_before(monkeypatch):
