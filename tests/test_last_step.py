@@ -250,7 +250,7 @@ def test_rows_that_begin_alike(machine, lines, monkeypatch):
     shared = {"stream_tokens": 104, "stream_chunks": 8, "stream_chunk_size": 7, "stream_shared_tokens": 53}
     check(model, SHARED, numbers(**shared))
     assert lines() == logged(
-        f"1: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7 a row, streamed: saved layer inputs alone{HEAD}"
+        f"1: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7, streamed: saved layer inputs alone{HEAD}"
     )
     step(model, **batches.make_batch("nothing shared"))
     assert streambp.last_step(model).shared is None
