@@ -24,7 +24,7 @@ def main() -> None:
         num_generations=8,
         max_completion_length=3,
         beta=0.0,
-        stream_share_prefixes=True,  # a micro-batch has eight whole groups; prompts from 64 tokens on count
+        stream_rows="packed",  # a micro-batch has eight whole groups; prompts from 64 tokens on count
     )
     trainer = StreamGRPOTrainer(
         model=model,

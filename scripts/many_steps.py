@@ -31,7 +31,7 @@ VOCABULARY, PROMPT, POINTS = 64, 72, 20
 MODES = {
     "chunk": streambp.StreamConfig(chunk_size=16, saves=()),
     "auto": streambp.StreamConfig(),
-    "prefixes": streambp.StreamConfig(chunk_size=64, share_prefixes=True),
+    "prefixes": streambp.StreamConfig(chunk_size=64, rows="packed"),
     "launch": DEFAULTS,
 }
 

@@ -69,7 +69,7 @@ def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
 
 def turn(model: torch.nn.Module, batch: dict[str, torch.Tensor], share: bool) -> float:
     """The faster of two steps after one that admits the calls, in seconds of processor time."""
-    streambp.patch(model, streambp.StreamConfig(saves=(), share_prefixes=share))
+    streambp.patch(model, streambp.StreamConfig(saves=(), rows="packed" if share else "as_given"))
     step(model, batch)
     spent = min(step(model, batch), step(model, batch))
     streambp.unpatch(model)
@@ -100,7 +100,7 @@ class Operators(TorchDispatchMode):
 
 def operators(model: torch.nn.Module, batch: dict[str, torch.Tensor], share: bool) -> Counter[str]:
     """How often the second step of a patched model calls each operator."""
-    streambp.patch(model, streambp.StreamConfig(saves=(), share_prefixes=share))
+    streambp.patch(model, streambp.StreamConfig(saves=(), rows="packed" if share else "as_given"))
     step(model, batch)
     with Operators() as counted:
         step(model, batch)
@@ -135,7 +135,7 @@ class Added:
 
 def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
     """Seconds of processor time that sharing adds to a step which shares nothing, and the step's: the least of six each."""
-    streambp.patch(model, streambp.StreamConfig(share_prefixes=True))
+    streambp.patch(model, streambp.StreamConfig(rows="packed"))
     wrapper = next(found for part in model.modules() for found in forwards(part) if isinstance(found, BackboneForward))
     step(model, batch)
     assert wrapper.prefixes is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -50,12 +51,16 @@ class StreamConfig:
             grow by one, as attention's mask has it, unless the call has an attention_mask, seq_idx or cu_seq_lens_q.
             "as_given": where seq_idx and cu_seq_lens_q tell their kernels to, as unpatched; with position_ids alone they
             go on from one document to the next.
-        share_prefixes: compute what rows of a batch have in common at their beginning once (completions of one prompt,
-            chosen and rejected), where the model was tried on it and enough is saved; `describe` says what became of it.
+        rows: how a batch [B, T] is computed. "as_given": its rows as they are. "packed": as one packed row without padding,
+            in which tokens stand once that rows have in common at their beginning (completions of one prompt, chosen and
+            rejected), where the model was tried on it and enough is saved; outputs are those of [B, T], but for values at
+            padding. "auto": the same, of padded batches only where the caller gets no such values. `describe` says what
+            became of it.
         kernels: of norms and MLPs. "own": the model's. "liger": Liger's, put on this model's modules and taken off by
             `unpatch`; it rounds as Liger does, in the model's dtypes.
         unpatched_runs: with saves="auto", whether a micro-batch may run as unpatched, which is fastest. False: each one
             streams, so that no number depends on the free memory and a backward that runs out of it is repeated.
+        share_prefixes: the former name. True is rows="packed", False rows="as_given"; it warns, and will go.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -72,9 +77,10 @@ class StreamConfig:
     gpu_memory: int | str | None = None
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
     documents: Literal["from_positions", "as_given"] = "from_positions"
-    share_prefixes: bool = False
+    rows: Literal["as_given", "packed", "auto"] = "as_given"
     kernels: Literal["own", "liger"] = "own"
     unpatched_runs: bool = True
+    share_prefixes: bool | None = None
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -106,6 +112,15 @@ class StreamConfig:
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, parse_bytes(field, getattr(self, field)))
         check_fields(self, chunk_size=1)
+        if self.share_prefixes is not None:
+            rows = "packed" if self.share_prefixes else "as_given"
+            warnings.warn(
+                f"share_prefixes={self.share_prefixes} is now rows='{rows}', and will go with the next release.",
+                DeprecationWarning,
+                stacklevel=3,  # of who builds the configuration
+            )
+            object.__setattr__(self, "rows", rows)
+            object.__setattr__(self, "share_prefixes", None)
         for name in self.named_saves:
             start, last, count = name.partition(LAST)
             if last and not (start and count.isdecimal() and len(count) <= DIGITS and int(count)):

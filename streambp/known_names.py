@@ -43,10 +43,12 @@ PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], the keys that an earlier layer
 # Of backbones: all that a token of a tree of prefixes is known by, arguments that say nothing of tokens, and of language
 # models those that say which are scored.
 SHARED_INPUTS = ("input_ids", "attention_mask", "position_ids")
+HIDDEN_STATES, ROUTER_LOGITS = "output_hidden_states", "output_router_logits"
 SAYS_NOTHING_OF_TOKENS = (
-    "use_cache", "output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "num_items_in_batch",
+    "use_cache", HIDDEN_STATES, "output_attentions", ROUTER_LOGITS, "return_dict", "num_items_in_batch",
 )  # fmt: skip
 LABELS = ("labels", "shift_labels")
+Z_LOSS = "z_loss_coefficient"  # of configs (Bamba): a term of the loss that takes the logits of padding in
 NOISY_EMBEDDINGS = "neftune_noise_alpha"  # of embeddings: a Trainer has a hook add noise, by the length of the rows
 PER_KEY = ("alibi",)  # BLOOM: arguments whose last dimension is the keys
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan

@@ -16,17 +16,18 @@ from tests import device_thread, seeds, tiers
 from tests.oracle import lift_float32_casts
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
-SHARING = os.environ.get("STREAMBP_TEST_SHARE_PREFIXES", "0") == "1"
+ROWS = os.environ.get("STREAMBP_TEST_ROWS", "as_given")
+SHARING = ROWS != "as_given"
 if SHARING:  # in this process, wherever a test does not say otherwise
     names = [field.name for field in dataclasses.fields(StreamConfig)]
     given = zip(names, StreamConfig.__init__.__defaults__ or (), strict=True)
-    StreamConfig.__init__.__defaults__ = tuple(name == "share_prefixes" or value for name, value in given)
+    StreamConfig.__init__.__defaults__ = tuple(ROWS if name == "rows" else value for name, value in given)
 
 
 def pytest_report_header() -> str:
     """What a failure depends on beside the code."""
     return (
-        f"STREAMBP_TEST_SEED={seeds.BASE}, STREAMBP_TEST_SHARE_PREFIXES={int(SHARING)}, "
+        f"STREAMBP_TEST_SEED={seeds.BASE}, STREAMBP_TEST_ROWS={ROWS}, "
         f"STREAMBP_TEST_DEVICE_THREAD={int(IN_A_THREAD)}, STREAMBP_TEST_DEVICE={tested.DEVICE}, "
         f"ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, OMP_NUM_THREADS={torch.get_num_threads()}"
     )

@@ -36,12 +36,19 @@ from tests.versions import needs_decoders_of_encoders
         ("chunk_size", 0), ("chunk_size", -3), ("chunk_size", "large"), ("chunk_size", True), ("chunk_size", 2.0),
         ("saves", "kv"), ("saves", (3,)), ("saves", ("kv@0",)), ("saves", ("@2",)), ("saves", ("kv@x",)),
         ("saves", ("kv@1@2",)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
-        ("lazy_logits", "yes"), ("share_prefixes", 1), ("unpatched_runs", "no"),
+        ("lazy_logits", "yes"), ("rows", "tree"), ("share_prefixes", 1), ("unpatched_runs", "no"),
     ],
 )  # fmt: skip
 def test_config_values(field, value):
     with pytest.raises(streambp.StreamBPError, match=field):
         streambp.StreamConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("given", "rows"), [(True, "packed"), (False, "as_given")])
+def test_the_former_name_of_packed_rows(given, rows):
+    with pytest.warns(DeprecationWarning, match=f"share_prefixes={given} is now rows='{rows}'"):
+        found = streambp.StreamConfig(rows="auto", share_prefixes=given)
+    assert found == streambp.StreamConfig(rows=rows)
 
 
 @pytest.mark.parametrize("field", ["eval_logits", "lazy_logits"])

@@ -364,7 +364,7 @@ def test_inside_accelerates_device_hooks():
     for layer in ours.model.layers:
         hooks.add_hook_to_module(layer, Hook(execution_device="cpu", io_same_device=True))
     before = {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()}
-    streambp.patch(ours, dataclasses.replace(CONFIG, share_prefixes=False))  # whose trials would call the layers, too
+    streambp.patch(ours, dataclasses.replace(CONFIG, rows="as_given"))  # whose trials would call the layers, too
     check_agree(stock, ours, **make_batch("plain"))
     assert len(seen) == len(ours.model.layers)
     streambp.unpatch(ours)

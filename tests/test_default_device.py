@@ -20,7 +20,7 @@ SETTINGS = {
     "nothing": {"saves": ()},
     "offloaded": {"saves": ("attn_out", "kv"), "offload": "cpu"},
     "tiles": {"saves": (), "offload": "cpu", "gpu_memory": 1},
-    "shared": {"share_prefixes": True},
+    "shared": {"rows": "packed"},
 }
 MODELS = {
     "windows": lambda: build("gemma3"),
@@ -40,7 +40,7 @@ def test_steps_are_the_same_with_another_default_device(name, settings, mode):
         gradients.counts_when_alone.cache_clear()
         model = MODELS[name]()
         with torch.device(default):
-            streambp.patch(model, streambp.StreamConfig(chunk_size=5, **{"share_prefixes": False, **SETTINGS[settings]}))
+            streambp.patch(model, streambp.StreamConfig(chunk_size=5, **{"rows": "as_given", **SETTINGS[settings]}))
             for _ in range(2):
                 seed_torch(3)
                 model.zero_grad(set_to_none=True)

@@ -47,7 +47,7 @@ def compare(model, batch, ran=None, within=None, **settings):
     found = []
     for thread in (False, True):
         patched = copy.deepcopy(model)
-        streambp.patch(patched, streambp.StreamConfig(**{"chunk_size": CHUNK, "share_prefixes": False, **settings}))
+        streambp.patch(patched, streambp.StreamConfig(**{"chunk_size": CHUNK, "rows": "as_given", **settings}))
         chooser = chooser_of(patched)
         if chooser is not None:
             chooser.free = lambda _: PLENTY
@@ -108,7 +108,7 @@ def test_a_backward_that_raises_is_heeded(monkeypatch, backward_threads):
     """As unpatched, and in the thread: from then on half of the tokens at most."""
     monkeypatch.setattr(unpatched, "SHARE", 0.25)
     model, batch = build("qwen3"), make_batch("plain")
-    streambp.patch(model, streambp.StreamConfig(chunk_size=LENGTH, share_prefixes=False))
+    streambp.patch(model, streambp.StreamConfig(chunk_size=LENGTH, rows="as_given"))
     chooser_of(model).free = lambda _: PLENTY
     steps(model, 2, **batch)
     loss = model(**batch, use_cache=False).loss
@@ -145,4 +145,4 @@ def test_backward_within_autocast(family, settings):
 def test_prefixes_that_are_shared():
     batch = make_batch("plain", rows=4)
     batch["input_ids"][1::2, :9] = batch["input_ids"][::2, :9]
-    compare(build("qwen3"), batch, share_prefixes=True)
+    compare(build("qwen3"), batch, rows="packed")

@@ -56,7 +56,7 @@ def lines(caplog):
 
 def patched(model=None, **settings):
     model = build("llama") if model is None else model
-    return streambp.patch(model, streambp.StreamConfig(**{"chunk_size": 5, "share_prefixes": False, **settings}))
+    return streambp.patch(model, streambp.StreamConfig(**{"chunk_size": 5, "rows": "as_given", **settings}))
 
 
 def fields(model, callback=None):
@@ -162,12 +162,16 @@ offload     nothing leaves the device
 attention   auto
 head        blockwise loss, no logits
 """
-SHARED = (
-    FIRST.replace("chunk_size  5", "chunk_size  7").replace(
-        "46 tokens (2 rows) in 5 chunks of 5", "104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7"
-    )
-    + "note        share_prefixes: the last call's 4 rows of 104 tokens were computed as 53\n"
-)
+SHARED = """
+last step: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7, streamed: saved layer inputs alone
+layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
+chunk_size  7
+saves       nothing (auto: the first step counts what there is to save)
+offload     nothing leaves the device
+attention   auto; cpu flash in 2 layers
+head        blockwise loss, no logits
+note        rows: the last call's 4 rows of 104 tokens were computed as 53
+"""
 
 
 HEAD = "; head: blockwise loss, no logits"
@@ -241,12 +245,12 @@ def test_layers_that_run_whole(machine, lines, monkeypatch):
 
 def test_rows_that_begin_alike(machine, lines, monkeypatch):
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
-    model = patched(chunk_size=7, share_prefixes=True)
+    model = patched(chunk_size=7, rows="packed")
     step(model, **batches.make_batch("plain"))
     shared = {"stream_tokens": 104, "stream_chunks": 8, "stream_chunk_size": 7, "stream_shared_tokens": 53}
     check(model, SHARED, numbers(**shared))
     assert lines() == logged(
-        f"1: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7 a row, streamed: saved layer inputs alone{HEAD}"
+        f"1: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7, streamed: saved layer inputs alone{HEAD}"
     )
     step(model, **batches.make_batch("nothing shared"))
     assert streambp.last_step(model).shared is None
@@ -289,7 +293,7 @@ def launched(monkeypatch):
     """A Trainer as it is in a launched process."""
     monkeypatch.setattr(process.atexit, "register", lambda function: None)
     monkeypatch.delenv("STREAMBP_LAUNCH_REPORT", raising=False)
-    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "saves": ["kv"], "share_prefixes": false}')
+    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "saves": ["kv"], "rows": "as_given"}')
     module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
     Hook().change_trainer(module)
     return module.Trainer
@@ -306,7 +310,7 @@ def test_under_launch(launched, lines, tmp_path, capsys):
 def test_a_trainer_of_transformers(lines, tmp_path):
     """With it in the first place all who report hear of it, and no other field of the logs changes."""
     reports, plain = Reports(), Reports()
-    model = streambp.patch(model_of(), streambp.StreamConfig(chunk_size=5, saves=("kv",), share_prefixes=False))
+    model = streambp.patch(model_of(), streambp.StreamConfig(chunk_size=5, saves=("kv",), rows="as_given"))
     given = {"train_dataset": rows(), "args": arguments(tmp_path / "out")}
     made = Trainer(model, **given, callbacks=[reports])
     StreamCallback.add_to(made)
@@ -335,7 +339,7 @@ def test_trls_trainer(machine, lines, tmp_path):
     given = StreamSFTConfig(
         output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, optim="sgd", report_to=[], use_cpu=True,
         logging_steps=1, disable_tqdm=True, bf16=False, save_strategy="no", max_length=5, stream_chunk_size="5",
-        stream_saves=["kv"],
+        stream_saves=["kv"], stream_rows="as_given",
     )  # fmt: skip
     made = StreamSFTTrainer(
         model=model_of(), args=given, train_dataset=texts(), processing_class=tokenizer(), callbacks=[reports]

@@ -29,7 +29,7 @@ SETTINGS = {
     "chunked": {"chunk_size": 5, "saves": ()},
     "all saved": {"chunk_size": 5, "saves": ("*",)},
     "lazy": {"chunk_size": 5, "saves": (), "lazy_logits": True},
-    "share_prefixes": {"chunk_size": 5, "saves": (), "share_prefixes": True},
+    "packed": {"chunk_size": 5, "saves": (), "rows": "packed"},
     "offload": {"chunk_size": 5, "saves": ("attn_out", "kv"), "offload": "cpu"},
 }
 PAIRS = ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16))  # weights and autocast
@@ -96,7 +96,7 @@ def errors(family, settings, weights, autocast, monkeypatch):
 
 
 @pytest.mark.fast("default-pair0-llama", "chunked-pair1-qwen3_moe", "lazy-pair0-llama", "offload-pair1-llama",
-                  "share_prefixes-pair0-llama", "chunked-pair0-lfm2")  # fmt: skip
+                  "packed-pair0-llama", "chunked-pair0-lfm2")  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pair", PAIRS, ids=["pair0", "pair1"])
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -213,7 +213,7 @@ def test_sharing_of_prefixes(ranks, tried, monkeypatch):
     """Several ranks make the trial of sharing even if there are hooks."""
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
     monkeypatch.setattr(calls, "_several_ranks", lambda: ranks > 1)
-    config = streambp.StreamConfig(chunk_size=1000, saves=(), share_prefixes=True)
+    config = streambp.StreamConfig(chunk_size=1000, saves=(), rows="packed")
     stock, ours, batch = build("llama"), streambp.patch(build("llama"), config), batches.make_batch("plain")
     streambp.warm_up(ours, **batch)
     assert tried["_try"]

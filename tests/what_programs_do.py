@@ -501,7 +501,7 @@ def _(t: Trial) -> None:
         return out
 
     t.model.model.embed_tokens.register_forward_hook(hook)
-    t.patch(share_prefixes=True)
+    t.patch(rows="packed")
     ids = torch.randint(3, 50, (3, 80), generator=seeded(1))
     ids[:, :70] = ids[0, :70]
     t.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -23,8 +23,8 @@ Batch = dict[str, Any]  # values of rows: a tensor [B, ...] or a list of B; othe
 def keep_groups(trainer: Any) -> None:
     """Have a trainer of TRL's that generates (GRPO, RLOO) keep a prompt's rows together. [Note: whole groups]
 
-    Only while its model shares prefixes; a trainer that does not buffer rollouts is not changed by it. `StreamGRPOTrainer`
-    and `streambp launch` do it by themselves.
+    Only while its model has rows="packed"; a trainer that does not buffer rollouts is not changed by it.
+    `StreamGRPOTrainer` and `streambp launch` do it by themselves.
     """
     if PREPARES not in vars(trainer):  # once, and not where its user has put another function there
         setattr(trainer, PREPARES, Prepares(trainer))
@@ -49,9 +49,9 @@ class Prepares:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Whether a model is patched, and computes what rows have in common at their beginning once."""
+    """Whether a model is patched, and its user wants packed rows: with "auto" no micro-batch is another."""
     return any(
-        part.__dict__["_streambp"].state.config.share_prefixes for part in model.modules() if "_streambp" in part.__dict__
+        part.__dict__["_streambp"].state.config.rows == "packed" for part in model.modules() if "_streambp" in part.__dict__
     )
 
 

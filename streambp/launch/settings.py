@@ -15,7 +15,7 @@ from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.fields import check_fields
 
 T = TypeVar("T")
-DEFAULTS = StreamConfig(lazy_logits=True)  # programs that know nothing of streambp ask for logits
+DEFAULTS = StreamConfig(lazy_logits=True, rows="auto")  # programs that know nothing of streambp ask for logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
     for name in FIELDS:
         flag, default = name.replace("_", "-"), getattr(DEFAULTS, name)
         told = f"StreamConfig's {name} (default: {default!r})"
-        if hints[name] is bool:
+        if bool in (hints[name], *typing.get_args(hints[name])):
             kind: Any = Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", help=told, rich_help_panel="Settings")]
         else:
             kind = Annotated[str | None, typer.Option(f"--{flag}", help=told, rich_help_panel="Settings")]

@@ -32,7 +32,7 @@ from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.deferring import DeferredHead, HeldHead
-from streambp.model.padding import warn_of_labels_after_padding
+from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, wants_cache
 from streambp.model.unpatched import LossOfLabels
@@ -268,7 +268,7 @@ class CausalLMForward(InstanceForward):
                 fields["loss"] = LossOfLabels.apply(fields["loss"], kwargs["labels"], kwargs.get("shift_labels"))
             return type(output)(**fields)
 
-        output = self.state.as_unpatched(run, kwargs, config)
+        output = self.state.as_unpatched(run, kwargs, config, hides_padding(self.module, kwargs))
         if output is not None:
             self._note(AS_UNPATCHED)
         return output
@@ -331,8 +331,7 @@ class CausalLMForward(InstanceForward):
         kwargs["use_cache"] = False
 
     def _run(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
-        config = self.module.config
-        hidden_wanted = kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False)
+        hidden_wanted = kwargs.get("output_hidden_states") or getattr(self.module.config, "output_hidden_states", False)
         output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
         if has_backward_hooks(output_embeddings):
             request.outcome.built_for = "backward hooks"
@@ -345,11 +344,12 @@ class CausalLMForward(InstanceForward):
             return self.original(**kwargs)
         head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
         self.state.defer_norm = None if hidden_wanted or gathered else request
+        self.state.padding_unseen = hides_padding(self.module, kwargs, self.state.config.eval_logits)
         head.install()
         try:
             return self.original(**kwargs)
         finally:
-            self.state.defer_norm = None
+            self.state.defer_norm, self.state.padding_unseen = None, False
             head.remove()
 
     def _finish(self, output: Any) -> Any:

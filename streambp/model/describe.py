@@ -319,8 +319,9 @@ def _fused_layers(found: Patch) -> list[str]:
 
 def _shared(last: Shared | str) -> str:
     if isinstance(last, str):
-        return f"rows were computed: {last}"
-    return f"the last call's {last.rows} rows of {last.tokens_of_rows:,} tokens were computed as {last.tokens:,}"
+        return f"computed as given: {last}"
+    padding = f" and {last.padding:,} of padding" if last.padding else ""
+    return f"the last call's {last.rows} rows of {last.tokens_of_rows:,} tokens{padding} were computed as {last.tokens:,}"
 
 
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
@@ -347,7 +348,7 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         how = "restart" if packed[0] == "position_ids" else "are given"
         notes.append(f"{packed[0]} {how}: attention kept the {packed[1]} documents of the last call's rows apart")
     backbones = [w.prefixes for w in found.state.wrappers if isinstance(w, BackboneForward) and w.prefixes is not None]
-    notes += [f"share_prefixes: {_shared(prefixes.last)}" for prefixes in backbones if prefixes.last is not None]
+    notes += [f"rows: {_shared(prefixes.last)}" for prefixes in backbones if prefixes.last is not None]
     if found.state.unasked_cache:
         notes.append(
             "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran as "

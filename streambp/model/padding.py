@@ -1,11 +1,31 @@
-"""Labels that padding on the left predicts: the one thing that streamed and eager attention do not agree on."""
+"""Who sees values at padding, and labels that padding on the left predicts: the one thing that streamed and eager attention
+do not agree on."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
+from streambp.model.callers import wants_predictions
+
+
+def hides_padding(model: nn.Module, kwargs: Mapping[str, Any], eval_logits: bool = False) -> bool:
+    """Whether a call of a language model whose logits are lazy or left out hands out nothing else that padding is given:
+    hidden states, router logits, an evaluation's logits.
+
+    Args:
+        eval_logits: as `StreamConfig` has it.
+    """
+    config: Any = model.config
+    for name, own in ((HIDDEN_STATES, config), (ROUTER_LOGITS, config.get_text_config())):
+        wanted = kwargs.get(name)
+        if getattr(own, name, False) if wanted is None else wanted:
+            return False
+    return model.training or not (eval_logits or wants_predictions())
 
 
 def labels_after_padding(kwargs: dict[str, Any]) -> bool:

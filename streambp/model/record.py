@@ -116,14 +116,14 @@ class StepRecord:
     def __str__(self) -> str:
         batch = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
         shared = "" if self.shared is None else f", computed as {self.shared.tokens:,} tokens"
-        batch += f" ({self.rows} rows{shared})" if self.rows > 1 else ""
+        batch += f" ({self.rows} row{'s' * (self.rows != 1)}{shared})" if self.rows > 1 or shared else ""
         if self.way == UNPATCHED:
             return f"{batch} in one chunk, ran unpatched{self._room(self.needed, ': it needs')}"
         if self.way == WHOLE:
             reasons = dict.fromkeys(reason for _, reason in self.whole)
             return f"{batch}, ran whole under gradient checkpointing: {'; '.join(reasons)}"
         cut = "one chunk" if self.chunks == 1 else f"{self.chunks} chunks of {self.chunk_size:,}"
-        cut += " a row" if self.chunks > 1 and self.rows > 1 else ""
+        cut += " a row" if self.chunks > 1 and self.rows > 1 and self.shared is None else ""
         parts = [f"{batch} in {cut}, {self.way}"]
         if self.whole:
             parts.append(f"but {len(self.whole)} of {self.layers} layers ran whole under gradient checkpointing")

@@ -50,7 +50,8 @@ class PatchState:
     shards: how the running forward's sequences are split over ranks, if they are. split: as they were last time.
     position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
     labels: of that forward, as `known_names.LABELS` has them.
-    tree: the rows of the running forward, if it computes what they share once. [Note: tree of rows]
+    padding_unseen: of that forward, nothing that padding is given goes to the caller (hidden states, logits).
+    tree: the rows of the running forward, if it computes them as a packed row. [Note: tree of rows]
     failed: of a running trial of that, what layers raised; None: none is running.
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
     asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
@@ -78,6 +79,7 @@ class PatchState:
     packed_rows: PackedRows | None = None
     position_ids: Any = None
     labels: tuple[Any, Any] = (None, None)
+    padding_unseen: bool = False
     tree: Tree | None = None
     failed: list[Exception] | None = None
     split: Shards | None = None
@@ -105,12 +107,14 @@ class PatchState:
             )
         self.asked_cache |= wanted
 
-    def as_unpatched(self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig) -> T | None:
+    def as_unpatched(
+        self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig, padding_unseen: bool
+    ) -> T | None:
         """What `run`, the unpatched model's forward, returns; None where a micro-batch in training is to be streamed.
         [Note: micro-batches as unpatched]
 
         Args:
-            kwargs: of the call. config: of the text model.
+            kwargs: of the call. config: of the text model. padding_unseen: as the state's.
         """
         if self.unpatched is None:
             return None
@@ -121,7 +125,8 @@ class PatchState:
             cached = self.asked_cache and not self.warned_of_documents
             if finds_other_documents(kwargs, own_implementation(config), cached):
                 return None
-        return self.unpatched.attempt(run, kwargs, config)
+        packers: list[Any] = [wrapper for wrapper in self.wrappers if hasattr(wrapper, "packs")]
+        return self.unpatched.attempt(run, kwargs, config, lambda: any(w.packs(kwargs, padding_unseen) for w in packers))
 
 
 def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:

@@ -85,11 +85,14 @@ class UnpatchedRuns:
     def __setstate__(self, state: Any) -> None:
         UnpatchedRuns.__init__(self, *state)
 
-    def attempt(self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig) -> T | None:
+    def attempt(
+        self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig, packs: Callable[[], bool]
+    ) -> T | None:
         """What `run` returns; None if the micro-batch is to be streamed.
 
         Args:
             run: the unpatched model's forward. kwargs: of the call, in training. config: of the text model.
+            packs: whether the call is computed as a packed row else; asked last, since that looks at the batch.
         """
         if self.within:
             return run()
@@ -102,7 +105,7 @@ class UnpatchedRuns:
         tokens = given.shape[0] * given.shape[1]
         predicted = self.predicted(tokens, given.shape[1], given.device, config)
         spare = self.chooser.spare(given.device, tokens, tokens)
-        if predicted is None or spare is None or predicted > SHARE * spare:
+        if predicted is None or spare is None or predicted > SHARE * spare or packs():
             return None
         random, before = RandomState.capture(given.device), self.chooser.free(given.device)
         self.within, allocators = True, True

@@ -36,7 +36,7 @@ from streambp.model.split import refuse_lone_layer, shards_of
 from streambp.model.state import PatchState, wants_cache
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
-from streambp.prefixes.calls import Shared, SharedPrefixes
+from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.layer import stream_shard
@@ -162,7 +162,7 @@ class BackboneForward(InstanceForward):
         self.keeps_states = any(states_argument(layer) is not None for layer in layers)
         self.checkpointed: list[nn.Module] = []
         self.attentions = distinct_attentions(layer for layer in layers if not cache_argument(layer))
-        self.prefixes = SharedPrefixes(module) if state.config.share_prefixes else None
+        self.prefixes = None if state.config.rows == "as_given" else SharedPrefixes(module, state.config.rows)
 
     def install(self) -> None:
         """Also refuses nn.DataParallel, which asks the module for replicas."""
@@ -195,6 +195,8 @@ class BackboneForward(InstanceForward):
                 self.state.policy.begins(given.device)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             if output is not None:
+                if self.prefixes is not None:
+                    self.prefixes.last = AS_UNPATCHED
                 self._note(kwargs, output)
                 return output
             if self.state.offloader is not None:
@@ -240,7 +242,11 @@ class BackboneForward(InstanceForward):
             finally:
                 self.state.bypass = False
 
-        return self.state.as_unpatched(run, kwargs, self._config.get_text_config())
+        return self.state.as_unpatched(run, kwargs, self._config.get_text_config(), self.state.padding_unseen)
+
+    def packs(self, kwargs: Mapping[str, Any], padding_unseen: bool) -> bool:
+        """Whether a call, its own or of the language model around it, is computed as a packed row if it streams."""
+        return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, self.state.labels, padding_unseen)
 
     def _note(self, kwargs: Mapping[str, Any], unpatched: Any = None) -> None:
         """Forward is over. unpatched: what it returned, if it ran as unpatched. [Note: notes on a step]"""
@@ -249,10 +255,10 @@ class BackboneForward(InstanceForward):
         self.state.steps.forward_done(id(self.module), given, shared, unpatched)
 
     def _over_rows_or_tree(self, kwargs: dict[str, Any]) -> Any:
-        """The model's own forward; what rows share is computed once if that is wanted."""
+        """The model's own forward, over a packed row if that is wanted."""
         state, deferred = self.state, self.state.defer_norm
         if state.tree is not None:
-            raise UnsharedError(f"{type(self.module).__name__} runs inside another model that shares prefixes")
+            raise UnsharedError(f"{type(self.module).__name__} runs inside another model that packs rows")
 
         def over(kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None) -> Any:
             trial, packed_rows = failed is not None, state.packed_rows
@@ -266,7 +272,7 @@ class BackboneForward(InstanceForward):
         if self.prefixes is None or state.shards is not None:
             return over(kwargs, None)
         documents = state.packed_rows is not None
-        return self.prefixes.call(kwargs, over, lambda: self._sites, state.labels, documents)
+        return self.prefixes.call(kwargs, over, lambda: self._sites, state.labels, documents, state.padding_unseen)
 
     @contextlib.contextmanager
     def _layers_known(self) -> Iterator[None]:

@@ -122,7 +122,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         wrapper.site.chooser = policy if saves or link is not None else None
     if saves and state.offloader is None:
         state.pending.let_go = policy.let_go
-        if state.config.unpatched_runs and not state.config.share_prefixes:
+        if state.config.unpatched_runs and state.config.rows != "packed":
             state.unpatched = UnpatchedRuns(state.config, policy, [wrapper.site for wrapper in layers])
     return model
 

@@ -155,7 +155,7 @@ def rollouts_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
     rows: list[tuple[str, ...]] = [("completions", "tokens", "GiB", "no host", "PFLOP", "seconds", "chunk")]
     methods = ["by"]
     for plain, shared in found:
-        rows += [_cells(f"{plain.rollouts.completion:,}: rows", plain), _cells("share_prefixes=True", shared)]
+        rows += [_cells(f"{plain.rollouts.completion:,}: rows", plain), _cells("rows='packed'", shared)]
         methods += [f"{way.method}{'' if way.fits else ', does not fit'}" for way in (plain, shared)]
         ratios = [getattr(plain, name) / getattr(shared, name) for name in ("tokens", "resident", "flops", "seconds")]
         rows.append(("ratio", f"{ratios[0]:.2f}", "", *(f"{ratio:.2f}" for ratio in ratios[1:]), ""))

@@ -25,7 +25,7 @@ from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, has_data, is_out_of_memory
 from streambp.errors import UnsharedError
-from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
+from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS, Z_LOSS
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
@@ -50,6 +50,8 @@ def why_not(
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
         return "NEFTune adds noise to the embeddings, which depends on how many tokens a row has"
     ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+    if mask is not None and getattr(module.config, Z_LOSS, False):
+        return f"the loss takes padding in: the config has {Z_LOSS}"
     known = {*SHARED_INPUTS, *SAYS_NOTHING_OF_TOKENS, *LABELS}
     foreign = next((name for name, value in kwargs.items() if name not in known and value is not None), None)
     if foreign is not None:
@@ -117,7 +119,8 @@ class Trials:
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """How a call with these arguments, as `why_not` admits them, is made."""
-        given = tuple(sorted(name for name, value in kwargs.items() if value is not None and value is not False))
+        said = (name for name, value in kwargs.items() if value is not None and value is not False and name not in LABELS)
+        given = tuple(sorted(said))
         dtype = next((parameter.dtype for parameter in self.module.parameters()), None)
         return given, autocast_dtype(kwargs[SHARED_INPUTS[0]].device.type), dtype
 
@@ -125,25 +128,19 @@ class Trials:
         """Whether the kind of a call with these arguments was tried."""
         return self.kind_of(kwargs) in self.verdicts
 
-    def verdicts_of(
-        self, kwargs: Mapping[str, Any], over: Over, apart: int = 1, tries: bool = True, together: bool = False
-    ) -> tuple[str | None, str | None]:
-        """Of a call's kind, without padding and with it.
+    def make(self, kwargs: Mapping[str, Any], over: Over, apart: int, together: bool) -> None:
+        """Try a call's kind.
 
         Args:
             kwargs: the call's, as `why_not` admits them.
             over: the backbone's forward.
-            apart: as of `find_tree`.
-            tries: both are tried now, else they were before. together: with other ranks.
+            apart: as of `find_tree`. together: with other ranks.
         """
-        mask, kind = kwargs.get(SHARED_INPUTS[1]), self.kind_of(kwargs)
-        if tries:
-            plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart, together)
-            self.verdicts[kind] = (
-                plain,
-                plain if mask is None else self._try(_trial_of(kwargs, self._vocabulary, True), over, apart, together),
-            )
-        return self.verdicts[kind]
+        plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart, together)
+        padded = plain
+        if kwargs.get(SHARED_INPUTS[1]) is not None:
+            padded = self._try(_trial_of(kwargs, self._vocabulary, padded=True), over, apart, together)
+        self.verdicts[self.kind_of(kwargs)] = plain, padded
 
     def settle(self, reason: str) -> None:
         """All kinds that were tried compute rows from now on."""

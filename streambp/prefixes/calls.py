@@ -1,4 +1,4 @@
-"""A backbone's call, over the packed row of its rows' tree where that is exact and saves something; else over the rows."""
+"""A backbone's call, over the packed row of its batch where that is exact and saves something; else over the rows."""
 
 from __future__ import annotations
 
@@ -21,28 +21,39 @@ from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
 IGNORED = -100  # a label that is none
+AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran as unpatched"
 ONE_ROW = "the last call has one row or none"
+PADDING_IS_SEEN = (
+    "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits); "
+    "with rows='packed' they are another token's"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """So many rows of a call with so many tokens were computed as fewer tokens."""
+    """So many rows of a call with so many tokens and so much padding were computed as fewer tokens."""
 
     rows: int
     tokens_of_rows: int
+    padding: int
     tokens: int
 
 
 class SharedPrefixes:
-    """How a backbone's calls share the prefixes of their rows.
+    """How a backbone's calls pack their rows.
+
+    Args:
+        rows: as `StreamConfig` has it, "packed" or "auto".
 
     last: what became of the last call's rows, or why each of them was computed; None before the first call.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, rows: str) -> None:
+        self.rows = rows
         self.trials = Trials(module)
         self.module = module
         self.last: Shared | str | None = None
+        self._looked: tuple[list[tuple[Tensor, int | None]], Tree | str] | None = None
 
     def call(
         self,
@@ -51,6 +62,7 @@ class SharedPrefixes:
         sites: Callable[[], list[LayerSite]],
         labels: tuple[Any, Any] = (None, None),
         documents: bool = False,
+        padding_unseen: bool = False,
     ) -> Any:
         """What the backbone returns for its arguments, for rows [B, T].
 
@@ -59,11 +71,12 @@ class SharedPrefixes:
             sites: its layers.
             labels: of the language model around it, as `known_names.LABELS` has them.
             documents: that model's position_ids mark several in a row.
+            padding_unseen: nothing of what padding is given goes to the model's caller.
 
         Raises:
             StreamBPError: only when the model ran was it found that it cannot share, and there are other ranks.
         """
-        tree = self._find(kwargs, over, sites, labels)
+        tree = self._find(kwargs, over, sites, labels, padding_unseen)
         tree = "position_ids mark documents in packed rows" if documents and isinstance(tree, Tree) else tree
         if isinstance(tree, Tree):
             try:
@@ -76,35 +89,77 @@ class SharedPrefixes:
                 tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"
                 self.trials.settle(tree)
             else:
-                self.last = Shared(len(tree.rows), tree.tokens_of_rows, tree.tokens)
+                padding = len(tree.rows) * tree.width - tree.tokens_of_rows
+                self.last = Shared(len(tree.rows), tree.tokens_of_rows, padding, tree.tokens)
                 return output
         self.last = tree
         return over(kwargs, None)
 
+    def saves(
+        self, kwargs: Mapping[str, Any], sites: list[LayerSite], labels: tuple[Any, Any], padding_unseen: bool
+    ) -> bool:
+        """Whether a call would be computed as a packed row, or would have to be tried for that; arguments as of `call`."""
+        if self._is_one_row(kwargs) or self._why_not(kwargs, sites) is not None:
+            return False
+        tree = self._look(kwargs, sites, labels, padding_unseen)
+        return isinstance(tree, Tree) and (not self.trials.knows(kwargs) or isinstance(self._tried(kwargs, tree), Tree))
+
     def _find(
-        self, kwargs: Mapping[str, Any], over: Over, sites: Callable[[], list[LayerSite]], labels: tuple[Any, Any]
+        self,
+        kwargs: Mapping[str, Any],
+        over: Over,
+        sites: Callable[[], list[LayerSite]],
+        labels: tuple[Any, Any],
+        padding_unseen: bool,
     ) -> Tree | str:
-        ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-        alone, together = isinstance(ids, Tensor) and ids.shape[0] < 2, must_agree(self.module)
-        if alone and not together:
+        together = must_agree(self.module)
+        if not together and self._is_one_row(kwargs):
             return ONE_ROW
         layers = sites()
-        reason = why_not(self.module, kwargs, layers, self.trials.takes_positions)
-        reason = why_rows(self.module) if reason is None else reason  # before a trial, whose tokens hooks would see
-        tries = self._agreed(kwargs, reason) if together else reason is None and not self.trials.knows(kwargs)
-        if reason is not None:
-            return reason
-        if not (tries or self.trials.knows(kwargs)):
+        reason = self._why_not(kwargs, layers)
+        tree = reason if reason is not None else self._look(kwargs, layers, labels, padding_unseen)
+        self._looked = None
+        wants = isinstance(tree, Tree) and not self.trials.knows(kwargs)
+        if self._agreed(kwargs, reason, wants) if together else wants:
+            self.trials.make(kwargs, over, _apart(layers), together)
+        elif wants:
             return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
-        apart = max((site.kind.states.least for site in layers), default=1)  # a chunk ends wherever rows part
-        plain, padded = self.trials.verdicts_of(kwargs, over, apart, tries, together)
-        if plain is not None and padded is not None:
-            return plain
-        if alone:  # other ranks may have more rows, and have made their trials with this one
-            return ONE_ROW
+        return tree if isinstance(tree, str) else self._tried(kwargs, tree)
+
+    @staticmethod
+    def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call has nothing to save, which takes no look at the device."""
+        ids, mask, _ = (kwargs.get(name) for name in SHARED_INPUTS)
+        return mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2
+
+    def _why_not(self, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
+        reason = why_not(self.module, kwargs, sites, self.trials.takes_positions)
+        return why_rows(self.module) if reason is None else reason  # before a trial, whose tokens hooks would see
+
+    def _look(
+        self, kwargs: Mapping[str, Any], sites: list[LayerSite], labels: tuple[Any, Any], padding_unseen: bool
+    ) -> Tree | str:
+        """The packed row of a call that may have one; or why its rows are computed. The tensors of one call are looked at
+        once."""
+        ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         assert ids is not None
-        tree = find_tree(ids, mask, positions, _labelled(labels, kwargs, ids), apart=apart)
-        reason = plain if isinstance(tree, str) or not any(tree.padding()) else padded
+        if self.trials.knows(kwargs):
+            plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
+            if plain is not None and padded is not None:
+                return plain
+        labels = _labels_of(labels, kwargs)
+        given = [x for x in (ids, mask, positions, *labels) if isinstance(x, Tensor)]
+        key = [(x, None if x.is_inference() else x._version) for x in given]
+        if self._looked is None or not _same(self._looked[0], key):
+            self._looked = key, find_tree(ids, mask, positions, _labelled(*labels, ids), apart=_apart(sites))
+        tree = self._looked[1]
+        if self.rows == "auto" and not padding_unseen and isinstance(tree, Tree) and any(tree.padding()):
+            return PADDING_IS_SEEN
+        return tree
+
+    def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:
+        """The packed row of a call whose kind was tried, or why that found against it."""
+        reason = self.trials.verdicts[self.trials.kind_of(kwargs)][any(tree.padding())]
         return tree if reason is None else reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
@@ -112,34 +167,45 @@ class SharedPrefixes:
         if must_agree(self.module):
             self._agreed(kwargs, "it does not stream")
 
-    def _agreed(self, kwargs: Mapping[str, Any], reason: str | None) -> bool:
-        """Whether all ranks try the kind of this call now: it is that of all, and new to one of them. Each call asks, since
-        no rank knows what is new to another.
+    def _agreed(self, kwargs: Mapping[str, Any], reason: str | None, wants: bool = False) -> bool:
+        """Whether all ranks try the kind of this call now: it is that of all, and one of them wants to. Each call asks,
+        since no rank knows what is new to another.
 
         Args:
-            reason: why the call computes its rows without a trial, on this rank.
+            reason: why the call computes its rows without a trial, on this rank. wants: it is new, and saves something.
         """
         device = next((value.device for value in kwargs.values() if isinstance(value, Tensor)), torch.device("cpu"))
         kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if reason is None else 0
-        said = everyones_numbers(self.module, [kind, reason is None and not self.trials.knows(kwargs)], device)
-        return kind != 0 and all(other[0] == kind for other in said) and any(new for _, new in said)
+        said = everyones_numbers(self.module, [kind, wants], device)
+        return kind != 0 and all(other[0] == kind for other in said) and any(wanted for _, wanted in said)
 
     def _refuse_on_ranks(self, error: Exception) -> None:
         """One rank alone must not begin its forward again, for whose weights the others would have to be there."""
         if must_agree(self.module):
             raise StreamBPError(
-                f"This batch's rows cannot be computed as a tree of prefixes: {error}. That was found while the model ran, "
-                "where other ranks wait for this one. Set StreamConfig(share_prefixes=False)."
+                f"This batch cannot be computed as a packed row: {error}. That was found while the model ran, "
+                "where other ranks wait for this one. Set StreamConfig(rows='as_given')."
             ) from error
 
 
-def _labelled(labels: tuple[Any, Any], kwargs: Mapping[str, Any], ids: Tensor) -> Tensor | None:
-    """[B, T] in bool: which tokens predict a label; None where there are none.
+def _apart(sites: list[LayerSite]) -> int:
+    """Tokens between two places where rows part: a chunk of a layer with states ends at each."""
+    return max((site.kind.states.least for site in sites), default=1)
 
-    Args:
-        labels: of the language model around the backbone, or else those among the backbone's kwargs.
-    """
+
+def _same(one: list[tuple[Tensor, int | None]], other: list[tuple[Tensor, int | None]]) -> bool:
+    """Whether these are the same tensors, unchanged."""
+    return len(one) == len(other) and all(x is y and i == j for (x, i), (y, j) in zip(one, other, strict=True))
+
+
+def _labels_of(labels: tuple[Any, Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Of the language model around the backbone, or else those among the backbone's kwargs, as `known_names.LABELS`."""
     plain, shifted = (outer if outer is not None else kwargs.get(name) for outer, name in zip(labels, LABELS, strict=True))
+    return plain, shifted
+
+
+def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
+    """[B, T] in bool: which tokens predict a label; None where there are none."""
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
         return shifted != IGNORED
     if isinstance(plain, Tensor) and plain.shape == ids.shape:

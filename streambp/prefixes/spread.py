@@ -97,9 +97,9 @@ def refuse(*parts: Tensor) -> None:
     """
     if parts and bool(torch.stack([((part != 0) & part.isfinite()).any() for part in parts]).any()):
         raise BackwardError(
-            "A gradient arrives at padding of a batch whose rows were computed as a tree of prefixes, without padding. "
+            "A gradient arrives at padding of a batch that was computed as a packed row, without padding. "
             "Leave padding out of the loss (labels of -100, or a mask that zeroes it), or set "
-            "StreamConfig(share_prefixes=False)."
+            "StreamConfig(rows='as_given')."
         )
 
 

@@ -1,4 +1,4 @@
-"""Which tokens the rows of a batch have in common, and one packed row that holds each of them once.
+"""One packed row that holds the tokens of a batch: none of its padding, and once what rows have in common.
 
 [Note: tree of rows] A token of a row is what the row holds up to it: two rows share a token if their ids are the same from
 the first to it, at the same positions. So the tokens that are computed form a tree. It is written down depth first, one
@@ -23,7 +23,7 @@ from streambp.attention.spans import Run, Spans
 from streambp.chunks import Forks
 
 LEAST = 64  # tokens that a branch must share to be one: fewer cost more in small blocks of attention than they save
-SAVES = 0.1  # of the rows' tokens: what sharing must save, so that prefixes that are equal by chance cost nothing
+SAVES = 0.1  # of B * T tokens: what a packed row must save, so that prefixes that are equal by chance cost nothing
 WIDER = 4  # how much more is compared where all that was compared is equal
 
 
@@ -181,7 +181,7 @@ def find_tree(
         mask: [B, T], zero for padding; None: there is none.
         positions: [1 or B, T]; None: the columns.
         labelled: [B, T] in bool, whose outputs are scored; None: nobody says.
-        least: tokens that a branch shares at least. saves: of the rows' tokens, what has to be saved.
+        least: tokens that a branch shares at least. saves: of B * T tokens, padding among them, what has to be saved.
         apart: tokens between two places where rows part, and before their ends, at least; for that a branch may share a few
             tokens less.
 
@@ -194,9 +194,10 @@ def find_tree(
     segments, rows = _write_down(_aligned(ids, known), known, least, apart)
     last = max((k.position + k.length - 1 for k in known if k.length), default=furthest)
     tree = Tree(ids.shape[1], rows, segments, None if last == furthest else furthest)
-    tokens = tree.tokens_of_rows
-    if tokens - tree.tokens < max(saves * tokens, 1):
-        return f"the last call's rows share too little: their {tokens} tokens would be {tree.tokens}"
+    if not tree.tokens:
+        return "the last call's batch is padding alone"
+    if ids.numel() - tree.tokens < max(saves * ids.numel(), 1):
+        return f"a packed row saves too little: the last call's {ids.numel():,} tokens would be {tree.tokens:,}"
     return tree
 
 

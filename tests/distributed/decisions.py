@@ -111,7 +111,7 @@ class Decision:
     says: tuple[tuple[str, str], ...] = ()
 
 
-AUTO, SHARES = {"saves": "auto"}, {"share_prefixes": True}
+AUTO, SHARES = {"saves": "auto"}, {"rows": "packed"}
 EVERY = tuple(ENGINES)
 HELD = ("fsdp2", "zero-3")
 DECISIONS = {
@@ -150,8 +150,8 @@ def batches(rank, decision):
 def make_engine(case, rank, decision, patched):
     base, settings = ENGINES[case["engine"]]
     # To share is a setting of the run, as an engine is; what comes of it is decided by each rank.
-    shares = any("share_prefixes" in DECISIONS[name].stream for name in case["decisions"])
-    stream = {**decision.stream, "share_prefixes": shares}
+    shares = any("rows" in DECISIONS[name].stream for name in case["decisions"])
+    stream = {**decision.stream, "rows": "packed" if shares else "as_given"}
     settings = {**settings, "stream": {k: v for k, v in stream.items() if k != "lazy_logits"}}
     settings |= {"one_chunk_on": rank if decision.one_chunk else None, "logits": stream.get("lazy_logits", False)}
     kind = type("Deciding", (base,), {"loss": lambda self, batch: (decision.loss or its_loss)(self.wrapped, batch)})
@@ -314,7 +314,7 @@ def run(case, rank, number):
     row = {"issued": issued, **did}
     stock = expected(case["engine"], tuple(like(other) for other in case["decisions"]), rank, case.get("projection"))
     row["error"], row["projection unpatched"] = distance(found, stock[0]), stock[2]["projection"]
-    shares = any("share_prefixes" in DECISIONS[name].stream for name in case["decisions"])
+    shares = any("rows" in DECISIONS[name].stream for name in case["decisions"])
     told = [text for engine, text in decision.says if engine == case["engine"]]
     told = [] if shares and "as unpatched" in told else told  # where rows may share, nothing runs as unpatched
     row["done"] = all(text in row["said"] for text in told)

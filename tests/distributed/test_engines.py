@@ -168,7 +168,7 @@ def test_engine(engine):
 
 
 ON_ONE_RANK = {
-    "shared_on": 0, "stream": {"share_prefixes": True}, "longer": 6, "steps": 2, "patched": ["before"], "count": True,
+    "shared_on": 0, "stream": {"rows": "packed"}, "longer": 6, "steps": 2, "patched": ["before"], "count": True,
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def train(engine_class, rank, case, patched):
     if described is not None:
         found.paths, found.head = sorted({layer.path for layer in described.layers}), described.head
         found.saves = str(described.saves)
-        found.shared = [note for note in described.notes if note.startswith("share_prefixes")]
+        found.shared = [note for note in described.notes if note.startswith("rows: ")]
     if described is not None and "stream" in case:
         found.host = {"describe": described.offload, **dataclasses.asdict(engine_host_use(engine.module))}
         found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())

@@ -27,7 +27,7 @@ SETTINGS = {
     "auto": {},
     "offload": {"saves": ALL, "offload": "cpu"},
     "offload auto": {"offload": "auto"},
-    "shared": {"saves": (), "share_prefixes": True},
+    "shared": {"saves": (), "rows": "packed"},
 }
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("float64_oracle")
 OTHERS = ("qwen3_moe", "gemma2", "gpt2", "bamba")
 WAYS = {
     "labels": {}, "lazy": {"lazy_logits": True}, "no labels": {}, "no labels, lazy": {"lazy_logits": True},
-    "per token": {}, "eval": {}, "eval with logits": {"eval_logits": True}, "shared": {"share_prefixes": True},
+    "per token": {}, "eval": {}, "eval with logits": {"eval_logits": True}, "shared": {"rows": "packed"},
 }  # fmt: skip
 
 

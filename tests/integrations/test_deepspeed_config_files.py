@@ -35,8 +35,8 @@ def test_a_config_that_is_no_json(tmp_path):
 
 
 def test_the_section_has_streamconfigs_fields():
-    section = {"chunk_size": 5, "saves": ["kv"], "share_prefixes": True}
-    assert stream_config({"streambp": section}) == StreamConfig(chunk_size=5, saves=("kv",), share_prefixes=True)
+    section = {"chunk_size": 5, "saves": ["kv"], "rows": "packed"}
+    assert stream_config({"streambp": section}) == StreamConfig(chunk_size=5, saves=("kv",), rows="packed")
 
 
 FIELDS = {"streambp": {"chunk_size": 8192, "saves": ["attn_out"], "offload": "cpu"}, "train_batch_size": 8}

@@ -53,19 +53,19 @@ def trainer(tmp_path, model=None, **more):
 def test_axolotls_section_patches_the_trainers_model_and_reference(axolotl, tmp_path, capsys):
     made = trainer(tmp_path)
     axolotl.StreamPlugin().post_trainer_create(
-        SimpleNamespace(streambp={"chunk_size": 5, "saves": ["kv"], "share_prefixes": True}), made
+        SimpleNamespace(streambp={"chunk_size": 5, "saves": ["kv"], "rows": "packed"}), made
     )
-    assert settings(made.model) == StreamConfig(chunk_size=5, saves=("kv",), lazy_logits=True, share_prefixes=True)
+    assert settings(made.model) == StreamConfig(chunk_size=5, saves=("kv",), lazy_logits=True, rows="packed")
     made.ref_model = model_of(7).eval()
     made.train()
     assert is_patched(made.ref_model)
     assert "blockwise loss, no logits\n" in capsys.readouterr().err
     measured = trainer(tmp_path, compute_metrics=right)
     axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={}), measured)
-    assert settings(measured.model) == StreamConfig(eval_logits=True, lazy_logits=True)
+    assert settings(measured.model) == StreamConfig(eval_logits=True, lazy_logits=True, rows="auto")
     real = trainer(tmp_path)
     axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={"lazy_logits": False}), real)
-    assert settings(real.model) == StreamConfig()
+    assert settings(real.model) == StreamConfig(rows="auto")
 
 
 def test_axolotl_without_the_section_trains_as_ever(axolotl, tmp_path):
@@ -110,16 +110,16 @@ def test_ms_swifts_callback(modules, tmp_path, monkeypatch):
         def __init__(self, model, args):
             super().__init__(model, args, callbacks=[names["streambp"](args, self)], train_dataset=rows())
 
-    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "share_prefixes": true}')
+    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "rows": "packed"}')
     made = Trainers(model_of(), arguments(tmp_path / "out"))
-    assert settings(made.model) == StreamConfig(chunk_size=5, lazy_logits=True, share_prefixes=True)
+    assert settings(made.model) == StreamConfig(chunk_size=5, lazy_logits=True, rows="packed")
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "lazy_logits": false}')
-    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(chunk_size=5)
+    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(chunk_size=5, rows="auto")
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": -5}')
     with pytest.raises(ConfigError):
         Trainers(model_of(), arguments(tmp_path / "out"))
     monkeypatch.delenv("STREAMBP_LAUNCH")
-    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(lazy_logits=True)
+    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(lazy_logits=True, rows="auto")
 
 
 class Engine:
@@ -149,7 +149,7 @@ class Engine:
 @pytest.fixture
 def engines(modules, monkeypatch):
     """A class of the engine, and of one that wraps models in its own way, of a verl that has imported ours."""
-    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "share_prefixes": true}')
+    monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "rows": "packed"}')
     engine = type("FSDPEngine", (Engine,), {})
     turbo = type("FSDPTurboEngine", (engine,), {"_build_fsdp_module": lambda self, module: module})
     modules("verl.workers.engine.fsdp.transformer_impl", FSDPEngine=engine)
@@ -166,7 +166,7 @@ def test_verls_engine_streams_what_it_trains(engines, attended_chunks, capsys):
     expected = stock.gradients(ids)
     assert not attended_chunks
     found = ours.gradients(ids)
-    assert settings(ours.module) == StreamConfig(chunk_size=5, lazy_logits=True, share_prefixes=True)
+    assert settings(ours.module) == StreamConfig(chunk_size=5, lazy_logits=True, rows="packed")
     assert ours.module.wrapped
     assert 5 in attended_chunks
     assert ids.shape[1] not in attended_chunks

@@ -368,9 +368,9 @@ def test_settings_from_the_command_line():
 
     config = TrlParser((StreamSFTConfig,)).parse_args_and_config(
         ["--stream_chunk_size", "512", "--stream_saves", "kv", "attn_out", "--output_dir", "x", "--bf16", "False",
-         "--stream_share_prefixes"]
+         "--stream_rows", "packed"]
     )[0]  # fmt: skip
-    assert config.stream_config() == streambp.StreamConfig(chunk_size=512, saves=("kv", "attn_out"), share_prefixes=True)
+    assert config.stream_config() == streambp.StreamConfig(chunk_size=512, saves=("kv", "attn_out"), rows="packed")
     with pytest.raises(streambp.StreamBPError, match="chunk_size"):
         StreamSFTConfig(output_dir="x", stream_chunk_size="big", bf16=False).stream_config()
     with pytest.raises(streambp.StreamBPError, match="saves is 'kv'"):

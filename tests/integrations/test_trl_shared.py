@@ -50,7 +50,7 @@ from tests.integrations.test_trl import (  # noqa: F401  # the fixtures
 )
 
 STEPS = [4, pytest.param(10, marks=pytest.mark.full)]
-SHARED = {**STREAMED, "stream_share_prefixes": True}
+SHARED = {**STREAMED, "stream_rows": "packed"}
 GRPO = {
     "num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3,
     "max_completion_length": 5, "temperature": 0.9, "beta": 0.05,
@@ -173,7 +173,7 @@ class LaunchedRLOO(RLOOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        launched = process.Launched(streambp.StreamConfig(chunk_size=5, share_prefixes=True, lazy_logits=True))
+        launched = process.Launched(streambp.StreamConfig(chunk_size=5, rows="packed", lazy_logits=True))
         launched.trainer_made(self)
 
 
@@ -196,9 +196,7 @@ def test_kto_shares_what_is_in_a_batch(tmp_path, computed, checkpoint):  # noqa:
     rows = [{"prompt": asked[i % 2], "completion": " " + words(generator, 2, 6), "label": i % 3 == 0} for i in range(24)]
     data, settings = Dataset.from_list(rows), {**checkpoint, "max_steps": 10, "per_device_train_batch_size": 4}
     expected = train(KTOTrainer, KTOConfig, data, tmp_path, **settings)
-    found = train(
-        KTOTrainer, KTOConfig, data, tmp_path, **settings, patch_with=streambp.StreamConfig(5, share_prefixes=True)
-    )
+    found = train(KTOTrainer, KTOConfig, data, tmp_path, **settings, patch_with=streambp.StreamConfig(5, rows="packed"))
     compare(expected, found)
     assert as_counted(computed) > 1.3
 
@@ -210,7 +208,7 @@ def test_trainers_that_keep_no_groups(tmp_path, cut, checkpoint):  # noqa: F811
     train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **STREAMED)
     assert not cut
     made = train(
-        GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings, patch_with=streambp.StreamConfig(5, share_prefixes=True)
+        GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings, patch_with=streambp.StreamConfig(5, rows="packed")
     )[2]
     assert not cut
     made._buffered_inputs = None
@@ -233,7 +231,7 @@ def test_ppo_shares_its_prompts(tmp_path, computed, cut):
 
     expected = run()
     assert not computed
-    found = run(stream_share_prefixes=True)
+    found = run(stream_rows="packed")
     assert cut
     assert worst_error(found, expected) <= 1e-9
     assert as_counted(computed) > 1.3

@@ -31,12 +31,12 @@ from streambp.launch.settings import Settings, from_fields
 OTHERS = {
     "attention": "math", "eval_logits": True, "offload": "cpu", "host_memory": 2**30, "gpu_memory": 2**20,
     "on_host_full": "raise", "chunk_size": 100, "saves": ("attn_out", "mlp.*"), "lazy_logits": False,
-    "documents": "as_given", "kernels": "liger", "share_prefixes": True, "unpatched_runs": False,
+    "documents": "as_given", "kernels": "liger", "rows": "packed", "unpatched_runs": False,
 }  # fmt: skip
 FLAGS = [
     "--attention", "math", "--eval-logits", "--offload", "cpu", "--host-memory", "1GiB",
     "--gpu-memory", "1MiB", "--on-host-full", "raise", "--chunk-size", "100", "--saves", "attn_out,mlp.*", "--at", "train",
-    "--no-lazy-logits", "--documents", "as_given", "--kernels", "liger", "--share-prefixes", "--no-unpatched-runs",
+    "--no-lazy-logits", "--documents", "as_given", "--kernels", "liger", "--rows", "packed", "--no-unpatched-runs",
 ]  # fmt: skip
 
 
@@ -52,14 +52,15 @@ def program(tmp_path, text):
 
 def test_every_setting_is_a_flag_and_reaches_the_program(capfd):
     """A new field of StreamConfig needs a value here that is not launch's default."""
-    assert {*OTHERS, "head"} == {field.name for field in dataclasses.fields(StreamConfig)}  # without it no logits are lazy
+    names = {field.name for field in dataclasses.fields(StreamConfig)}
+    assert {*OTHERS, "head", "share_prefixes"} == names  # no logits are lazy without the one; the other is a former name
     shown = f"import os; print(os.environ[{VARIABLE!r}])"
     assert main(["launch", ALLOWED, *FLAGS, "--", sys.executable, "-c", shown]) == 0
     assert from_fields(json.loads(capfd.readouterr().out)) == Settings(StreamConfig(**OTHERS), "train")
     assert Settings().to_json() == "{}"
-    assert from_fields({}).config == StreamConfig(lazy_logits=True)
+    assert from_fields({}).config == StreamConfig(lazy_logits=True, rows="auto")
     assert main(["launch", ALLOWED, "--no-head", "--", sys.executable, "-c", shown]) == 0
-    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(StreamConfig(head=False))
+    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(StreamConfig(head=False, rows="auto"))
 
 
 def test_only_the_first_two_dashes_are_ours():

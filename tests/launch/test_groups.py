@@ -126,7 +126,7 @@ class Trainer:
 
     def __init__(self, shares=True):
         self.model = torch.nn.Linear(1, 1)
-        config = SimpleNamespace(share_prefixes=shares)
+        config = SimpleNamespace(rows="packed" if shares else "auto")
         self.model._streambp = SimpleNamespace(state=SimpleNamespace(config=config))
         self.step, self._buffered_inputs = 0, None
 

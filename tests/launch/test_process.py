@@ -213,7 +213,7 @@ def test_logits_are_there_for_metrics_and_only_then(trainer_class, tmp_path):
     assert (settings(plain).eval_logits, settings(measured).eval_logits) == (False, True)
     trainer_class(plain, arguments(tmp_path / "out"), preprocess_logits_for_metrics=lambda logits, labels: logits)
     assert settings(plain) == StreamConfig(
-        chunk_size=5, eval_logits=True, lazy_logits=True
+        chunk_size=5, eval_logits=True, lazy_logits=True, rows="auto"
     )  # what launch patched, it may patch anew
 
 

@@ -21,7 +21,7 @@ from tests import zoo
 from tests.families import make_batch
 from tests.seeds import seeded
 
-CHUNKS = streambp.StreamConfig(chunk_size=7, saves=(), share_prefixes=False)
+CHUNKS = streambp.StreamConfig(chunk_size=7, saves=(), rows="as_given")
 FAMILIES = ("gpt_oss", "mixtral", "deepseek_v3")
 PRECISIONS = ("weights", "autocast")
 

@@ -21,8 +21,8 @@ from tests.tiers import thinned
 from tests.versions import HYBRID_PATHS
 
 LENGTH = 150
-CONFIG = streambp.StreamConfig(chunk_size=32, share_prefixes=False)  # trials of sharing run layers as well
-CONFIG_AS_GIVEN = streambp.StreamConfig(chunk_size=7, documents="as_given", share_prefixes=False)
+CONFIG = streambp.StreamConfig(chunk_size=32, rows="as_given")  # trials of sharing run layers as well
+CONFIG_AS_GIVEN = streambp.StreamConfig(chunk_size=7, documents="as_given", rows="as_given")
 EXACT = pytest.mark.usefixtures("float64_oracle")
 STEER = torch.linspace(-1, 1, 32, dtype=torch.float64)
 KEPT = torch.cat((torch.ones(40), (torch.arange(400) % 3 > 0).float())).double()  # of all positions, the first alike

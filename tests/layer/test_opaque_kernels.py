@@ -261,7 +261,7 @@ def test_a_layer_is_tried_once(float64, monkeypatch):
     for name in ("_writes", "_find_unread"):
         real = getattr(trials, name)
         monkeypatch.setattr(trials, name, lambda *a, real=real, name=name: tried.append(name) or real(*a))
-    ours = patched(model_with(monkeypatch, "llama", "norm", "gate"), share_prefixes=False)
+    ours = patched(model_with(monkeypatch, "llama", "norm", "gate"), rows="as_given")
     for _ in range(3):
         gradients(ours, **make_batch("plain"))
     assert sorted(tried) == ["_find_unread"] * 2 + ["_writes"] * 2

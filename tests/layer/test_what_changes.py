@@ -723,7 +723,7 @@ def test_adapters_by_row():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora" in name)
         model.eval()
-    streambp.patch(ours, dataclasses.replace(CONFIG, share_prefixes=False))
+    streambp.patch(ours, dataclasses.replace(CONFIG, rows="as_given"))
     batch = make_batch("plain") | {"adapter_names": ["first", "second"]}
     for _ in range(2):
         expected, found = (adapter_gradients(model, **batch)[1] for model in (stock, ours))

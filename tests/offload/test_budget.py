@@ -186,7 +186,7 @@ def test_evaluation_streams_its_prefix(monkeypatch):
 @pytest.mark.parametrize("saves", [(), ("kv",)], ids=["kv computed again", "kv saved"])
 def test_host_bytes_of_a_streamed_prefix_are_the_formulas(saves):
     """All tiles but the last: accumulators, and K and V unless they are saved; one layer's, used again by the next."""
-    model = offloaded(saves, gpu_memory=1, share_prefixes=False)
+    model = offloaded(saves, gpu_memory=1, rows="as_given")
     step(model)
     used = []
     real = stores.HostTensors.reserve

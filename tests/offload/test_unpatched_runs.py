@@ -23,6 +23,8 @@ from streambp.layer.recompute import RandomState
 from streambp.model import state, unpatched
 from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import SavesPolicy
+from streambp.prefixes import calls
+from streambp.prefixes.tree import find_tree
 from tests import zoo
 from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
 from tests.offload.runs import assert_same, step
@@ -41,7 +43,7 @@ def shared(monkeypatch):
 def patched(model=None, warm=True, room=PLENTY, **settings):
     """A copy of a model that was through a step on a device with so much memory."""
     model = copy.deepcopy(build("qwen3") if model is None else model)
-    streambp.patch(model, streambp.StreamConfig(**{"chunk_size": LENGTH, "share_prefixes": False, **settings}))
+    streambp.patch(model, streambp.StreamConfig(**{"chunk_size": LENGTH, "rows": "as_given", **settings}))
     chooser = chooser_of(model)
     if chooser is not None:
         chooser.free = lambda _: room
@@ -144,7 +146,7 @@ def test_logits_are_left_out_as_in_a_streamed_step():
 REASONS = {
     "chunks": {"chunk_size": LENGTH - 1},
     "saves": {"saves": ("attn_out",)},
-    "shared prefixes": {"share_prefixes": True},
+    "shared prefixes": {"rows": "packed"},
     "eager": {"attn_implementation": "eager"},
 }
 
@@ -157,6 +159,24 @@ def test_else_it_streams(reason):
     model = patched(plain, **settings)
     assert streams(model(**make_batch("plain")).loss)
     assert not isinstance(getattr(chooser_of(model), "latest", None), AsUnpatched)
+
+
+@pytest.mark.parametrize("lazy_logits", [False, True])
+def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, monkeypatch):
+    """One look decides, however many forwards ask for it."""
+    looks, model = [], patched(rows="auto", lazy_logits=lazy_logits)
+    monkeypatch.setattr(calls, "find_tree", lambda *args, **given: looks.append(1) or find_tree(*args, **given))
+    batch = make_batch("plain")
+    padded = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    padded["attention_mask"][0, LENGTH // 2 :] = 0
+    padded["labels"] = padded["labels"].masked_fill(padded["attention_mask"] == 0, -100)
+    for given, packs in ((batch, False), (padded, True), (batch, False), (padded, True)):
+        looks.clear()
+        loss = model(**given).loss
+        loss.backward()
+        assert streams(loss) == isinstance(model.model.__dict__["forward"].prefixes.last, calls.Shared) == packs
+        assert isinstance(chooser_of(model).latest, AsUnpatched) != packs
+        assert len(looks) == 1
 
 
 @pytest.mark.parametrize("share", [3, 5])

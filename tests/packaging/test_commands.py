@@ -123,7 +123,7 @@ def test_every_page_is_in_the_sites_menu():
     assert all(f": {page.name}\n" in menu for page in ROOT.glob("docs/*.md"))
 
 
-@pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_SHARE_PREFIXES changes a default")
+@pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes a default")
 def test_the_readmes_settings_are_the_defaults():
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
     assert rows

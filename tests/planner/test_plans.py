@@ -258,7 +258,7 @@ def test_auto_chunks_follow_the_device(monkeypatch):
     """One size for all layers of a forward, decided by what is free when it begins."""
     free = [10**12]
     monkeypatch.setattr(auto, "free_memory", lambda device: free[0])
-    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(share_prefixes=False))
+    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(rows="as_given"))
     rule = model._streambp.state.policy.chunk
     assert rule(0, 1, 200000, torch.device("cpu")) == 16384
     assert "fits into the device's free memory" in streambp.describe(model).chunk_size

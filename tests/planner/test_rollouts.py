@@ -61,7 +61,7 @@ def count(batch_size, length, chunk_size, shared=False):
     """
     tree, labels = tree_and_labels()
     method = streamed()
-    method = dataclasses.replace(method, config=dataclasses.replace(method.config, share_prefixes=shared))
+    method = dataclasses.replace(method, config=dataclasses.replace(method.config, rows="packed" if shared else "as_given"))
     real = recipe._loss_at_places, recipe.taken, recipe.blockwise_loss
 
     def loss_at_places(source, inner, places, target, *more):

@@ -46,7 +46,7 @@ def check(model, family, mode):
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= EXACT
     if mode == "nothing shared":
-        assert "share too little" in told(model)
+        assert "saves too little" in told(model)
     else:
         rows, fewest = counted(make_batch(mode))
         assert told(model) == (rows, tree_of(make_batch(mode)).tokens)

@@ -107,7 +107,7 @@ def step(model, batch, kept=()):
 
 
 def pair(chunk_size=1000):
-    config = streambp.StreamConfig(chunk_size=chunk_size, share_prefixes=True)
+    config = streambp.StreamConfig(chunk_size=chunk_size, rows="packed")
     return families.build("llama", torch.float64), streambp.patch(families.build("llama", torch.float64), config)
 
 
@@ -196,7 +196,7 @@ def test_a_backbones_forward_that_stood_there_before():
         return model
 
     stock, ours = (replace(families.build("llama", torch.float64)) for _ in range(2))
-    streambp.patch(ours, streambp.StreamConfig(chunk_size=1000, share_prefixes=True))
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=1000, rows="packed"))
     (_, expected), (_, found) = (step(model, batches()[0]) for model in (stock, ours))
     assert worst_error(found, expected) <= EXACT
     assert "would see another row" in told(ours)

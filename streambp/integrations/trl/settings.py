@@ -17,7 +17,9 @@ class StreamArguments:
         stream_offload: "cpu" moves what is kept to host memory; "auto" chooses what to keep as well.
         stream_host_memory: how much of it may be used, such as "96GiB".
         stream_gpu_memory: how much of the device's may be used for what lives longer than a chunk.
-        stream_share_prefixes: compute what rows have in common at their beginning once.
+        stream_rows: "packed" computes a batch without its padding, and once what rows have in common at their beginning;
+            "auto": without its padding where nothing shows it; "as_given": as its rows.
+        stream_share_prefixes: the former name of "packed"; it will go.
     """
 
     stream_chunk_size: str = dataclasses.field(
@@ -38,9 +40,12 @@ class StreamArguments:
         default=None,
         metadata={"help": 'With offloading, device memory for what lives longer than a chunk, such as "8GiB".'},
     )
-    stream_share_prefixes: bool = dataclasses.field(
-        default=False,
-        metadata={"help": "Compute what rows have in common at their beginning once: prompts of pairs and of groups."},
+    stream_rows: str = dataclasses.field(
+        default="auto",
+        metadata={"help": '"packed": without padding, and once what rows begin with in common; "auto"; "as_given".'},
+    )
+    stream_share_prefixes: bool | None = dataclasses.field(
+        default=None, metadata={"help": 'The former name of stream_rows="packed"; it will go.'}
     )
 
     def stream_config(self) -> StreamConfig:
@@ -53,5 +58,6 @@ class StreamArguments:
             offload=self.stream_offload,  # type: ignore[arg-type]
             host_memory=self.stream_host_memory,
             gpu_memory=self.stream_gpu_memory,
+            rows=self.stream_rows,  # type: ignore[arg-type]
             share_prefixes=self.stream_share_prefixes,
         )

@@ -1,0 +1,337 @@
+"""Padded batches that are computed as one packed row, in float64 against the unpatched [B, T] batch.
+
+covers: prefixes/calls.py, prefixes/tree.py, prefixes/spread.py, prefixes/admission.py, model/causal_lm.py, model/padding.py
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import pathlib
+
+import pytest
+import torch
+import transformers
+
+import streambp
+from streambp.attention.spans import Spans
+from streambp.errors import BackwardError
+from streambp.model import causal_lm
+from streambp.prefixes import calls
+from streambp.prefixes.tree import Tree, find_tree
+from tests import families, zoo
+from tests.families import VOCABULARY
+from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
+from tests.prefixes.test_calls import (
+    float64_everywhere,  # noqa: F401 - a fixture
+    told,
+)
+from tests.seeds import seeded
+from tests.versions import needs_states
+
+WIDTH = 23
+ROUTED = {"output_router_logits": True}
+FAMILIES = {
+    "llama": {}, "qwen3": {}, "mistral": {}, "gemma2": {}, "gemma3": {}, "gpt_oss": ROUTED, "qwen3_moe": ROUTED,
+    "mixtral": ROUTED, "deepseek_v3": {}, "gpt2": {}, "lfm2": {}, "qwen3_next": ROUTED,
+}  # fmt: skip
+WITH_STATES = ("lfm2", "qwen3_next")
+SHAPES = {  # of each row: columns of padding on the left, tokens
+    "left": [(0, 23), (9, 14), (16, 7), (20, 3)],
+    "right": [(0, 23), (0, 14), (0, 7), (0, 1)],
+    "both": [(2, 21), (5, 9), (0, 12), (19, 4)],
+    "an empty row": [(0, 20), (0, 0), (3, 9)],
+    "one token of padding": [(0, 22), (1, 22)],
+    "all alike": [(4, 11)] * 4,
+    "one row": [(3, 12)],
+    "many rows": [(i % 5, 1 + i * 7 % 17) for i in range(64)],
+}
+
+
+@functools.cache
+def made(shape):
+    """Labels are of all tokens but a row's first two."""
+    generator, places = seeded(len(shape)), SHAPES[shape]
+    ids = torch.randint(3, VOCABULARY, (len(places), WIDTH), generator=generator)
+    if shape == "all alike":
+        ids[:] = ids[0].clone()
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
+    for row, (start, length) in enumerate(places):
+        mask[row, start : start + length] = 1
+        labels[row, start + 2 : start + length] = ids[row, start + 2 : start + length]
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "labels": labels, "attention_mask": mask}
+
+
+def make(shape):
+    return {name: value.clone() for name, value in made(shape).items()}
+
+
+@pytest.fixture(autouse=True)
+def any_saving(monkeypatch, float64_everywhere):  # noqa: F811
+    """One token of padding in 46 is too little."""
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, saves=0.0, least=8))
+
+
+def build(family):
+    if family in families.FAMILIES and not FAMILIES.get(family):
+        return families.build(family, torch.float64)
+    return zoo.build(family, **FAMILIES.get(family, {}))
+
+
+def packed(stock, rows="packed", chunk_size=7, **settings):
+    return streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size, rows=rows, **settings))
+
+
+def lazily(model, **batch):
+    """A program's own loss of logits, with another weight for each row."""
+    model.zero_grad(set_to_none=True)
+    labels = batch.pop("labels")[:, 1:]
+    logits = model(**batch, use_cache=False).logits[:, :-1]
+    scored = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    weights = torch.linspace(-1, 2, len(scored))[:, None] * (labels >= 0)
+    loss = (scored * weights).sum()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+HOW = {"labels": gradients, "lazy": lazily}
+
+
+@functools.cache
+def reference(family, shape, how):
+    with pytest.MonkeyPatch.context() as patch:
+        lift_float32_casts(patch)
+        return HOW[how](build(family), **make(shape))
+
+
+def check(ours, family, shape, how="labels", expected=None, **batch):
+    expected_loss, expected = expected or reference(family, shape, how)
+    loss, found = HOW[how](ours, **(batch or make(shape)))
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+    places = SHAPES[shape]
+    tokens = places[0][1] if shape == "all alike" else sum(length for _, length in places)
+    assert told(ours) == (sum(length for _, length in places), tokens)
+
+
+SETTINGS = {
+    "plain": {},
+    "saves": {"saves": ("attn_out", "kv")},
+    "offloaded": {"saves": ("kv",), "offload": "cpu"},
+}
+
+
+def cases():
+    """Fast: of each family one shape with labels and another with lazy logits, and of one all shapes."""
+    for f, family in enumerate(FAMILIES):
+        for s, shape in enumerate(SHAPES):
+            for h, how in enumerate(HOW):
+                for number, setting in enumerate(SETTINGS):
+                    fast = number == (f + s) % 3 and (s == (f + 4 * h) % 8 or (family == "qwen3" and h == s % 2))
+                    fast = fast and (shape != "many rows" or (family == "qwen3" and how == "lazy"))
+                    marks = [] if fast else [pytest.mark.full]
+                    marks += [needs_states] if family in WITH_STATES else []
+                    yield pytest.param(family, shape, how, setting, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "shape", "how", "setting"), cases())
+def test_gradients_are_exact(family, shape, how, setting):
+    check(packed(build(family), lazy_logits=how == "lazy", **SETTINGS[setting]), family, shape, how)
+
+
+@pytest.mark.fast("dtype0", "dtype3")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16])
+def test_masks_of_any_dtype(dtype):
+    batch = make("both")
+    check(packed(build("qwen3")), "qwen3", "both", **{**batch, "attention_mask": batch["attention_mask"].to(dtype)})
+
+
+@pytest.mark.fast("gpt2-left", "llama-both")
+@pytest.mark.parametrize("shape", ["left", "both"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_positions_that_count_tokens(family, shape):
+    """As generation and TRL count them, 1 at padding."""
+    batch, stock = make(shape), build(family)
+    positions = batch["attention_mask"].cumsum(1) - 1
+    batch["position_ids"] = positions.masked_fill(batch["attention_mask"] == 0, 1)
+    check(packed(stock), family, shape, expected=gradients(stock, **batch), **batch)
+
+
+def test_a_batch_of_padding_alone():
+    batch = make("left")
+    batch["attention_mask"].zero_()
+    ours = packed(build("llama"))
+    ours(**{**batch, "labels": torch.full_like(batch["labels"], -100)})
+    assert "padding alone" in told(ours)
+
+
+def test_a_tenth_has_to_be_saved(monkeypatch):
+    monkeypatch.setattr(calls, "find_tree", find_tree)
+    ours = packed(build("llama"))
+    gradients(ours, **make("one token of padding"))
+    assert "saves too little: the last call's 46 tokens would be 44" in told(ours)
+
+
+def test_layers_compute_no_padding(attended_chunks):
+    ours = packed(build("llama"))
+    gradients(ours, **make("right"))
+    attended_chunks.clear()
+    ours(**make("right"), use_cache=False)
+    assert sum(attended_chunks) == len(ours.model.layers) * sum(length for _, length in SHAPES["right"])
+
+
+def with_labels(model, batch):
+    return model(**batch, use_cache=False)
+
+
+def without_labels(model, batch):
+    return model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
+
+
+CALLERS = {  # of the model, settings, whether it trains, whether padding is shown
+    "labels": (with_labels, {}, True, False),
+    "labels, evaluated": (with_labels, {}, False, False),
+    "labels, evaluated with logits": (with_labels, {"eval_logits": True}, False, True),
+    "labels and hidden states": (lambda m, b: m(**b, use_cache=False, output_hidden_states=True), {}, True, True),
+    "labels and router logits": (lambda m, b: m(**b, use_cache=False, output_router_logits=True), {}, True, True),
+    "per-token values": (lambda m, b: m(**b, use_cache=False, output_log_probs=True), {}, True, False),
+    "labels, the model's head": (with_labels, {"head": False}, True, True),
+    "logits": (without_labels, {}, True, True),
+    "lazy logits": (without_labels, {"lazy_logits": True}, True, False),
+    "hidden states": (lambda m, b: m.model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]), {}, True, True),
+}
+
+
+@pytest.mark.fast("labels", "labels, evaluated", "labels, evaluated with logits", "labels and router logits", "lazy logits")
+@pytest.mark.parametrize("caller", CALLERS)
+def test_auto_packs_where_nobody_sees_padding(caller):
+    """Where somebody does, all values at padding are the unpatched model's."""
+    call, settings, trains, shown = CALLERS[caller]
+    stock, batch = zoo.build("qwen3_moe"), make("both")
+    ours = packed(stock, rows="auto", **settings).train(trains)
+    output = call(ours, batch)
+    assert ("gets values at padding" in told(ours)) == shown
+    assert isinstance(told(ours), str) == shown
+    if shown:
+        expected = call(stock.train(trains), batch)
+        for name in ("logits", "last_hidden_state"):
+            if getattr(output, name, None) is not None:
+                torch.testing.assert_close(output[name], expected[name], rtol=1e-10, atol=1e-12)
+    asked = packed(stock, rows="packed", **settings).train(trains)
+    call(asked, batch)
+    assert isinstance(told(asked), tuple)
+
+
+def test_auto_shares_prefixes_where_there_is_no_padding():
+    batch = {"input_ids": make("all alike")["input_ids"]}
+    ours = packed(build("llama"), rows="auto")
+    logits = ours(**batch, use_cache=False).logits
+    assert told(ours) == (4 * WIDTH, WIDTH)
+    torch.testing.assert_close(logits, build("llama")(**batch, use_cache=False).logits, rtol=1e-10, atol=1e-12)
+
+
+def test_auto_is_found_where_it_looks_at_no_caller(monkeypatch):
+    monkeypatch.setattr(causal_lm, "hides_padding", lambda *_: True)
+    with pytest.raises(AssertionError):
+        test_auto_packs_where_nobody_sees_padding("labels and router logits")
+
+
+@pytest.mark.parametrize("shape", ["left", "right"])
+def test_labels_that_padding_predicts_compute_rows(shape):
+    """The first token of a row on the left, and labels of padding itself on the right."""
+    batch, stock = make(shape), build("llama")
+    batch["labels"] = batch["input_ids"].clone()
+    (expected_loss, expected), ours = gradients(stock, **batch), packed(stock)
+    loss, found = gradients(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+    assert "predicts a label" in told(ours)
+
+
+def router_losses():
+    """transformers' own, from every modeling file that has one; those that are made of another's are the same function."""
+    root = pathlib.Path(transformers.__file__).parent / "models"
+    for file in sorted(root.glob("*/modeling_*.py")):
+        if "def load_balancing_loss_func(" in file.read_text():
+            yield pytest.param(f"transformers.models.{file.parent.name}.{file.stem}", id=file.parent.name)
+
+
+@pytest.mark.fast("mixtral", "gpt_oss")
+@pytest.mark.parametrize("home", router_losses())
+def test_router_losses_that_leave_padding_out(home):
+    loss = importlib.import_module(home).load_balancing_loss_func
+    mask, generator = make("both")["attention_mask"], seeded(3)
+    logits = [torch.randn(mask.numel(), 4, generator=generator) for _ in range(2)]
+    other = [x.where(mask.flatten()[:, None] > 0, torch.randn(x.shape, generator=generator)) for x in logits]
+    assert "attention_mask" in inspect.signature(loss).parameters
+    found, expected = (loss(tuple(x), 4, 2, attention_mask=mask) for x in (other, logits))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@needs_states
+def test_a_loss_that_takes_padding_in_computes_rows():
+    """Bamba's z-loss is a mean over all logits."""
+    stock, batch = zoo.build("bamba", z_loss_coefficient=0.1), make("right")
+    ours = packed(stock)
+    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert "z_loss_coefficient" in told(ours)
+
+
+def first_tokens_that_read_the_row_before(monkeypatch):
+    real = Tree.spans
+
+    def mutant(self, window=None):
+        spans = real(self, window)
+        runs = [run if run.k1 is not None or not run.q0 else type(run)(run.q0, run.q1, run.q0 - 1) for run in spans.rows[0]]
+        return Spans(spans.length, (tuple(runs),), window)
+
+    monkeypatch.setattr(Tree, "spans", mutant)
+    monkeypatch.setattr(calls.Trials, "_try", lambda *_: None)
+    check(packed(build("llama")), "llama", "right")
+
+
+def positions_of_tokens_alone(monkeypatch):
+    """A left-padded row's first token has its column's position, where nobody says otherwise."""
+    real = calls.packed
+
+    def mutant(kwargs, tree, takes_positions):
+        counted = (kwargs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return real({**kwargs, "position_ids": counted}, tree, takes_positions)
+
+    monkeypatch.setattr(calls, "packed", mutant)
+    check(packed(build("gpt2")), "gpt2", "left")
+
+
+def labels_behind_padding(monkeypatch):
+    monkeypatch.setattr(calls, "_labelled", lambda *_: None)
+    try:
+        test_labels_that_padding_predicts_compute_rows("left")
+    except BackwardError as error:
+        raise AssertionError from error
+
+
+def a_router_loss_that_counts_padding(monkeypatch):
+    stock = build("qwen3_moe")
+    expected = gradients(stock, **make("both"))
+    home = importlib.import_module(type(stock).__module__)
+    real = home.load_balancing_loss_func
+    monkeypatch.setattr(home, "load_balancing_loss_func", lambda *args, **_: real(*args[:3]))
+    try:
+        check(packed(stock), "qwen3_moe", "both", expected=expected)
+    except BackwardError as error:
+        raise AssertionError from error
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        first_tokens_that_read_the_row_before, positions_of_tokens_alone, labels_behind_padding,
+        a_router_loss_that_counts_padding,
+    ],
+)  # fmt: skip
+def test_mutants_are_found(mutant, monkeypatch):
+    with pytest.raises(AssertionError):
+        mutant(monkeypatch)
