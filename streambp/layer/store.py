@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -50,6 +51,22 @@ class Offloader(Protocol):
 
     def watch(self, length: int, unread: dict[Any, Any]) -> Watch | None:
         """Measures this call; None: nothing is to be measured. unread: `LayerSite.unread`."""
+        ...
+
+
+class Weights(Protocol):
+    """Where the weights of a model's layers live, if not on the device. [Note: weights on the host]"""
+
+    def here(self, index: int, direction: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Within, those of the model's layer `index` are on the device, in a pass "forward" or "backward"."""
+        ...
+
+    def refuse_trained(self, index: int) -> None:
+        """Gradients of those of layer `index` are wanted.
+
+        Raises:
+            UnsupportedModelError: it has none.
+        """
         ...
 
 

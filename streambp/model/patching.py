@@ -23,6 +23,7 @@ from streambp.model.steps import Steps
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.auto import Auto
 from streambp.offload.manager import OffloadManager
+from streambp.offload.weights import HostWeights
 
 Model = TypeVar("Model", bound=nn.Module)
 OURS = (BackboneForward, LayerForward, CausalLMForward)
@@ -60,6 +61,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
     state = PatchState(config, root=model, shares_through_cache=shared)
     state.offloader = None if config.offload == "none" else _offloader(config, len(layers))
+    state.weights = None if config.weights == "device" else HostWeights(model, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
     _add_wrappers(state, model, found.stacks, layers)
     for wrapper in state.wrappers:
@@ -68,6 +70,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     fused = put_on(model) if config.kernels == "liger" else Fused()
     for wrapper in state.wrappers:
         wrapper.install()
+    if state.weights is not None:
+        state.weights.ranges.install(state.steps.sites)
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
         head = replaces_trls_head(causal) if config.head and causal.foreign is None else None
         if head is not None:
@@ -177,6 +181,9 @@ def unpatch(model: Model) -> Model:
         for wrapper in reversed(patch.state.wrappers):
             wrapper.remove()
         patch.fused.take_off()
+        if patch.state.weights is not None:
+            patch.state.weights.ranges.remove()
+            patch.state.weights.close()
         unmark(module)
         found = patch_of(model)
     return model

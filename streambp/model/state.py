@@ -24,6 +24,7 @@ from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
+from streambp.offload.weights import HostWeights
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows
 from streambp.sharded.shards import Shards
@@ -41,6 +42,7 @@ class PatchState:
     defer_norm: the running forward's head wants the final norm to be left to it.
     deferring: what stands in for that norm meanwhile.
     steps: notes on its steps. [Note: notes on a step]
+    weights: where those of the layers live; None: on the device.
     policy: what decides chunk_size="auto", whose rule its str() says, and saves="auto" without offloading.
     unpatched: decides which micro-batches run as unpatched, where saves="auto" decides. [Note: micro-batches as unpatched]
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
@@ -67,6 +69,7 @@ class PatchState:
     defer_norm: HeadRequest | None = None
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
+    weights: HostWeights | None = None
     steps: Steps = dataclasses.field(default_factory=Steps, repr=False)
     policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None

@@ -23,7 +23,7 @@ from streambp.attention.masks import LazyMask
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.zero import make_leaf, no_leaf, unmake_leaf
-from streambp.errors import StreamBPError, UnsharedError
+from streambp.errors import StreamBPError, UnsharedError, UnsupportedModelError
 from streambp.foreign import eager
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, REPLICATE
@@ -35,6 +35,7 @@ from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, shards_of
 from streambp.model.state import PatchState, wants_cache
 from streambp.offload.manager import OffloadManager
+from streambp.offload.weights import HostWeights
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import Shared, SharedPrefixes
 from streambp.prefixes.tree import Tree
@@ -57,6 +58,7 @@ class LayerForward(InstanceForward):
             state.config,
             kind_of(module),
             offloader=state.offloader,
+            weights=state.weights,
             index=index,
             previous=eager(self.previous),
             owner=state.owner,
@@ -78,6 +80,7 @@ class LayerForward(InstanceForward):
     def leave(self, own: dict[str, Any]) -> None:
         """Also no ZeRO-3 leaf there."""
         super().leave(own)
+        own.pop("_apply", None)
         if self.leaf is not None:
             no_leaf(own, self.leaf)
 
@@ -95,9 +98,11 @@ class LayerForward(InstanceForward):
         if self.state.bypass or has_cache(kwargs):
             if self.state.unpatched is not None and self.state.unpatched.within:
                 self.state.unpatched.enter_layer()
-            return self.original(*args, **kwargs)
+            with self.site.weights_for_once(args, kwargs, "a cache or attention weights were asked for"):
+                return self.original(*args, **kwargs)
         if kwargs.get("attention_mask") is None and self._reads_all(args):
-            return self.original(*args, **kwargs)
+            with self.site.weights_for_once(args, kwargs, "eager attention without a mask reads later keys"):
+                return self.original(*args, **kwargs)
         if self.state.shards is None:
             if is_initialized():
                 refuse_lone_layer(self.site)
@@ -166,6 +171,8 @@ class BackboneForward(InstanceForward):
             return self._call(kwargs)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
+        if self.state.weights is not None:
+            self._begin_weights(self.state.weights, kwargs)
         before = self.state.bypass, self.state.shards, self.state.packed_rows
         self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:
@@ -311,10 +318,20 @@ class BackboneForward(InstanceForward):
         for layer in self.checkpointed:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
+    def _begin_weights(self, weights: HostWeights, kwargs: dict[str, Any]) -> None:
+        if is_initialized():
+            raise UnsupportedModelError(
+                "weights='cpu' works in one process, and this one belongs to a process group: each rank would pin a copy of "
+                "all weights. Start a single process without torchrun or accelerate's launcher, or leave weights out."
+            )
+        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        weights.begin(given.device if isinstance(given, Tensor) else torch.device("cpu"))
+
     def _set_host_memory_aside(self, offloader: OffloadManager) -> None:
         """Engines are there by the first forward, which is when the offloader looks how much host memory it may take."""
         if self.state.root is not None and not offloader.host_bytes:
             offloader.set_aside = engine_host_use(self.state.root).to_come
+            offloader.held = 0 if self.state.weights is None else self.state.weights.ranges.bytes
 
     def _check(self, kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
