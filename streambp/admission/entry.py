@@ -117,7 +117,7 @@ def admit(
     if look.hooks.ids and has_data(call.hidden_states):
         site.shown |= hooks_of_others(call.layer)
     try:
-        here = site.weights_here("forward", call.device)
+        here = site.weights_here("trial", call.device)
         with here, nothing_compiled(), call.autocast.off():  # [Note: autocast]
             failed, verdict = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
     except MEMORY_ERRORS as error:

@@ -58,7 +58,7 @@ class Weights(Protocol):
     """Where the weights of a model's layers live, if not on the device. [Note: weights on the host]"""
 
     def here(self, index: int, direction: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Within, those of the model's layer `index` are on the device, in a pass "forward" or "backward"."""
+        """Within, those of the model's layer `index` are on the device, in a pass "forward", "backward" or "trial"."""
         ...
 
     def refuse_trained(self, index: int) -> None:

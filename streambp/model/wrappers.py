@@ -321,8 +321,8 @@ class BackboneForward(InstanceForward):
     def _begin_weights(self, weights: HostWeights, kwargs: dict[str, Any]) -> None:
         if is_initialized():
             raise UnsupportedModelError(
-                "weights='cpu' works in one process, and this one belongs to a process group: each rank would pin a copy of "
-                "all weights. Start a single process without torchrun or accelerate's launcher, or leave weights out."
+                "weights='cpu' works in one process, and this one belongs to a process group: each rank would pin a copy "
+                "of all weights. Start a single process without torchrun or accelerate's launcher, or leave weights out."
             )
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         weights.begin(given.device if isinstance(given, Tensor) else torch.device("cpu"))

@@ -4,8 +4,9 @@
       LayerRange     one layer's: the memory, and the tensors that lie in it
     StaysOnHost      stands in for a layer's `_apply`, by which modules are moved
 
-Frozen weights live on the host. On the device stay weights that train (adapters) and weights that somebody else holds, too
-(another layer, the embeddings). A layer that trains as a whole stays on the host until it is frozen, and has no backward.
+Frozen weights live on the host. On the device stay weights that train or once did (adapters), and weights that somebody
+else holds, too (another layer, the embeddings). A layer that trains as a whole stays on the host until it is frozen, and
+has no backward.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Piece:
 class LayerRange:
     """One layer's weights on the host. memory: all of them [bytes], uint8.
 
-    tensors, wanting: all that the layer had when they were put there, and which of them wanted gradients. trains: weights on
-    the host do.
+    tensors, wanting: all that the layer had when they were put there, and which of them wanted gradients. trains: weights
+    on the host do.
     """
 
     memory: Tensor
@@ -59,7 +60,7 @@ class LayerRange:
     trains: bool
 
     def is_current(self, tensors: list[Tensor]) -> bool:
-        """Whether the layer has the same tensors, and these lie where they did."""
+        """Whether the layer has the same tensors, of any shape [...], and these lie where they did."""
         same = tensors is self.tensors or list(map(id, tensors)) == list(map(id, self.tensors))
         at_home = (piece.tensor.data_ptr() == piece.home.data_ptr() for piece in self.pieces)
         return same and self.wanting == bytes(map(WANTS_GRADIENT, tensors)) and all(at_home)
@@ -124,7 +125,10 @@ class HostRanges:
         tensors = {id(tensor): tensor for tensor in tensors_inside(self.sites[index].layer)}
         if not tensors.keys() <= self._holders.keys():
             self._look_for_holders()
-        own = {key: tensor for key, tensor in tensors.items() if self._holders[key][1] == {index}}
+        known, stay = self.layers.get(index), set[int]()
+        if known is not None:  # adapters that are switched off for a while
+            stay = set(map(id, known.tensors)).difference(id(piece.tensor) for piece in known.pieces)
+        own = {key: tensor for key, tensor in tensors.items() if self._holders[key][1] == {index} and key not in stay}
         return {key: tensor for key, tensor in own.items() if not tensor.requires_grad} or own
 
     def _look_for_holders(self) -> None:
@@ -184,7 +188,7 @@ class HostRanges:
         return self.layers[index]
 
     def _range(self, size: int, index: int, engine: Engine) -> Tensor:
-        """Host memory [size], uint8, that lasts. The out-of-memory killer would give no exception, so that is asked first."""
+        """Host memory [size], uint8, that lasts. The out-of-memory killer would give no exception: so ask first."""
         if self._arena is None:
             self._arena = Arena(self.host_memory or NO_LIMIT, engine.host_buffer)
         others = self.bytes - (self.layers[index].memory.numel() if index in self.layers else 0)
@@ -193,9 +197,9 @@ class HostRanges:
         if size > available or not self._arena.grow(stack, size):
             found = f"{available / 2**30:.2f} GiB are available" if size > available else self._arena.refused
             raise HostMemoryError(
-                f"The weights of layer {index} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB of "
-                f"other layers, and {found or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, raise "
-                "host_memory, load the model in 4 bits, or leave weights='cpu' out."
+                f"The weights of layer {index} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB "
+                f"of other layers, and {found or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, "
+                "raise host_memory, load the model in 4 bits, or leave weights='cpu' out."
             )
         return stack.segments[0]
 
@@ -205,8 +209,8 @@ class HostRanges:
         name = next((n for n, p in self.sites[index].layer.named_parameters() if p is tensor), "a tensor")
         kind = type(tensor if type(tensor.data) is Tensor else tensor.data).__name__
         raise UnsupportedModelError(
-            f"{name} of layer {index} is a {kind} on {tensor.device}, which weights='cpu' cannot keep on the host: it holds "
-            "plain tensors and bitsandbytes' 4-bit weights. Load the model so, on the CPU, or leave weights out."
+            f"{name} of layer {index} is a {kind} on {tensor.device}, which weights='cpu' cannot keep on the host: it "
+            "holds plain tensors and bitsandbytes' 4-bit weights. Load the model so, on the CPU, or leave weights out."
         )
 
 
@@ -226,7 +230,7 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def tensors_inside(layer: nn.Module) -> list[Tensor]:
-    """`tensors_of` all modules of a layer, each once."""
+    """`tensors_of` all modules of a layer [...], each once."""
     found = {id(tensor): tensor for module in layer.modules() for tensor in tensors_of(module)}
     return list(found.values())
 

@@ -41,8 +41,8 @@ Access = tuple[str, int]
 class Slot:
     """Device memory [bytes], uint8, for one layer's weights.
 
-    index: of the layer, -1 for none. filled: the event after which its weights are there. left: the event after which nobody
-    reads what was there before. used: when it was last entered. inside: it is in use.
+    index: of the layer, -1 for none. filled: the event after which its weights are there. left: the event after which
+    nobody reads what was there before. used: when it was last entered. inside: it is in use.
     """
 
     memory: Tensor

@@ -10,10 +10,9 @@ import torch
 import streambp
 from streambp.offload.engines import BACK, SynchronousEngine
 from tests import zoo
-from tests.families import make_batch
+from tests.families import build, make_batch
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1")
-# The rows are of one length, so that no padding leaves experts without tokens.
 
 
 class Inverting(SynchronousEngine):
@@ -44,9 +43,8 @@ def with_adapters(model, rank=2, seed=3):
     peft = pytest.importorskip("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=rank, target_modules="all-linear", exclude_modules=["out_proj"])
-        )
+        config = peft.LoraConfig(r=rank, target_modules="all-linear", exclude_modules=["out_proj"])
+        model = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -55,13 +53,17 @@ def with_adapters(model, rank=2, seed=3):
     return model
 
 
-def made(family, dtype=torch.float32, weights="cpu", build=zoo.build, **settings):
-    """A family's model with adapters, patched."""
-    settings = {"chunk_size": 7, "saves": (), **settings}
-    model = with_adapters(build(family).to(dtype)).train()
+def patched(model, weights="cpu", **settings):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Move the model to an accelerator")
+        settings = {"chunk_size": 7, "saves": (), **settings}
         return streambp.patch(model, streambp.StreamConfig(weights=weights, **settings))
+
+
+def made(family="qwen3", dtype=torch.float32, weights="cpu", **settings):
+    """A family's model with adapters, patched; of "qwen3" one with four layers."""
+    model = build(family, num_hidden_layers=4) if family == "qwen3" else zoo.build(family)
+    return patched(with_adapters(model.to(dtype)).train(), weights, **settings)
 
 
 def step(model, micro_batches=2, **changes):
