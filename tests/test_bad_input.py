@@ -36,7 +36,7 @@ from tests.versions import needs_decoders_of_encoders
         ("chunk_size", 0), ("chunk_size", -3), ("chunk_size", "large"), ("chunk_size", True), ("chunk_size", 2.0),
         ("saves", "kv"), ("saves", (3,)), ("saves", ("kv@0",)), ("saves", ("@2",)), ("saves", ("kv@x",)),
         ("saves", ("kv@1@2",)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
-        ("lazy_logits", "yes"), ("share_prefixes", 1), ("unpatched_runs", "no"),
+        ("lazy_logits", "yes"), ("share_prefixes", 1), ("unpatched_runs", "no"), ("weights", "host"),
     ],
 )  # fmt: skip
 def test_config_values(field, value):

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 from streambp.device import counted_bytes
 from streambp.offload import engines, weights
@@ -68,6 +69,31 @@ def test_a_moved_model_leaves_its_weights_on_the_host(family, device):
     assert {p.device for p in model.parameters() if p.requires_grad} == {torch.device(device.type, 0)}
     assert type(weights_of(model)._engine) is engines.AcceleratorEngine
     assert all(layer.memory.is_pinned() for layer in weights_of(model).ranges.layers.values())
+
+
+def trainer_of(weights, device, folder):
+    """HF's Trainer after two steps of two micro-batches, on adapters."""
+    rows = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1).items()} for seed in range(4)]
+    arguments = TrainingArguments(
+        str(folder), max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_grad_norm=0.3,
+        learning_rate=1e-2, logging_steps=1, eval_strategy="steps", eval_steps=1, report_to=[], disable_tqdm=True,
+        save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(made(weights=weights), arguments, train_dataset=rows, eval_dataset=rows[:2])
+    assert trainer.args.device.type == device.type
+    trainer.train()
+    return trainer
+
+
+def test_trainer_leaves_them_there_and_trains_alike(device, tmp_path):
+    ours, resident = (trainer_of(weights, device, tmp_path / weights) for weights in ("cpu", "device"))
+    assert [{k: v for k, v in entry.items() if "loss" in k and "train" not in k} for entry in ours.state.log_history] == [
+        {k: v for k, v in entry.items() if "loss" in k and "train" not in k} for entry in resident.state.log_history
+    ]
+    for (name, one), other in zip(ours.model.named_parameters(), resident.model.parameters(), strict=True):
+        on_host = not one.requires_grad and ".layers." in name
+        assert one.device.type == ("cpu" if on_host else device.type), name
+        assert torch.equal(one.cpu(), other.cpu()), name
 
 
 @pytest.fixture(scope="module")

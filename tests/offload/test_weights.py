@@ -304,6 +304,55 @@ def test_freezing_later_and_training_anew():
     assert len(weights_of(model).ranges.layers[1].pieces) < len(weights_of(model).ranges.layers[2].pieces)
 
 
+class Statistics:
+    """As bitsandbytes': statistics of a weight [blocks], quantised themselves."""
+
+    def __init__(self, absmax, state2=None):
+        self.absmax, self.state2 = absmax, state2
+
+
+class Quantised(torch.nn.Module):
+    """A Linear with an 8-bit weight [in, out] whose statistics hang on the parameter, as bitsandbytes has them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        absmax = linear.weight.detach().abs().amax(1) / 127  # [out]
+        peak = absmax.amax() / 255
+        self.weight = torch.nn.Parameter((linear.weight.detach() / absmax[:, None]).round().char(), requires_grad=False)
+        self.weight.quant_state = Statistics((absmax / peak).round().byte(), Statistics(peak))
+
+    def forward(self, x):
+        state = self.weight.quant_state
+        absmax = state.absmax.float() * state.state2.absmax
+        return torch.nn.functional.linear(x, self.weight.float() * absmax[:, None])
+
+
+def test_statistics_of_quantised_weights_move_along():
+    def run(weights):
+        model = build("qwen3", num_hidden_layers=3).requires_grad_(False)
+        for layer in model.model.layers:
+            layer.mlp.down_proj = Quantised(layer.mlp.down_proj)
+        model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+        patched(model, weights)
+        if weights == "cpu":
+            invert(model)
+        return model, step(model)
+
+    model, found = run("cpu")
+    assert_same(found, run("device")[1])
+    pieces = weights_of(model).ranges.layers[1].pieces
+    state = model.model.layers[1].mlp.down_proj.weight.quant_state
+    assert {id(state.absmax), id(state.state2.absmax)} <= {id(piece.tensor) for piece in pieces}
+
+
+def test_the_host_holds_little_more_than_the_weights():
+    model = patched(build("qwen3", hidden_size=256, intermediate_size=512).requires_grad_(False))
+    invert(model)
+    held = weights_of(model).ranges
+    own = sum(p.nbytes for p in model.model.layers.parameters())
+    assert own <= held.bytes <= 1.01 * own
+
+
 def test_weights_that_others_hold_stay_on_the_device():
     def run(weights):
         model = build("qwen3", num_hidden_layers=3)
