@@ -26,7 +26,7 @@ from streambp.distributed.zero import make_leaf, no_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsharedError, UnsupportedModelError
 from streambp.foreign import eager
 from streambp.instance_forward import InstanceForward
-from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, REPLICATE
+from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, MOVES, REPLICATE
 from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
@@ -80,7 +80,7 @@ class LayerForward(InstanceForward):
     def leave(self, own: dict[str, Any]) -> None:
         """Also no ZeRO-3 leaf there."""
         super().leave(own)
-        own.pop("_apply", None)
+        own.pop(MOVES, None)
         if self.leaf is not None:
             no_leaf(own, self.leaf)
 

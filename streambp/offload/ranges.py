@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import HostMemoryError, UnsupportedModelError
+from streambp.known_names import MOVES
 from streambp.layer.site import LayerSite
 from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
 from streambp.offload.engines import Engine
@@ -107,7 +108,7 @@ class HostRanges:
         """Have the layers' weights stay on the host when the model is moved from now on."""
         self.sites = {site.index: site for site in sites}
         for site in self.sites.values():
-            site.layer.__dict__["_apply"] = StaysOnHost(site, self)
+            site.layer.__dict__[MOVES] = StaysOnHost(site, self)
         for module in self.root.modules():
             places = module.__dict__.get(MAP)
             if places and {str(place) for place in places.values()} == {"cpu"}:  # accelerate would train it nowhere else
@@ -116,7 +117,7 @@ class HostRanges:
     def remove(self) -> None:
         """The layers may be moved again. Their weights stay where they are, on the host."""
         for site in self.sites.values():
-            site.layer.__dict__.pop("_apply", None)
+            site.layer.__dict__.pop(MOVES, None)
         for module, places in self._maps:
             module.__dict__[MAP] = places
 
@@ -277,5 +278,5 @@ class StaysOnHost:
             there = tensor.device.type == "cpu" and tensor.dtype == asked.dtype
             return tensor if there else tensor.to("cpu", asked.dtype)
 
-        applied: nn.Module = type(self.site.layer)._apply(self.site.layer, apply, recurse)
+        applied: nn.Module = getattr(type(self.site.layer), MOVES)(self.site.layer, apply, recurse)
         return applied
