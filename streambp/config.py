@@ -61,6 +61,8 @@ class StreamConfig:
         unpatched_runs: with saves="auto", whether a micro-batch may run as unpatched, which is fastest. False: each one
             streams, so that no number depends on the free memory and a backward that runs out of it is repeated.
         share_prefixes: the former name. True is rows="packed", False rows="as_given"; it warns, and will go.
+        weights: "cpu": the layers' frozen weights live in host memory, within `host_memory`, and come to the device a layer
+            ahead of their use, once in each direction. Weights that train (adapters) stay on the device.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -81,6 +83,7 @@ class StreamConfig:
     kernels: Literal["own", "liger"] = "own"
     unpatched_runs: bool = True
     share_prefixes: bool | None = None
+    weights: Literal["device", "cpu"] = "device"
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -129,7 +132,8 @@ class StreamConfig:
                     "'attn_out@12'. Without it all do."
                 )
         for field in ("host_memory", "gpu_memory"):
-            if getattr(self, field) is not None and self.offload == "none":
+            moves = self.offload != "none" or (field == "host_memory" and self.weights != "device")
+            if getattr(self, field) is not None and not moves:
                 raise ConfigError(f"{field} is set, but offload='none' moves nothing; set offload='cpu' or 'auto' too.")
         for field in ("eval_logits", "lazy_logits"):
             if getattr(self, field) and not self.head:

@@ -67,7 +67,8 @@ def stream_layer(
     call = admit(site, args, kwargs, rows, passes, forks)
     if isinstance(call, CallReport):
         site.last = call
-        return passes.whole(site, args, kwargs, call)
+        with site.weights_for_once(args, kwargs, call.because or "its only token cannot be tried in chunks"):
+            return passes.whole(site, args, kwargs, call)
     site.last = call.report()
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
         return _streamed(call, passes)
@@ -116,7 +117,8 @@ def admit(
     if look.hooks.ids and has_data(call.hidden_states):
         site.shown |= hooks_of_others(call.layer)
     try:
-        with nothing_compiled(), call.autocast.off():  # [Note: autocast]
+        here = site.weights_here("trial", call.device)
+        with here, nothing_compiled(), call.autocast.off():  # [Note: autocast]
             failed, verdict = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
@@ -141,6 +143,8 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
         call.hidden_states = hidden_states.detach()
         if site.chooser is not None:
             call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
+        if site.weights is not None:
+            site.weights.refuse_trained(site.index)
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
         reductions = site.of(reductions_of)
@@ -149,7 +153,8 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
         call.arguments.inputs = []
     else:
         versions = versions_of(call.look)
-        with watching(call.look.hooks) if site.warm is not None else NOBODY as acted:
+        here = site.weights_here("forward", call.device)
+        with here, watching(call.look.hooks) if site.warm is not None else NOBODY as acted:
             output, *extras = passes.forward(call, False)
         site.refuse_untried(acted)
         if site.fingerprint.pending:

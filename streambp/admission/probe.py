@@ -78,7 +78,7 @@ def can_stream(call: LayerCall) -> Verdict:
     alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
     well, but their verdict is this call's alone. Without data (meta, fake) values cannot be compared: layers then stream
     that start from the states they keep, or attend and keep none. A single token has nothing to cut; it runs whole,
-    because some layers would not run on chunks at all.
+    because some layers would not run on chunks at all, or is the only chunk where weights on the host allow no graph.
 
     Raises:
         KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
@@ -96,7 +96,7 @@ def can_stream(call: LayerCall) -> Verdict:
             site.verdicts[kind] = because
         return Verdict.of(because)
     if x.shape[-2] == 1:
-        return Verdict(False)
+        return Verdict(site.weights is not None)
     try:
         call.arguments.check_lengths()
     except StreamBPError as error:

@@ -37,6 +37,7 @@ from streambp.known_names import (
     CHECKPOINTING,
     MODULE_HOOKS,
     MODULE_TABLES,
+    MOVES,
     PEFT_CHECKPOINTING,
     ZERO_COUNTERS,
 )
@@ -45,8 +46,8 @@ T = TypeVar("T")
 Key = tuple[str, str]  # the module's name in the layer, and of an attribute, parameter or buffer of it
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 READ = ("training", *MODULE_TABLES, *MODULE_HOOKS)
-# Engines and trainers change these while a step runs; the first two are ours.
-THEIRS = ("_streambp", "__reduce_ex__", *CHECKPOINTING, PEFT_CHECKPOINTING, *ZERO_COUNTERS)
+# Engines and trainers change these while a step runs; the first three are ours.
+THEIRS = ("_streambp", "__reduce_ex__", MOVES, *CHECKPOINTING, PEFT_CHECKPOINTING, *ZERO_COUNTERS)
 OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)  # of the layer itself: they run around it
 NAMED_AT_MOST = 3
 WANTS_GRADIENT = operator.attrgetter("requires_grad")

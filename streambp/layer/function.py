@@ -170,8 +170,8 @@ class StreamedLayer(torch.autograd.Function):
         call.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
         versions = versions_of(call.look)
         try:
-            hooks = call.look.hooks
-            with watching(hooks) if hooks.places else NOBODY as acted:
+            hooks, here = call.look.hooks, call.site.weights_here("forward", call.device)
+            with here, watching(hooks) if hooks.places else NOBODY as acted:
                 outputs = passes.forward(call, True)
             call.site.refuse_untried(acted)
         except MEMORY_ERRORS as error:
@@ -211,7 +211,8 @@ class StreamedLayer(torch.autograd.Function):
                 inputs.hidden_states = grad if reuse else mark(call.attempt(lambda _: _gradient_buffer(call)))
             call.hidden_states = None  # type: ignore[assignment]
             # `_recomputing` ends outside of the shadows: what it learns of the layer is of its own parameters.
-            with call.autocast.off(), call.streaming(), _recomputing(call), parameters.shadowed() as shadows:
+            here = call.site.weights_here("backward", call.device)
+            with call.autocast.off(), call.streaming(), _recomputing(call), here, parameters.shadowed() as shadows:
                 sums.stand_for(shadows)
                 ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
             if call.witness is not None:

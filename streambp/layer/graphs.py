@@ -107,6 +107,7 @@ def can_keep_graph(call: LayerCall) -> bool:
         or call.autocast.on
         or hooked
         or held(call.layer).weights  # the graph would keep them gathered
+        or site.weights is not None  # it would hold a slot, where those of other layers come next
         or site.overwritten.inputs
         or site.kind.states.carries
         or site.kind.attention.picks_keys

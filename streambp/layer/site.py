@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from streambp.attention.carriers import NoAttention, ThroughInterface
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.device import has_data
-from streambp.errors import StreamBPError
+from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, Look
 from streambp.foreign import compiled_inside
@@ -37,6 +38,7 @@ from streambp.layer.witness import (
 )
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
+from streambp.offload.weights import HostWeights
 from streambp.recurrent.carriers import NoStates
 from streambp.recurrent.documents import PackedRows
 
@@ -140,6 +142,7 @@ class LayerSite:
         fingerprint: what the layer is made of, which is part of the kind of call. [Note: fingerprint]
         kernels_told: documents that position_ids mark are told to its kernels, if these can be.
         offloader: where saved tensors go; None: they stay. chooser: decides what is saved; None: the config does.
+        weights: where its weights live; None: on the device.
         index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
         overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
@@ -173,6 +176,7 @@ class LayerSite:
     kernels_told: bool = True
     offloader: OffloadManager | None = None
     chooser: SavesPolicy | None = None
+    weights: HostWeights | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=Recent)
@@ -199,6 +203,31 @@ class LayerSite:
     def forward(self) -> Callable[..., Any]:
         """What the layer computes unpatched."""
         return self.previous or functools.partial(type(self.layer).forward, self.layer)
+
+    def weights_here(self, direction: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Within, the layer's weights are on the device, wherever they live."""
+        return contextlib.nullcontext() if self.weights is None else self.weights.here(self.index, direction, device)
+
+    def weights_for_once(self, args: Any, kwargs: Any, because: str) -> contextlib.AbstractContextManager[None]:
+        """The same for a call of the layer that does not stream, which must leave no graph behind.
+
+        Args:
+            because: why it does not.
+
+        Raises:
+            UnsupportedModelError: it would.
+        """
+        if self.weights is None:
+            return contextlib.nullcontext()
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layer.parameters())):
+            raise UnsupportedModelError(
+                f"{type(self.layer).__name__} {self.index} does not stream: {because}. Its graph would hold weights on the "
+                "device, where those of other layers come next. Call the model under torch.no_grad(), or leave "
+                "weights='cpu' out."
+            )
+        self.fingerprint.look(self.layer)
+        return self.weights.here(self.index, "forward", given[0].device)
 
     @property
     def repeats(self) -> bool:

@@ -28,6 +28,7 @@ from streambp.model.record import NOT_TRIED, UNPATCHED, StepRecord, offloaded, s
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
 from streambp.offload.costs import Chosen
+from streambp.offload.weights import HostWeights
 from streambp.prefixes.calls import Shared
 from streambp.reporting import told
 
@@ -262,7 +263,7 @@ def _attended(used: Used) -> str:
 def _describe_offload(found: Patch) -> str:
     manager, config = found.state.offloader, found.state.config
     if manager is None:
-        return "nothing leaves the device"
+        return "nothing leaves the device" if found.state.weights is None else "no saved tensor leaves the device"
     limit = config.host_memory
     budget = "nine tenths of the host memory available" if limit is None else f"{sized(int(limit))} of host memory"
     ranks = local_ranks()
@@ -302,6 +303,17 @@ def _beside(found: Patch) -> str:
     return f", beside the engine's {' and '.join(parts)}{coming}"
 
 
+def _weights(weights: HostWeights) -> str:
+    layers = weights.ranges.layers
+    if not layers:
+        return f"weights of layers go to the host in the first forward ({NOT_TRIED})"
+    return (
+        f"{sized(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, beside two layers' memory "
+        f"({sized(weights.device_bytes)}) on the device: {sum(weights.loads.values()):,} copies of a layer so far, for "
+        f"which the device waited {weights.seconds_waited:.1f} s; a token that is generated takes one of each layer"
+    )
+
+
 def _fused_layers(found: Patch) -> list[str]:
     """A line for each set of modules that another library's kernels compute, whoever has put it there."""
     layers: dict[tuple[str, tuple[str, ...]], int] = {}
@@ -336,6 +348,7 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     if found.state.split is not None:
         split = found.state.split
         notes.append(f"sequences are split over {split.size} ranks ({split.by}), each streams its shard")
+    notes += [] if found.state.weights is None else [_weights(found.state.weights)]
     notes += _fused_layers(found)
     faster = 0.0 if found.state.policy is None else found.state.policy.faster_on_host()
     if faster >= FASTER:

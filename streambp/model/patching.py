@@ -22,6 +22,7 @@ from streambp.model.state import PatchState
 from streambp.model.steps import Steps
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.manager import OffloadManager
+from streambp.offload.weights import HostWeights
 
 Model = TypeVar("Model", bound=nn.Module)
 OURS = (BackboneForward, LayerForward, CausalLMForward)
@@ -59,6 +60,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
     state = PatchState(config, root=model, shares_through_cache=shared)
     state.offloader = None if config.offload == "none" else _offloader(config, len(layers))
+    state.weights = None if config.weights == "device" else HostWeights(model, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
     _add_wrappers(state, model, found.stacks, layers)
     for wrapper in state.wrappers:
@@ -67,6 +69,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     fused = put_on(model) if config.kernels == "liger" else Fused()
     for wrapper in state.wrappers:
         wrapper.install()
+    if state.weights is not None:
+        state.weights.ranges.install(state.steps.sites)
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
         before = heads.get(causal.module)
         head = replaces_trls_head(causal) if before is None else before.over(causal)
@@ -174,6 +178,9 @@ def unpatch(model: Model) -> Model:
         for wrapper in reversed(patch.state.wrappers):
             wrapper.remove()
         patch.fused.take_off()
+        if patch.state.weights is not None:
+            patch.state.weights.ranges.remove()
+            patch.state.weights.close()
         unmark(module)
         found = patch_of(model)
     return model

@@ -25,6 +25,7 @@ from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
+from streambp.offload.weights import HostWeights
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows
 from streambp.sharded.shards import Shards
@@ -44,6 +45,7 @@ class PatchState:
     deferring: what stands in for that norm meanwhile.
     steps: notes on its steps. [Note: notes on a step]
     policy: what decides chunk_size="auto", whose rule its str() says, saves="auto" and offload="auto".
+    weights: where those of the layers live; None: on the device.
     unpatched: decides which micro-batches run as unpatched, where saves="auto" decides. [Note: micro-batches as unpatched]
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
@@ -71,6 +73,7 @@ class PatchState:
     defer_norm: HeadRequest | None = None
     deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
+    weights: HostWeights | None = None
     steps: Steps = dataclasses.field(default_factory=Steps, repr=False)
     policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None

@@ -26,7 +26,7 @@ from streambp.distributed.zero import make_leaf, no_leaf, unmake_leaf
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
 from streambp.instance_forward import InstanceForward
-from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, REPLICATE
+from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, MOVES, REPLICATE
 from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
@@ -57,6 +57,7 @@ class LayerForward(InstanceForward):
             state.config,
             kind_of(module),
             offloader=state.offloader,
+            weights=state.weights,
             index=index,
             previous=eager(self.previous),
             owner=state.owner,
@@ -79,6 +80,7 @@ class LayerForward(InstanceForward):
     def leave(self, own: dict[str, Any]) -> None:
         """Also no ZeRO-3 leaf there."""
         super().leave(own)
+        own.pop(MOVES, None)
         if self.leaf is not None:
             no_leaf(own, self.leaf)
 
@@ -108,9 +110,11 @@ class LayerForward(InstanceForward):
         if self.state.bypass or has_cache(kwargs):
             if self.state.unpatched is not None and self.state.unpatched.within:
                 self.state.unpatched.enter_layer()
-            return self.original(*args, **kwargs)
+            with self.site.weights_for_once(args, kwargs, "a cache or attention weights were asked for"):
+                return self.original(*args, **kwargs)
         if kwargs.get("attention_mask") is None and self._reads_all(args):
-            return self.original(*args, **kwargs)
+            with self.site.weights_for_once(args, kwargs, "eager attention without a mask reads later keys"):
+                return self.original(*args, **kwargs)
         if self.state.shards is None:
             if is_initialized():
                 refuse_lone_layer(self.site)
@@ -179,6 +183,9 @@ class BackboneForward(InstanceForward):
             return self._call(kwargs)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if self.state.weights is not None:
+            self.state.weights.begin(given.device if isinstance(given, Tensor) else torch.device("cpu"))
         before = self.state.bypass, self.state.shards, self.state.packed_rows
         self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:
@@ -190,7 +197,6 @@ class BackboneForward(InstanceForward):
             self._check(kwargs)
             refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
-            given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
             if self.state.policy is not None and isinstance(given, Tensor):
                 self.state.policy.begins(given.device)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
@@ -330,6 +336,7 @@ class BackboneForward(InstanceForward):
         """Engines are there by the first forward, which is when the offloader looks how much host memory it may take."""
         if self.state.root is not None and not offloader.host_bytes:
             offloader.set_aside = engine_host_use(self.state.root).to_come
+            offloader.held = 0 if self.state.weights is None else self.state.weights.ranges.bytes
 
     def _check(self, kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")

@@ -122,7 +122,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         wrapper.site.chooser = policy if saves or link is not None else None
     if saves and state.offloader is None:
         state.pending.let_go = policy.let_go
-        if state.config.unpatched_runs and state.config.rows != "packed":
+        if state.config.unpatched_runs and state.config.rows != "packed" and state.weights is None:
             state.unpatched = UnpatchedRuns(state.config, policy, [wrapper.site for wrapper in layers])
     return model
 
@@ -188,7 +188,8 @@ class ModelStates:
         law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
         if isinstance(law, str):
             return Known(most, why=law)
-        places = {wrapper.site.index: _device(wrapper.module) for wrapper in layers}
+        moved = self.model._streambp.state.weights is not None  # type: ignore[union-attr]
+        places = {wrapper.site.index: device if moved else _device(wrapper.module) for wrapper in layers}
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
         rates = rates_here(device)
         if not law.method.work:
@@ -234,7 +235,7 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> La
     """
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
     saves = tuple(dict.fromkeys(name.partition(LAST)[0] for name in config.named_saves))  # of all layers: at most that
-    fixed = dataclasses.replace(config, saves=saves, offload=offload, host_memory=None)
+    fixed = dataclasses.replace(config, saves=saves, offload=offload, host_memory=None, weights="device")
     recipe = SurveyRecipe("streambp", fixed)
     try:
         method = survey(_skeleton(model, cast), [recipe], tree=False).methods[0]
@@ -262,7 +263,9 @@ def _costs(
         if len(find_stacks(skeleton.model).stacks) > 1:
             return {}
         reduced = reduce_layers(skeleton.model.eval())  # without dropout, whose numbers no tensor without data has
-        patching.patch(skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none"))
+        patching.patch(
+            skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device")
+        )
         sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
         known = Known()
         for wrapper in skeleton.model._streambp.state.wrappers:  # type: ignore[union-attr]

@@ -855,6 +855,9 @@ at::Tensor& set_nothing(at::Tensor& t) {
   return at::native::set_storage_cpu_(t, none, 0, {0}, {});
 }
 void record_stream(at::Tensor& t, at::Stream s) { allocator().recordStream(t.storage().data_ptr(), s); }
+bool may_take_data(const at::Tensor& t, const at::Tensor& from) {  // `t.data = from`, and `Module.to`: host and device alike, as on a GPU
+  return t.layout() == at::kStrided && from.layout() == at::kStrided;
+}
 int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
                    std::optional<double>, bool) {
   return 0;  // plain products
@@ -905,6 +908,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
+  m.impl("_has_compatible_shallow_copy_type", may_take_data);
   m.impl("_fused_sdp_choice", sdp_choice);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);

@@ -1,0 +1,301 @@
+"""Which weights live on the host, and where: a range of memory for each layer.
+
+    HostRanges       of one patched model
+      LayerRange     one layer's: the memory, and the tensors that lie in it
+    StaysOnHost      stands in for a layer's `_apply`, by which modules are moved
+
+Frozen weights live on the host. On the device stay weights that train or once did (adapters), and weights that somebody
+else holds, too (another layer, the embeddings). A layer that trains as a whole stays on the host until it is frozen, and
+has no backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from streambp.errors import HostMemoryError, UnsupportedModelError
+from streambp.known_names import MOVES
+from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
+from streambp.offload.engines import Engine
+
+T = TypeVar("T")
+
+ALIGNMENT = 512  # bytes: as the allocators of devices align, for kernels that read weights in vectors
+MAP = "hf_device_map"  # transformers': where parts of a model were loaded to
+INT8 = "SCB"  # bitsandbytes' 8-bit weights have their statistics there, and hand them on to their module
+ALL_OTHERS = -1  # beside the indices of layers
+WANTS_GRADIENT = operator.attrgetter("requires_grad")
+
+
+@dataclasses.dataclass
+class Piece:
+    """A tensor within its layer's range. home: its part of the memory [...]."""
+
+    tensor: Tensor
+    offset: int
+    home: Tensor
+
+    def within(self, memory: Tensor) -> Tensor:
+        """Its part of other memory [bytes], uint8, in its shape and strides [...]."""
+        home = self.home
+        return memory[self.offset : self.offset + home.nbytes].view(home.dtype).as_strided(home.shape, home.stride())
+
+
+@dataclasses.dataclass
+class LayerRange:
+    """One layer's weights on the host. memory: all of them [bytes], uint8.
+
+    tensors, wanting: all that the layer had when they were put there, and which of them wanted gradients. trains: weights
+    on the host do.
+    """
+
+    memory: Tensor
+    pieces: list[Piece]
+    tensors: list[Tensor]
+    wanting: bytes
+    trains: bool
+
+    def is_current(self, tensors: list[Tensor]) -> bool:
+        """Whether the layer has the same tensors, of any shape [...], and these lie where they did."""
+        same = tensors is self.tensors or list(map(id, tensors)) == list(map(id, self.tensors))
+        at_home = (piece.tensor.data_ptr() == piece.home.data_ptr() for piece in self.pieces)
+        return same and self.wanting == bytes(map(WANTS_GRADIENT, tensors)) and all(at_home)
+
+    def may_hold(self, places: list[tuple[Tensor, int]], size: int) -> bool:
+        """Whether `size` bytes are as many, and every tensor [...] that lies among them lies at its new place already."""
+        base = self.memory.data_ptr()
+        offsets = ((tensor.data_ptr() - base, offset) for tensor, offset in places)
+        return self.memory.numel() == size and all(not 0 <= at < size or at == offset for at, offset in offsets)
+
+
+class Layer(Protocol):
+    """One of the model's layers (`layer.site.LayerSite`)."""
+
+    @property
+    def index(self) -> int:
+        """Its place among those of its model."""
+        ...
+
+    @property
+    def layer(self) -> nn.Module:
+        """The module."""
+        ...
+
+    def of(self, question: Callable[[nn.Module], T]) -> T:
+        """What a function says of the module, remembered while the module is made of the same parts."""
+        ...
+
+
+class HostRanges:
+    """The weights of a model's layers on the host.
+
+    Args:
+        root: the model. host_memory: bytes that they may take; None: what is available.
+
+    sites: of the layers, by their index. layers: their ranges.
+    """
+
+    def __init__(self, root: nn.Module, host_memory: int | None) -> None:
+        self.root, self.host_memory = root, host_memory
+        self.sites: dict[int, Layer] = {}
+        self.layers: dict[int, LayerRange] = {}
+        self._arena: Arena | None = None
+        self._maps: list[tuple[nn.Module, Any]] = []
+        self._holders: dict[int, tuple[Tensor, set[int]]] = {}  # of each tensor by its id: indices of layers
+
+    def __getstate__(self) -> Any:
+        """A copied or pickled model's weights are put on the host when it is first called."""
+        return self.root, self.host_memory, self.sites
+
+    def __setstate__(self, state: Any) -> None:
+        root, host_memory, sites = state
+        HostRanges.__init__(self, root, host_memory)
+        self.sites = sites
+
+    @property
+    def bytes(self) -> int:
+        """Of all ranges."""
+        return sum(one.memory.numel() for one in self.layers.values())
+
+    def install(self, sites: Iterable[Layer]) -> None:
+        """Have the layers' weights stay on the host when the model is moved from now on."""
+        self.sites = {site.index: site for site in sites}
+        for site in self.sites.values():
+            site.layer.__dict__[MOVES] = StaysOnHost(site, self)
+        for module in self.root.modules():
+            places = module.__dict__.get(MAP)
+            if places and {str(place) for place in places.values()} == {"cpu"}:  # accelerate would train it nowhere else
+                self._maps.append((module, module.__dict__.pop(MAP)))
+
+    def remove(self) -> None:
+        """The layers may be moved again. Their weights stay where they are, on the host."""
+        for site in self.sites.values():
+            site.layer.__dict__.pop(MOVES, None)
+        for module, places in self._maps:
+            module.__dict__[MAP] = places
+
+    def streamed(self, index: int) -> dict[int, Tensor]:
+        """The tensors [...] of a layer that live on the host, by their id."""
+        tensors = {id(tensor): tensor for tensor in tensors_inside(self.sites[index].layer)}
+        if not tensors.keys() <= self._holders.keys():
+            self._look_for_holders()
+        known, stay = self.layers.get(index), set[int]()
+        if known is not None:  # adapters that are switched off for a while
+            stay = set(map(id, known.tensors)).difference(id(piece.tensor) for piece in known.pieces)
+        own = {key: tensor for key, tensor in tensors.items() if self._holders[key][1] == {index} and key not in stay}
+        return {key: tensor for key, tensor in own.items() if not tensor.requires_grad} or own
+
+    def _look_for_holders(self) -> None:
+        self._holders.clear()
+        inside: set[int] = set()
+        for index, site in self.sites.items():
+            inside.update(map(id, site.layer.modules()))
+            for tensor in tensors_inside(site.layer):
+                self._holders.setdefault(id(tensor), (tensor, set()))[1].add(index)
+        for module in self.root.modules():
+            for tensor in tensors_of(module) if id(module) not in inside else ():
+                self._holders.setdefault(id(tensor), (tensor, set()))[1].add(ALL_OTHERS)
+
+    def put_all(self, engine: Engine, device: torch.device) -> None:
+        """`put` what is not on the host yet, or no more."""
+        self._holders.clear()
+        for index in self.sites:
+            if self.known(index) is None:
+                self.put(index, engine, device)
+        self._holders.clear()
+
+    def known(self, index: int) -> LayerRange | None:
+        """A layer's range; None where its weights are not in there, or no more."""
+        known = self.layers.get(index)
+        return None if known is None or not known.is_current(self.sites[index].of(tensors_inside)) else known
+
+    def put(self, index: int, engine: Engine, device: torch.device) -> LayerRange:
+        """Move a layer's weights into one range of host memory; what they had before is freed.
+
+        Args:
+            engine: allocates the range. device: where the layer is computed; the rest of it moves there.
+
+        Raises:
+            UnsupportedModelError: a weight cannot live on the host.
+            HostMemoryError: the host has no room for them.
+        """
+        engine.settle()
+        streamed, known = self.streamed(index), self.layers.get(index)
+        places, size = list[tuple[Tensor, int]](), ALIGNMENT
+        tensors = self.sites[index].of(tensors_inside)
+        for tensor in tensors:
+            if id(tensor) in streamed:
+                self._check(tensor, index)
+                tensor.data = tensor.data if _dense(tensor) else tensor.data.contiguous()
+                places.append((tensor, size))
+                size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            elif not tensor.is_meta and tensor.device != device:
+                tensor.data = tensor.data.to(device)  # adapters are made where their base is
+        memory = known.memory if known is not None and known.may_hold(places, size) else self._range(size, index, engine)
+        pieces = [Piece(tensor, offset, _view(memory, offset, tensor)) for tensor, offset in places]
+        for piece in pieces:
+            if piece.home.data_ptr() != piece.tensor.data_ptr():
+                piece.home.copy_(piece.tensor.data)
+                piece.tensor.data = piece.home
+        wanting, trains = bytes(map(WANTS_GRADIENT, tensors)), any(map(WANTS_GRADIENT, streamed.values()))
+        self.layers[index] = LayerRange(memory, pieces, tensors, wanting, trains)
+        return self.layers[index]
+
+    def _range(self, size: int, index: int, engine: Engine) -> Tensor:
+        """Host memory [size], uint8, that lasts. The out-of-memory killer would give no exception: so ask first."""
+        if self._arena is None:
+            self._arena = Arena(self.host_memory or NO_LIMIT, engine.host_buffer)
+        others = self.bytes - (self.layers[index].memory.numel() if index in self.layers else 0)
+        self._arena.allocated = others
+        stack, available = BufferStack("weights"), host_limit(None) if self.host_memory is None else NO_LIMIT
+        if size > available or not self._arena.grow(stack, size):
+            found = f"{available / 2**30:.2f} GiB are available" if size > available else self._arena.refused
+            raise HostMemoryError(
+                f"The weights of layer {index} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB "
+                f"of other layers, and {found or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, "
+                "raise host_memory, load the model in 4 bits, or leave weights='cpu' out."
+            )
+        return stack.segments[0]
+
+    def _check(self, tensor: Tensor, index: int) -> None:
+        if type(tensor.data) is Tensor and not tensor.is_meta and not hasattr(tensor, INT8):
+            return
+        name = next((n for n, p in self.sites[index].layer.named_parameters() if p is tensor), "a tensor")
+        kind = type(tensor if type(tensor.data) is Tensor else tensor.data).__name__
+        raise UnsupportedModelError(
+            f"{name} of layer {index} is a {kind} on {tensor.device}, which weights='cpu' cannot keep on the host: it "
+            "holds plain tensors and bitsandbytes' 4-bit weights. Load the model so, on the CPU, or leave weights out."
+        )
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """A module's own parameters [...], and the tensors [...] in attributes of these, such as bitsandbytes' statistics."""
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        yield parameter
+        waiting = [value for value in vars(parameter).values() if hasattr(value, "__dict__")]
+        for value in waiting:  # which grows
+            for inner in vars(value).values() if not isinstance(value, Tensor | nn.Module | type) else ():
+                if isinstance(inner, Tensor):
+                    yield inner
+                elif type(inner) is type(value):  # statistics of statistics
+                    waiting.append(inner)
+
+
+def tensors_inside(layer: nn.Module) -> list[Tensor]:
+    """`tensors_of` all modules of a layer [...], each once."""
+    found = {id(tensor): tensor for module in layer.modules() for tensor in tensors_of(module)}
+    return list(found.values())
+
+
+def _view(memory: Tensor, offset: int, like: Tensor) -> Tensor:
+    """The part of memory [bytes], uint8, at `offset` as a tensor of the shape, strides [...] and dtype of `like`, with a
+    storage of its own: `torch.save` writes a tensor's whole storage."""
+    if not like.numel():
+        return torch.empty_like(like, device="cpu")
+    flat = torch.frombuffer(memory.numpy(), dtype=like.dtype, count=like.numel(), offset=offset)
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether its elements [...] fill a range of memory, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class StaysOnHost:
+    """Stands in for a layer's `_apply`, by which modules are moved and cast: weights that live on the host are cast there.
+
+    It may be asked before the model was ever called, and before adapters are added.
+    """
+
+    def __init__(self, site: Layer, ranges: HostRanges) -> None:
+        self.site, self.ranges = site, ranges
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """As `nn.Module._apply`."""
+        held = self.ranges.streamed(self.site.index)
+        held |= {id(tensor.grad): tensor.grad for tensor in list(held.values()) if tensor.grad is not None}
+
+        def apply(tensor: Tensor) -> Tensor:
+            if id(tensor) not in held or tensor.is_meta:
+                return fn(tensor)
+            asked = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # which shows where to, and what of
+            if asked.device.type in ("cpu", "meta"):
+                return fn(tensor)
+            there = tensor.device.type == "cpu" and tensor.dtype == asked.dtype
+            return tensor if there else tensor.to("cpu", asked.dtype)
+
+        applied: nn.Module = getattr(type(self.site.layer), MOVES)(self.site.layer, apply, recurse)
+        return applied

@@ -1,0 +1,243 @@
+"""Weights that live on the host: a layer's come to the device a layer ahead, once in each direction.
+
+    HostWeights    one for each patched model: which layer is in which slot, and which comes next
+      HostRanges   where they live (`ranges.py`)
+      Slot         device memory for the weights of one layer; there are two
+
+[Note: weights on the host] A parameter stays one object, with one version, everywhere: in the optimizer, in state_dict, in
+looks at the layer. Only its `.data` points elsewhere: at its layer's range of host memory, and within `here` at a slot. So
+quantised weights keep their attributes, and no look at a layer differs. A layer that is not streamed would leave a graph of
+the slot behind, where other layers' weights come next: with gradients it is refused.
+
+Nothing in a slot outlives a forward of the model. Weights may have changed since, and versions do not tell: whatever writes
+to `.data` (merging adapters) leaves them as they are.
+
+[Note: order of weights] Two waits beside those of `engines.py`, with its queues:
+
+    7  back waits for compute    before it overwrites a slot: the layer that was there must be done
+    8  compute waits for back    before it reads a slot
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import is_initialized
+
+from streambp.errors import UnsupportedModelError
+from streambp.offload.engines import BACK, COMPUTE, Engine, make_engine
+from streambp.offload.ranges import HostRanges, LayerRange
+
+FORWARD = "forward"
+Access = tuple[str, int]
+
+
+@dataclasses.dataclass
+class Slot:
+    """Device memory [bytes], uint8, for one layer's weights.
+
+    index: of the layer, -1 for none. filled: the event after which its weights are there. left: the event after which
+    nobody reads what was there before. used: when it was last entered. inside: it is in use.
+    """
+
+    memory: Tensor
+    left: Any
+    filled: Any = None
+    index: int = -1
+    used: int = 0
+    inside: bool = False
+
+
+class HostWeights:
+    """The weights of a model's layers, on the host. [Note: weights on the host]
+
+    Args:
+        root: the model. host_memory: bytes of host memory that they may take; None: what is available.
+        engine: for tests; made for the device of the first call if None.
+
+    ranges: where they are. loads: how often each layer's came to the device, in each direction.
+    """
+
+    def __init__(self, root: nn.Module, host_memory: int | None = None, engine: Engine | None = None) -> None:
+        self.ranges = HostRanges(root, host_memory)
+        self.loads: dict[Access, int] = {}
+        self._given_engine = engine
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._engine: Engine | None = None
+        self._engines_device: torch.device | None = None
+        self._device: torch.device | None = None  # of the running step
+        self._slots: list[Slot] = []
+        self._inside: set[int] = set()
+        self._next: dict[Access, Access] = {}  # what came after, the last time
+        self._before: Access | None = None
+        self._last_forward = -1
+        self._clock = 0
+
+    def __getstate__(self) -> Any:
+        """A copied or pickled model has nothing on its device."""
+        return self.ranges
+
+    def __setstate__(self, ranges: HostRanges) -> None:
+        HostWeights.__init__(self, ranges.root)
+        self.ranges = ranges
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the slots."""
+        return sum(slot.memory.numel() for slot in self._slots)
+
+    @property
+    def seconds_waited(self) -> float:
+        """That compute has waited for weights; waits for the device."""
+        return 0.0 if self._engine is None else self._engine.stalls()[BACK]
+
+    def close(self) -> None:
+        """Give the device's memory back; it is taken again when it is needed."""
+        if self._engine is not None:
+            self._engine.settle()
+        self._start_anew()
+
+    def begin(self, device: torch.device) -> None:
+        """A forward of the model begins: what is in slots counts no more.
+
+        Args:
+            device: of the model's input. If it is an accelerator, slots are there when this returns.
+
+        Raises:
+            UnsupportedModelError: the process belongs to a process group.
+        """
+        if is_initialized():
+            raise UnsupportedModelError(
+                "weights='cpu' works in one process, and this one belongs to a process group: each rank would pin a copy "
+                "of all weights. Start a single process without torchrun or accelerate's launcher, or leave weights out."
+            )
+        for slot in self._slots:
+            slot.index = -1
+        self._device = self._before = None
+        self._last_forward = -1
+        if device.type != "cpu":
+            self._start(device)
+
+    @contextlib.contextmanager
+    def here(self, index: int, direction: str, device: torch.device) -> Iterator[None]:
+        """Within, the weights of layer `index` are on the device, and those of the layer that comes next on their way.
+
+        Raises:
+            UnsupportedModelError: a weight cannot live on the host, or layers are on several devices.
+            HostMemoryError: the host has no room for them.
+        """
+        if index in self._inside:
+            yield
+            return
+        if direction == FORWARD:
+            if index <= self._last_forward:  # of a layer that is called by itself
+                self.begin(device)
+            self._last_forward = index
+        self._start(device)
+        assert self._engine is not None
+        engine, weights, access = self._engine, self._current(index), (direction, index)
+        slot = self._loaded(index, direction)
+        engine.wait(COMPUTE, slot.filled)  # 8
+        engine.compute_access(slot.memory, write=False)
+        self._clock += 1
+        slot.used, slot.inside = self._clock, True
+        self._inside.add(index)
+        if self._before is not None:
+            self._next[self._before] = access
+        self._before = access
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            for piece in weights.pieces:
+                piece.tensor.data = piece.within(slot.memory)
+            if weights.trains:  # the cache would keep a copy of every layer until autocast ends
+                torch.set_autocast_cache_enabled(False)
+            following = self._next.get(access)
+            if following is not None and following[1] != index:
+                self._loaded(following[1], following[0])
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            for piece in weights.pieces:
+                piece.tensor.data = piece.home
+            self._inside.discard(index)
+            engine.compute_access(slot.memory, write=False)
+            slot.left, slot.inside = engine.record(COMPUTE), False
+
+    def _loaded(self, index: int, direction: str) -> Slot:
+        """The slot with a layer's weights, or one that they are on their way to."""
+        assert self._engine is not None
+        weights = self._current(index)
+        for slot in self._slots:
+            if slot.index == index:
+                return slot
+        slot = min((slot for slot in self._slots if not slot.inside), key=lambda slot: slot.used)
+        size = weights.memory.numel()
+        if slot.memory.numel() < size:  # a layer has grown since
+            self._engine.settle()
+            slot.memory, slot.left = self._engine.like(weights.memory), self._engine.record(COMPUTE)
+        self._engine.wait(BACK, slot.left)  # 7
+        self._engine.copy(BACK, slot.memory[:size], weights.memory)
+        slot.index, slot.filled = index, self._engine.record(BACK)
+        self.loads[direction, index] = self.loads.get((direction, index), 0) + 1
+        return slot
+
+    def refuse_trained(self, index: int) -> None:
+        """A graph of layer `index` is wanted.
+
+        Raises:
+            UnsupportedModelError: its weights on the host would get gradients.
+        """
+        if any(tensor.requires_grad for tensor in self.ranges.streamed(index).values()):
+            kind = type(self.ranges.sites[index].layer).__name__
+            raise UnsupportedModelError(
+                f"All weights of {kind} {index} train, and weights='cpu' holds frozen weights alone. Freeze them and train "
+                "adapters (peft), or leave weights out."
+            )
+
+    def _start(self, device: torch.device) -> None:
+        """Weights are wanted on a device: make what is not there yet, once for each forward."""
+        if device == self._device:
+            return
+        if self._device is not None:
+            raise UnsupportedModelError(
+                f"Layers are on {self._device} and on {device}; weights='cpu' brings them to one device. Move the model to "
+                "one, or leave weights out."
+            )
+        if device != self._engines_device:
+            self.close()
+            self._engine, self._engines_device = self._given_engine or make_engine(device), device
+            if device.type == "cpu":
+                warnings.warn(
+                    "Move the model to an accelerator, or leave weights='cpu' out: the layers are computed on the host, "
+                    "where it frees nothing and costs a copy of two layers' weights.",
+                    stacklevel=2,
+                )
+        assert self._engine is not None
+        self.ranges.put_all(self._engine, device)
+        for slot in self._slots:
+            slot.index = -1
+        if not self._slots:
+            largest = max((one.memory for one in self.ranges.layers.values()), key=Tensor.numel)
+            self._slots = [Slot(self._engine.like(largest), self._engine.record(COMPUTE)) for _ in range(2)]
+        self._device = device
+
+    def _current(self, index: int) -> LayerRange:
+        """A layer's weights on the host."""
+        if index in self._inside:
+            return self.ranges.layers[index]
+        known = self.ranges.known(index)
+        if known is None:
+            assert self._engine is not None
+            assert self._engines_device is not None
+            known = self.ranges.put(index, self._engine, self._engines_device)
+            for slot in self._slots:
+                slot.index = -1 if slot.index == index else slot.index
+        return known

@@ -1,0 +1,149 @@
+"""Weights on the host on the emulated device, where a kernel that meets a tensor of the host raises.
+
+covers: offload/weights.py, offload/ranges.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from streambp.device import counted_bytes
+from streambp.offload import engines, weights
+from tests.emulated import backend
+from tests.families import make_batch
+from tests.offload.weights_runs import made, weights_of
+from tests.tiers import thinned
+
+pytestmark = pytest.mark.emulated
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next", "falcon_h1")
+SLOW = {"back": (0.05, 0.0), "compute": (0.0, 0.001)}  # seconds a copy to the device, or a kernel
+WAITS = {
+    line.rpartition("# ")[2]: number
+    for number, line in enumerate(inspect.getsource(weights).splitlines(), 1)
+    if ".wait(" in line
+}
+NEEDED = {"7": "compute", "8": "back"}
+
+
+class Leaky(engines.AcceleratorEngine):
+    """Leaves out the waits of one line of weights.py."""
+
+    line: int | None = None
+    left_out = 0
+
+    def wait(self, queue, event):
+        caller = sys._getframe(1)
+        if caller.f_code.co_filename == weights.__file__ and caller.f_lineno == Leaky.line:
+            Leaky.left_out += event is not None
+        else:
+            super().wait(queue, event)
+
+
+def trained(model, batch):
+    model.zero_grad(set_to_none=True)
+    model(**batch, use_cache=False).loss.backward()
+    torch.accelerator.synchronize()
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("qwen3", "qwen3_next")))
+def test_a_moved_model_leaves_its_weights_on_the_host(family, device):
+    batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
+    expected = trained(made(family, weights="device").to(device), batch)
+    model = made(family).to(device)
+    for _ in range(2):
+        assert same(trained(model, batch), expected)
+    frozen = [
+        p for layer in weights_of(model).ranges.sites.values() for p in layer.layer.parameters() if not p.requires_grad
+    ]
+    assert {p.device.type for p in frozen} == {"cpu"}
+    assert {p.device for p in model.parameters() if p.requires_grad} == {torch.device(device.type, 0)}
+    assert type(weights_of(model)._engine) is engines.AcceleratorEngine
+    assert all(layer.memory.is_pinned() for layer in weights_of(model).ranges.layers.values())
+
+
+def trainer_of(weights, device, folder):
+    """HF's Trainer after two steps of two micro-batches, on adapters."""
+    rows = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1).items()} for seed in range(4)]
+    arguments = TrainingArguments(
+        str(folder), max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_grad_norm=0.3,
+        learning_rate=1e-2, logging_steps=1, eval_strategy="steps", eval_steps=1, report_to=[], disable_tqdm=True,
+        save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(made(weights=weights), arguments, train_dataset=rows, eval_dataset=rows[:2])
+    assert trainer.args.device.type == device.type
+    trainer.train()
+    return trainer
+
+
+def test_trainer_leaves_them_there_and_trains_alike(device, tmp_path):
+    ours, resident = (trainer_of(weights, device, tmp_path / weights) for weights in ("cpu", "device"))
+    assert [{k: v for k, v in entry.items() if "loss" in k and "train" not in k} for entry in ours.state.log_history] == [
+        {k: v for k, v in entry.items() if "loss" in k and "train" not in k} for entry in resident.state.log_history
+    ]
+    for (name, one), other in zip(ours.model.named_parameters(), resident.model.parameters(), strict=True):
+        on_host = not one.requires_grad and ".layers." in name
+        assert one.device.type == ("cpu" if on_host else device.type), name
+        assert torch.equal(one.cpu(), other.cpu()), name
+
+
+@pytest.fixture(scope="module")
+def run(device):
+    """A model with its weights on the host, a batch, the gradients of a step, and the model's engine."""
+    batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
+    expected = trained(made(weights="device").to(device), batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "make_engine", Leaky)
+        model = made().to(device)
+        trained(model, batch)
+        trained(model, batch)
+    return model, batch, expected, weights_of(model)._engine
+
+
+def found(run, wait, slow):
+    """Whether a step gives the gradients of weights on the device, and how many waits it left out."""
+    model, batch, expected, engine = run
+    assert type(engine) is Leaky
+    c, (back, compute) = backend.extension(), SLOW[slow]
+    Leaky.line, Leaky.left_out = WAITS.get(wait), 0
+    try:
+        c.set_delays(0, 0, 0.0, compute)
+        c.set_delays(0, engine._streams[engines.BACK].stream_id, back, 0.0)
+        gradients = trained(model, batch)
+    finally:
+        Leaky.line = None
+        c.set_delays(0, 0, 0.0, 0.0)
+        c.set_delays(0, engine._streams[engines.BACK].stream_id, 0.0, 0.0)
+    return same(gradients, expected), Leaky.left_out
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_with_all_waits_a_step_is_right(run, slow):
+    assert found(run, None, slow) == (True, 0)
+
+
+@pytest.mark.parametrize("wait", NEEDED)
+def test_a_wait_that_is_needed(run, wait):
+    is_same, left_out = found(run, wait, NEEDED[wait])
+    assert left_out > 0
+    assert not is_same
+
+
+def test_the_device_holds_two_layers(run, device):
+    """Beside what is not the layers': embeddings, head, norms, adapters."""
+    model = run[0]
+    model.zero_grad(set_to_none=True)
+    held = counted_bytes(torch.device(device.type, 0), "allocated")
+    on_device = sum(p.nbytes for p in model.parameters() if p.device.type == device.type)
+    largest = max(layer.memory.numel() for layer in weights_of(model).ranges.layers.values())
+    assert weights_of(model).device_bytes == 2 * largest
+    assert held >= on_device + 2 * largest

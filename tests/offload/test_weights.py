@@ -1,0 +1,468 @@
+"""Weights on the host: the same bits as with weights on the device, while nobody can read the host's but the copies.
+
+covers: offload/weights.py, offload/ranges.py, layer/site.py
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import textwrap
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import streambp
+from streambp.errors import BackwardError, HostMemoryError, StreamBPError, UnsupportedModelError
+from streambp.model import wrappers
+from streambp.offload import ranges
+from streambp.offload.ranges import StaysOnHost
+from streambp.offload.weights import HostWeights
+from tests.families import build, make_batch, mix_neighbours
+from tests.offload.weights_runs import (
+    FAMILIES,
+    assert_same,
+    invert,
+    made,
+    patched,
+    step,
+    weights_of,
+    with_adapters,
+)
+from tests.tiers import thinned
+
+pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
+ALL = ("attn_out", "kv", "*")
+SETTINGS = {
+    "nothing saved": {},
+    "all saved": {"saves": ALL},
+    "auto": {"saves": "auto"},
+    "offload": {"saves": ALL, "offload": "cpu"},
+    "little room": {"offload": "cpu", "gpu_memory": 1},
+    "offload auto": {"saves": "auto", "offload": "auto"},
+    "chunks of auto": {"chunk_size": "auto"},
+}
+
+
+def both(family="qwen3", dtype=torch.float32, **settings):
+    """A model with its weights on the host, inverted, and the same one with its weights on the device."""
+    model = made(family, dtype, **settings)
+    invert(model)
+    return model, made(family, dtype, "device", **settings)
+
+
+@pytest.mark.parametrize("dtype", thinned([torch.float32, torch.bfloat16], lambda dtype: dtype == torch.bfloat16))
+@pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("gpt_oss", "qwen3_next", "falcon_h1")))
+def test_families_give_the_same_bits(family, dtype):
+    model, resident = both(family, dtype)
+    for _ in range(2):
+        assert_same(step(model), step(resident))
+    weights = weights_of(model)
+    largest = max(layer.memory.numel() for layer in weights.ranges.layers.values())
+    assert weights.device_bytes == 2 * largest
+
+
+@pytest.mark.fast("auto", "offload")
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_settings_give_the_same_bits(settings):
+    model, resident = both(**settings)
+    for _ in range(3):
+        assert_same(step(model, 1), step(resident, 1))
+
+
+def test_a_layers_weights_come_once_in_each_direction():
+    model = made()
+    invert(model)
+    weights = weights_of(model)
+    step(model, 3)
+    loads = {index: sum(n for (_, layer), n in weights.loads.items() if layer == index) for index in range(4)}
+    assert loads == {0: 6, 1: 6, 2: 3, 3: 3}  # the last two are still there when backward begins
+
+
+def test_the_next_layer_is_on_its_way_before_a_layer_is_computed(monkeypatch):
+    """From the second micro-batch on, when the order is known."""
+    model = made()
+    invert(model)
+    step(model, 1)
+    weights, seen, here = weights_of(model), [], HostWeights.here
+
+    def entered(self, index, direction, device):
+        seen.append((direction[0], index, sum(weights.loads.values())))
+        return here(self, index, direction, device)
+
+    monkeypatch.setattr(HostWeights, "here", entered)
+    before = sum(weights.loads.values())
+    step(model, 1)
+    # Of forward's first layer nothing was known; all others' copies began a layer before.
+    assert [(d, i, n - before) for d, i, n in seen] == [
+        ("f", 0, 0), ("f", 1, 2), ("f", 2, 3), ("f", 3, 4), ("b", 3, 4), ("b", 2, 4), ("b", 1, 5), ("b", 0, 6),
+    ]  # fmt: skip
+
+
+SCHEDULES = ("F0 F1 B1 B0", "F0 E F1 B0 E B1", "F0 F1 E B0 F2 B2 B1")
+
+
+@pytest.mark.fast("F0 E F1 B0 E B1")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_orders_of_passes(schedule):
+    def run(model):
+        model.zero_grad(set_to_none=True)
+        losses, values = {}, []
+        for item in schedule.split():
+            if item == "E":
+                with torch.no_grad():
+                    values.append(model(**make_batch("plain", seed=9), use_cache=False).loss)
+            elif item[0] == "F":
+                losses[item[1]] = model(**make_batch("plain", seed=int(item[1])), use_cache=False).loss
+                values.append(losses[item[1]].detach())
+            else:
+                losses[item[1]].backward()
+        return values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    model, resident = both()
+    for _ in range(2):
+        assert_same(run(model), run(resident))
+
+
+def test_under_autocast_no_copy_of_a_weight_outlives_its_layer():
+    model, resident = both()
+
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(model)
+
+    assert_same(run(model), run(resident))
+
+
+class Casts(TorchDispatchMode):
+    """The storages of matrices that were cast to half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dim() == 2 and out.dtype == torch.bfloat16:
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+
+def casts_left(model):
+    """How many of them there are, and how many autocast keeps, when a forward without gradients is over."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        model(**make_batch("plain"), use_cache=False)
+        return len(casts.made), sum(not storage.expired() for storage in casts.made)
+
+
+def test_autocasts_cache_keeps_no_layer():
+    """Of a model that trains as a whole, in an evaluation; frozen weights are not cached at all."""
+    made, left = casts_left(patched(build("qwen3", num_hidden_layers=4)))
+    assert made > 28
+    assert left <= 1  # the head's
+    made, left = casts_left(patched(build("qwen3", num_hidden_layers=4), "device"))
+    assert left >= 28
+
+
+def test_an_error_leaves_the_model_usable(monkeypatch):
+    model, resident = both()
+    layer = model.get_base_model().model.layers[2]
+    expected = step(resident)
+    real = type(layer.mlp).forward
+
+    def failing(self, x):
+        if self is layer.mlp and failing.left == 0:
+            raise RuntimeError("no")
+        failing.left -= self is layer.mlp
+        return real(self, x)
+
+    step(model)
+    monkeypatch.setattr(type(layer.mlp), "forward", failing)
+    for left in (0, 2, 5):
+        failing.left = left
+        with pytest.raises(RuntimeError, match="no"):
+            step(model)
+    monkeypatch.setattr(type(layer.mlp), "forward", real)
+    assert_same(step(model), expected)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_has_weights_of_its_own(how):
+    model, expected = made(), step(made(weights="device"))
+    step(model)
+    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    invert(other)
+    assert_same(step(other), expected)
+    assert_same(step(model), expected)
+    ours, theirs = ({p.data_ptr() for p in m.parameters()} for m in (model, other))
+    assert not ours & theirs
+
+
+def test_unpatch_leaves_the_same_objects_with_the_same_bits():
+    model = with_adapters(build("qwen3"))
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    patched(model)
+    step(model)
+    streambp.unpatch(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: i for name, (i, _) in before.items()}
+    assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters() if "lora" not in name)
+    assert not any("_apply" in module.__dict__ for module in model.modules())
+
+
+def test_files_hold_what_they_held(tmp_path):
+    model = made()
+    step(model)
+    parameter = model.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight
+    for tensor in (parameter, parameter.detach()):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        assert len(file.getvalue()) < parameter.nbytes + 2000  # not its layer's range
+        file.seek(0)
+        assert torch.equal(torch.load(file), parameter)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    plain = torch.load(file, weights_only=False)
+    assert not any("_apply" in module.__dict__ for module in plain.modules())
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = type(merged).from_pretrained(tmp_path)
+    assert all(torch.equal(p, merged.get_parameter(name)) for name, p in again.named_parameters())
+
+
+def test_generate_and_attention_weights():
+    model, resident = both()
+    model.eval(), resident.eval()
+    ids = make_batch("plain")["input_ids"][:, :9]
+    found, expected = (m.generate(input_ids=ids, max_new_tokens=5, do_sample=False) for m in (model, resident))
+    assert torch.equal(found, expected)
+    with torch.no_grad():
+        found, expected = (m(input_ids=ids, use_cache=True).logits for m in (model, resident))
+    assert torch.equal(found, expected)
+    with pytest.raises(UnsupportedModelError, match="does not stream: a cache or attention weights were asked for"):
+        model(input_ids=ids, use_cache=True)
+
+
+def test_one_token_streams_as_one_chunk():
+    model, resident = both()
+    batch = {"input_ids": torch.tensor([[5], [7]])}
+
+    def run(model):
+        model.zero_grad(set_to_none=True)
+        loss = model(**batch, use_cache=False).logits.float().square().mean()
+        loss.backward()
+        return [loss.detach()], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    assert_same(run(model), run(resident))
+    assert all(site.last.plan is not None for site in weights_of(model).ranges.sites.values())
+
+
+def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
+    model = made()
+    mix_neighbours(monkeypatch, model.get_base_model())
+    with pytest.raises(UnsupportedModelError, match="Qwen3DecoderLayer 0 does not stream: it mixes tokens"):
+        step(model)
+    with torch.no_grad():
+        model(**make_batch("plain"), use_cache=False)
+
+
+def test_refusals(monkeypatch):
+    full = patched(build("qwen3"))
+    with pytest.raises(UnsupportedModelError, match="All weights of Qwen3DecoderLayer 0 train"):
+        step(full)
+    with torch.no_grad():
+        loss = full(**make_batch("plain"), use_cache=False).loss
+    assert torch.equal(loss, patched(build("qwen3"), "device")(**make_batch("plain"), use_cache=False).loss)
+    with pytest.raises(HostMemoryError, match=r"The weights of layer 2 want .* and host_memory is 0.00 GiB"):
+        step(made(host_memory=80_000))
+    model = made()
+    loss, trained = model(**make_batch("plain"), use_cache=False).loss, [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(BackwardError, match="create_graph=True"):
+        torch.autograd.grad(loss, trained, create_graph=True)
+    layer = model.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"mlp.up_proj.base_layer.weight of layer 1 is a Parameter on meta"):
+        step(model)
+    monkeypatch.setattr(wrappers, "is_initialized", lambda: True)
+    with pytest.raises(UnsupportedModelError, match="belongs to a process group: each rank would pin a copy"):
+        step(made())
+
+
+def test_freezing_later_and_training_anew():
+    model = patched(build("qwen3", num_hidden_layers=4))
+    model.model.layers.requires_grad_(False)
+    resident = patched(build("qwen3", num_hidden_layers=4), "device")
+    resident.model.layers.requires_grad_(False)
+    assert_same(step(model), step(resident))
+    for one in (model, resident):
+        one.model.layers[1].mlp.requires_grad_(True)
+    assert_same(step(model), step(resident))
+    assert len(weights_of(model).ranges.layers[1].pieces) < len(weights_of(model).ranges.layers[2].pieces)
+
+
+class Statistics:
+    """As bitsandbytes': statistics of a weight [blocks], quantised themselves."""
+
+    def __init__(self, absmax, state2=None):
+        self.absmax, self.state2 = absmax, state2
+
+
+class Quantised(torch.nn.Module):
+    """A Linear with an 8-bit weight [in, out] whose statistics hang on the parameter, as bitsandbytes has them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        absmax = linear.weight.detach().abs().amax(1) / 127  # [out]
+        peak = absmax.amax() / 255
+        self.weight = torch.nn.Parameter((linear.weight.detach() / absmax[:, None]).round().char(), requires_grad=False)
+        self.weight.quant_state = Statistics((absmax / peak).round().byte(), Statistics(peak))
+
+    def forward(self, x):
+        state = self.weight.quant_state
+        absmax = state.absmax.float() * state.state2.absmax
+        return torch.nn.functional.linear(x, self.weight.float() * absmax[:, None])
+
+
+def test_statistics_of_quantised_weights_move_along():
+    def run(weights):
+        model = build("qwen3", num_hidden_layers=3).requires_grad_(False)
+        for layer in model.model.layers:
+            layer.mlp.down_proj = Quantised(layer.mlp.down_proj)
+        model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+        patched(model, weights)
+        if weights == "cpu":
+            invert(model)
+        return model, step(model)
+
+    model, found = run("cpu")
+    assert_same(found, run("device")[1])
+    pieces = weights_of(model).ranges.layers[1].pieces
+    state = model.model.layers[1].mlp.down_proj.weight.quant_state
+    assert {id(state.absmax), id(state.state2.absmax)} <= {id(piece.tensor) for piece in pieces}
+
+
+def test_the_host_holds_little_more_than_the_weights():
+    model = patched(build("qwen3", hidden_size=256, intermediate_size=512).requires_grad_(False))
+    invert(model)
+    held = weights_of(model).ranges
+    own = sum(p.nbytes for p in model.model.layers.parameters())
+    assert own <= held.bytes <= 1.01 * own
+
+
+def test_weights_that_others_hold_stay_on_the_device():
+    def run(weights):
+        model = build("qwen3", num_hidden_layers=3)
+        layers = model.model.layers
+        layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+        layers.requires_grad_(False)
+        patched(model, weights)
+        return model, step(model)
+
+    model, found = run("cpu")
+    assert_same(found, run("device")[1])
+    streamed = [id(piece.tensor) for layer in weights_of(model).ranges.layers.values() for piece in layer.pieces]
+    assert id(model.model.layers[0].mlp.up_proj.weight) not in streamed
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_are_loaded_later_are_used(assign):
+    model, resident = made(), made(weights="device")
+    step(model)
+    state = {name: x.clone() * 1.1 for name, x in resident.state_dict().items()}
+    for one in (model, resident):
+        one.load_state_dict({name: x.clone() for name, x in state.items()}, assign=assign)
+        if assign:
+            one.requires_grad_(False)
+            for name, parameter in one.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+    assert_same(step(model), step(resident))
+
+
+def test_adapters_come_go_and_are_merged():
+    model, resident = made(), made(weights="device")
+    found = []
+    for one in (model, resident):
+        results = [step(one)]
+        one.merge_adapter()  # writes to `.data`
+        with torch.no_grad():
+            results.append(([one(**make_batch("plain"), use_cache=False).loss], results[0][1]))
+        one.unmerge_adapter()
+        results.append(step(one))
+        with one.disable_adapter(), torch.no_grad():
+            results.append(([one(**make_batch("plain"), use_cache=False).loss], results[0][1]))
+        torch.manual_seed(4)
+        one.add_adapter("second", one.peft_config["default"])
+        one.set_adapter("second")
+        results.append(step(one))
+        found.append(results)
+    for ours, theirs in zip(*found, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_a_moved_model_leaves_its_weights_on_the_host(monkeypatch):
+    """Asked of a device that has no data; the emulated one has (tests/emulated/test_weights.py)."""
+    model = made()
+    step(model)
+    asked = []
+
+    def fn(tensor):
+        asked.append(tuple(tensor.shape))
+        return tensor
+
+    layer = model.get_base_model().model.layers[0]
+    assert isinstance(layer.__dict__["_apply"], StaysOnHost)
+    layer._apply(fn)
+    assert (0,) in asked
+    model.to(torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    resident = made(weights="device").to(torch.bfloat16)
+    assert_same(step(model), step(resident))
+
+
+# -- mutants
+
+
+def mutant(monkeypatch, where, name, old, new):
+    source = textwrap.dedent(inspect.getsource(getattr(where, name)))
+    assert old in source
+    space = dict(vars(inspect.getmodule(where)))
+    exec(source.replace(old, new), space)
+    monkeypatch.setattr(where, name, space[name])
+
+
+def test_mutant_a_slot_that_outlives_a_forward(monkeypatch):
+    mutant(monkeypatch, HostWeights, "begin", "slot.index = -1", "pass")
+    mutant(monkeypatch, HostWeights, "_start", "slot.index = -1", "pass")
+    with pytest.raises(AssertionError):
+        test_adapters_come_go_and_are_merged()
+
+
+def test_mutant_a_model_that_moves_as_ever(monkeypatch):
+    mutant(monkeypatch, StaysOnHost, "__call__", "id(tensor) not in held", "True")
+    with pytest.raises(AssertionError):
+        test_a_moved_model_leaves_its_weights_on_the_host(monkeypatch)
+
+
+def test_mutant_autocasts_cache(monkeypatch):
+    monkeypatch.setattr(torch, "set_autocast_cache_enabled", lambda on: None)
+    with pytest.raises(AssertionError):
+        test_autocasts_cache_keeps_no_layer()
+
+
+def test_mutant_a_view_with_its_layers_storage(monkeypatch, tmp_path):
+    def view(memory, offset, like):
+        return memory[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+    monkeypatch.setattr(ranges, "_view", view)
+    with pytest.raises(AssertionError):
+        test_files_hold_what_they_held(tmp_path)
+
+
+def test_mutant_memory_that_is_used_again_under_other_places(monkeypatch):
+    monkeypatch.setattr(ranges.LayerRange, "may_hold", lambda self, places, size: self.memory.numel() >= size)
+    with pytest.raises((AssertionError, StreamBPError)):
+        test_freezing_later_and_training_anew()
