@@ -41,8 +41,8 @@ class Steps:
     """A patched model that has chosen what to save, and its steps."""
 
     def __init__(self, way, device):
-        self.batch = {name: x.to(device) for name, x in make_batch("plain").items()}
-        self.model = streambp.patch(build("qwen3"), streambp.StreamConfig(**WAYS[way])).to(device)
+        self.batch = make_batch("plain")
+        self.model = streambp.patch(build("qwen3", device="cpu"), streambp.StreamConfig(**WAYS[way])).to(device)
         self.before_backward = None
         for _ in range(4):
             first = self()

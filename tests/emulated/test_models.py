@@ -32,11 +32,11 @@ SETTINGS = {
 
 
 def made(family):
-    return build(family, torch.float64) if family in ("qwen3", "gemma3") else zoo.build(family)
+    return (build if family in ("qwen3", "gemma3") else zoo.build)(family, torch.float64, device="cpu")
 
 
 def batch_of(mode):
-    batch = make_batch(mode, rows=3)
+    batch = make_batch(mode, rows=3, device="cpu")
     if mode == "plain":  # rows that begin alike
         batch["input_ids"][:, :12] = batch["input_ids"][:1, :12]
         batch["labels"][:, :12] = -100
@@ -72,8 +72,8 @@ def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_layers_on_two_devices(offload):
     accelerate = pytest.importorskip("accelerate")
-    batch = make_batch("left-padded")
-    model = build("qwen3", torch.float64, num_hidden_layers=4)
+    batch = make_batch("left-padded", device="cpu")
+    model = build("qwen3", torch.float64, device="cpu", num_hidden_layers=4)
     truth = gradients(copy.deepcopy(model), **batch)[1]
     here, there = f"{backend.NAME}:0", f"{backend.NAME}:1"
     places = {"model.embed_tokens": here, "model.rotary_emb": here, "model.norm": there, "lm_head": there}

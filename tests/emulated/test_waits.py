@@ -72,11 +72,10 @@ def run(request, device):
     """The setting's name, its model, a batch, the gradients without offloading, and the engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "make_engine", Leaky)
-        batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
+        batch = make_batch("plain", rows=1)
 
         def made(**settings):
-            model = build("qwen3", num_hidden_layers=3).to(device)
-            return streambp.patch(model, streambp.StreamConfig(chunk_size=8, **settings))
+            return streambp.patch(build("qwen3", num_hidden_layers=3), streambp.StreamConfig(chunk_size=8, **settings))
 
         plain = made(saves=())
         step(plain, batch)
