@@ -6,6 +6,7 @@ covers: offload/engines.py, layer/recompute.py, model/patching.py
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -21,14 +22,14 @@ from tests.tiers import thinned
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("float64_oracle")]
 FAMILIES = ("qwen3", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3", "qwen3_next", "falcon_h1", "mamba2")
 ALL = ("attn_out", "kv", "*")
-SETTINGS = {
-    "plain": {"saves": ()},
-    "saves": {"saves": ALL},
-    "auto": {},
-    "offload": {"saves": ALL, "offload": "cpu"},
-    "offload auto": {"offload": "auto"},
-    "shared": {"saves": (), "share_prefixes": True},
+SAVES = {"none": {"saves": ()}, "all": {"saves": ALL}, "auto": {}}
+OFFLOAD = ("none", "cpu", "auto")
+SETTINGS = {  # offload="auto" chooses saves itself
+    f"{saves}-{offload}-{'shared' if shared else 'rows'}": {**SAVES[saves], "offload": offload, "share_prefixes": shared}
+    for saves, offload, shared in itertools.product(SAVES, OFFLOAD, (False, True))
+    if offload != "auto" or saves == "auto"
 }
+FAST = ("all-cpu-rows", "all-cpu-shared")
 
 
 def made(family):
@@ -49,11 +50,11 @@ def truths():
     return {}
 
 
-@pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting in ("offload", "shared")))
+@pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting in FAST))
 @pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("qwen3", "qwen3_next")))
 def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
     """Patched on the CPU and moved, in two steps."""
-    mode = "plain" if setting == "shared" else "left-padded"
+    mode = "plain" if SETTINGS[setting]["share_prefixes"] else "left-padded"
     model, batch = made(family), batch_of(mode)
     if (family, mode) not in truths:
         truths[family, mode] = gradients(copy.deepcopy(model), **batch)[1]
@@ -63,7 +64,7 @@ def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
     for _ in range(2):
         _, found = gradients(model, **moved)
         assert worst_error({name: g.cpu() for name, g in found.items()}, truths[family, mode]) <= EXACT
-    if SETTINGS[setting].get("offload") == "cpu":
+    if SETTINGS[setting]["offload"] == "cpu":
         transfers = manager_of(model).transfers
         assert all(type(engine) is engines.AcceleratorEngine for engine in transfers.engines.values())
         assert transfers.bytes[engines.OUT] > 0

@@ -55,8 +55,8 @@ for name in "${wanted[@]}"; do
 done
 
 python=${PYTHON:-python} tiny=0 device=${STREAMBP_TEST_DEVICE:-cuda}
-bars=(--row '*-liger') kernels='*'
-case " ${others[*]-} " in *" --tiny "*) tiny=1 kernels='p* auto' bars=(--row checkpointing --row 'streambp-*') ;; esac
+bars=(--row '*-liger') kernels='*' errors='*' families='*' methods='gpu'
+case " ${others[*]-} " in *" --tiny "*) tiny=1 kernels='p* auto' errors='auto *kv' families=mamba2 methods='offloading or growth' bars=(--row checkpointing --row 'streambp-*') ;; esac
 case " ${others[*]-} " in *" --device cpu "*) device=cpu ;; esac
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
@@ -102,7 +102,7 @@ run_step() {
             for size in 192/128 256 64 80 96 192 512; do sizes+=(--row "$kernels $size"); done
             rows op_rows "${sizes[@]}"
             ;;
-        errors) rows report --row 'plain *' --row 'left*' --row 'packed *' --row 'window *' ;;
+        errors) rows report --row "plain $errors" --row "left* $errors" --row "packed $errors" --row "window $errors" ;;
         states) rows state_rows ;;
         offload) rows offload_rows --row '8B 65,536*' ;;
         offload_lora) rows offload_rows --row '8B LoRA*' ;;
@@ -113,10 +113,10 @@ run_step() {
         two_layers) rows report --row '[0-9]*' ;;
         offload_full) rows offload_rows --row '4B full*' ;;
         offload_262k) rows offload_rows --row '8B 262,144' ;;
-        errors_right) rows report --row 'right*' ;;
-        pytest) tests -m "gpu and not full" tests -k "not precise and not test_rows and not peaks" ;;
+        errors_right) rows report --row "right* $errors" ;;
+        pytest) tests -m "gpu and not full" tests -k "not precise and not test_rows and not peaks and ($methods)" ;;
         planner) tests -s -m gpu tests/gpu/test_planner.py ;;
-        exact_all) rows exact_rows --row 'float64 *' ;;
+        exact_all) rows exact_rows --row "float64 $families" ;;
     esac
 }
 
