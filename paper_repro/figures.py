@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
 from streambp.attention import merge
+from streambp.device import alloc_retries, counted_bytes, is_accelerator
 from streambp.head import blocks
 from streambp.layer import function
 from streambp.planner.count import LiveBytes
@@ -91,7 +92,6 @@ def of(value: float | None, text: str) -> str:
 def run_steps(
     model: nn.Module,
     forward: Callable[[], Tensor],
-    on_gpu: bool,
     update: Callable[[], None] | None = None,
     timeline: bool = True,
 ) -> Figures:
@@ -102,6 +102,8 @@ def run_steps(
         update: what an optimizer does with the gradients; None: they are dropped before the next step.
         timeline: also take the times of kernels on a GPU; a step of millions of launches takes minutes to read.
     """
+    device = next(model.parameters()).device
+    on_gpu = is_accelerator(device)
     seconds: list[float] = []
     seen, calls, retries = AttentionSeen(), {BUFFERS: 0}, None
     spans: list[tuple[str, float, float]] = []
@@ -112,29 +114,29 @@ def run_steps(
         if number == 1:
             watched.enter_context(seen)
             watched.enter_context(counted_calls(calls))
-            if on_gpu and timeline:
+            if device.type == "cuda" and timeline:
                 watched.enter_context(kernel_times(spans))
         if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+            torch.accelerator.synchronize(device)
+            torch.accelerator.reset_peak_memory_stats(device)
+            retries = alloc_retries(device)
         start = time.perf_counter()
         with watched:
             loss = forward()
             loss.backward()
             if on_gpu and number == 1:
-                torch.cuda.synchronize()
+                torch.accelerator.synchronize(device)
         if update is not None:
             update()
         if on_gpu:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
         loss = loss.detach()
     share = busy(spans) / seconds[-1] if spans else None
     peaks: tuple[float | None, float | None] = (None, None)
     if on_gpu:
-        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) - (retries or 0)
-        peaks = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+        retries = alloc_retries(device) - (retries or 0)
+        peaks = counted_bytes(device, "peak") / GIB, torch.accelerator.max_memory_reserved(device) / GIB
     norm, problems = judged_gradients(model) if update is None else judged_weights(model)
     problems += [] if math.isfinite(float(loss)) else [f"the loss is {float(loss)}"]
     names = frozenset(name for name, _, _ in spans)

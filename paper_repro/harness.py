@@ -12,7 +12,9 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import importlib
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,12 +23,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import streambp
 from paper_repro.figures import GIB, LONGEST_TIMELINE, commit, counted_peak, run_steps, versions, wrong_paths
 from paper_repro.losses import OBJECTIVES, Objective
 from paper_repro.methods import Method, Unavailable
 from paper_repro.recipes import METHODS
 from paper_repro.rows import Deadline, add_minutes, first_line, run_child
 from paper_repro.shapes import build, make_batch
+from streambp.device import counted_bytes, is_accelerator, tells_memory
+from streambp.offload.policy import Known
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +40,8 @@ ROOT = Path(__file__).parents[1]
 class Row:
     """One line of a table. seconds and bytes are of the third forward and backward; [Note: measurement].
 
-    The columns from first_seconds on are those of `Figures`; kernels: what attended, and which of ours ran.
+    The columns from first_seconds on are those of `Figures`; kernels: what attended, and which of ours ran. step: what
+    a streamed one did, by `streambp.last_step`, and the bytes that were predicted for it.
     """
 
     experiment: str
@@ -63,11 +69,16 @@ class Row:
     loss: float | None = None
     gradient_norm: float | None = None
     kernels: str = ""
+    step: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a child process measures."""
+    """What a child process measures.
+
+    micro_batches: to a step. adamw: a step ends with AdamW's, whose states are there from the second on. moved: the model
+    is patched on the CPU, and moved.
+    """
 
     experiment: str
     method: str
@@ -81,6 +92,9 @@ class Job:
     seed: int = 0
     device: str = "cuda"
     until_oom: bool = True
+    micro_batches: int = 1
+    adamw: bool = False
+    moved: bool = False
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -131,10 +145,12 @@ def show(row: Row) -> None:
     peak = f"{row.peak_gib:8.3f} GiB" if row.peak_gib is not None else " " * 12
     what = f"{row.shape:<10} {row.trained:<5} {row.objective:<5} {row.method:<22}"
     others = ("first_seconds", "reserved_gib", "retries", "kernel_share", "gradient_buffers", "loss", "gradient_norm")
-    told = [f"{name} {getattr(row, name):g}" for name in others if getattr(row, name) is not None]
+    known = [f"{name} {getattr(row, name):g}" for name in others if getattr(row, name) is not None]
     print(f"{what} {row.rows} x {row.tokens:>8} {seconds} {peak} {row.status}", flush=True)
-    if told:
-        print(f"{'':<11}{', '.join(told)}; {row.kernels}", flush=True)
+    if known:
+        print(f"{'':<11}{', '.join(known)}; {row.kernels}", flush=True)
+    if row.step:
+        print(f"{'':<11}{row.step}", flush=True)
 
 
 def store(row: Row, output: Path) -> None:
@@ -160,7 +176,10 @@ def child(job: Job) -> None:
     try:
         model = build(job.shape, job.lora, device, job.seed)
         method = METHODS[job.method]()
+        if job.moved:  # made on the device, whose random numbers take no minute
+            model.cpu()
         method.prepare(model, job.chunk_size)
+        model.to(device)
     except Unavailable as error:
         print("ROW", json.dumps(row_of(job, job.lengths[0], str(error))), flush=True)
         return
@@ -190,14 +209,27 @@ def measure(
 ) -> tuple[dict[str, float | str | None], list[str]]:
     """The row's own figures, and what must not be. [Note: measurement]"""
     ids = make_batch(model, length, job.seed, job.rows)
-    on_gpu = model.device.type == "cuda"
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=is_accelerator(model.device)) if job.adamw else None
+    start = 0
 
     def forward() -> Tensor:
+        nonlocal start
+        start = counted_bytes(model.device, "allocated") if tells_memory(model.device) else 0
+        for _ in range(job.micro_batches - 1):
+            with method.step(model):
+                loss = objective(method, model, ids, job.seed)
+            loss.backward()
         with method.step(model):
             return objective(method, model, ids, job.seed)
 
-    found = run_steps(model, forward, on_gpu, timeline=length <= LONGEST_TIMELINE)
-    problems = [*found.problems, *method.missing(found, on_gpu)]
+    def update() -> None:
+        assert optimizer is not None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = run_steps(model, forward, None if optimizer is None else update, length <= LONGEST_TIMELINE)
+    problems = [*found.problems, *method.missing(found, model.device.type)]
     patched = getattr(model, "_streambp", None)
     if patched is not None:
         problems += wrong_paths(model)
@@ -205,7 +237,7 @@ def measure(
     figures: dict[str, float | str | None] = {
         "seconds": found.seconds,
         "first_seconds": found.first,
-        "peak_gib": found.peak_gib if on_gpu else counted_peak(model, forward),
+        "peak_gib": counted_peak(model, forward) if found.peak_gib is None else found.peak_gib,
         "reserved_gib": found.reserved_gib,
         "host_gib": None if offloader is None else offloader.host_bytes / GIB,
         "retries": found.retries,
@@ -214,8 +246,27 @@ def measure(
         "loss": found.loss,
         "gradient_norm": found.norm,
         "kernels": ", ".join(found.ran),
+        "step": "" if patched is None else told(model, start),
     }
     return figures, problems
+
+
+def told(model: PreTrainedModel, start: int) -> str:
+    """What the last step of a patched model did. start: bytes that were allocated before it."""
+    record, state = streambp.last_step(model), model._streambp.state  # type: ignore[union-attr]
+    assert record is not None
+    said = f"{record}; {record.short_steps} steps let go of saves"
+    if record.least_free is not None:
+        said += f", {record.least_free / GIB:.3g} GiB were free at least"
+    known = Known() if state.policy is None else state.policy.known
+    if known.need is None:
+        return said
+    need = known.need(record.tokens, record.rows * min(record.chunk_size, record.tokens // record.rows), 0.0)
+    kept = record.needed if record.needed is not None else record.saved_bytes or 0.0
+    return (
+        f"{said}; predicted {(start + need + kept) / GIB:.4g} GiB: {start / GIB:.3g} at the start, {need / GIB:.3g} of a "
+        f"step without saves, {kept / GIB:.3g} of saves"
+    )
 
 
 def row_of(job: Job, length: int, status: str, on: str | None = None, **figures: float | str | None) -> dict[str, object]:
@@ -225,7 +276,7 @@ def row_of(job: Job, length: int, status: str, on: str | None = None, **figures:
         "experiment": job.experiment,
         "objective": job.objective,
         "shape": job.shape,
-        "trained": "LoRA" if job.lora else "full",
+        "trained": ("LoRA" if job.lora else "full") + " AdamW" * job.adamw,
         "method": job.method,
         "tokens": length,
         "rows": job.rows,
@@ -243,9 +294,13 @@ def row_of(job: Job, length: int, status: str, on: str | None = None, **figures:
 
 
 def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    return str(torch.get_device_module(device).get_device_name())
 
 
 if __name__ == "__main__":
+    if "STREAMBP_TEST_DEVICE" in os.environ:  # it may be one that has to be registered
+        importlib.import_module("tests.device")
     values = json.loads(sys.argv[1])
     child(Job(**{**values, "lengths": tuple(values["lengths"])}))

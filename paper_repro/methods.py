@@ -60,9 +60,9 @@ class Method:
         """Around forward; what must be on for the saved tensors."""
         yield
 
-    def missing(self, found: Figures, on_gpu: bool) -> list[str]:
+    def missing(self, found: Figures, device: str) -> list[str]:
         """Kernels that the method stands for and that did not run on a GPU."""
-        if not on_gpu:
+        if device != "cuda":
             return []
         problems = ["no fused kernel attended"] * (not any(name.endswith("backward") for name in found.ran))
         if self.liger:
@@ -92,10 +92,10 @@ class StreamBP(Method):
     def log_probs(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids, output_log_probs=True, use_cache=False).log_probs
 
-    def missing(self, found: Figures, on_gpu: bool) -> list[str]:
+    def missing(self, found: Figures, device: str) -> list[str]:
         """Our head's kernels as well; blocks that torch merges are a slower path."""
-        problems = super().missing(found, on_gpu)
-        if on_gpu:
+        problems = super().missing(found, device)
+        if device == "cuda":
             problems += [f"{kernel} did not run in Triton" for kernel in HEAD if kernel not in found.ran]
             problems += [f"{NOT_FUSED} ran"] * (NOT_FUSED in found.ran)
         return problems

@@ -33,7 +33,7 @@ def build(shape: str, lora: bool, device: torch.device, seed: int) -> PreTrained
     """A model of that shape in train mode: bf16 on a GPU, float32 on a CPU; every parameter trained, or LoRA of rank 8."""
     torch.manual_seed(seed)
     config = Qwen3Config(**SHAPES[shape], attn_implementation="sdpa", max_position_embeddings=2**22)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -52,7 +52,7 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
     try:
         for saves in SAVES:
             model: Any = zoo.build(family, torch.float32 if autocast else dtype, attention_dropout=0.1).train()
-            streambp.patch(model, streambp.StreamConfig(chunk_size=8, saves=saves, share_prefixes=False))
+            streambp.patch(model, streambp.StreamConfig(chunk_size=8, saves=saves, rows="as_given"))
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             scaler = torch.amp.GradScaler("cpu", enabled=autocast and dtype == torch.float16)
             for _ in range(steps // len(SAVES)):

@@ -25,8 +25,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.device import DEVICE
 from tests.seeds import seed_torch, seeded
 
+Device = torch.device | str
 VOCABULARY = 53
 LENGTH = 23
 WINDOW = 6
@@ -63,8 +65,10 @@ FAMILIES = {
 MODES = ("plain", "left-padded", "right-padded", "packed")
 
 
-def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A model in train mode with sdpa and random weights, norms and biases among them."""
+def build(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: Device = DEVICE, **overrides: object
+) -> PreTrainedModel:
+    """A model in train mode with sdpa and random weights, norms and biases among them, which are those of any device."""
     model_class, config_class, extra = FAMILIES[family]
     seed_torch(seed)
     config = config_class(**{**SIZES, **extra, **overrides}, attn_implementation="sdpa")
@@ -73,10 +77,18 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **over
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+    return placed(model, device)
+
+
+def placed(model: PreTrainedModel, device: Device) -> PreTrainedModel:
+    """On a device, with weights tied as before: `to` may make new parameters, one by one."""
+    if torch.device(device).type != "cpu":
+        model.to(device)  # type: ignore[arg-type]
+        model.tie_weights()
     return model
 
 
-def make_batch(mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2) -> dict[str, Tensor]:
+def make_batch(mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2, device: Device = DEVICE) -> dict[str, Tensor]:
     """Random tokens with labels; padding and prompts are not labelled, documents of a packed row restart at 0."""
     generator = seeded(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
@@ -98,7 +110,7 @@ def make_batch(mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2) ->
         ids[kept == 0] = 0
         labels[kept == 0] = -100
         batch["attention_mask"] = kept
-    return batch
+    return {name: x.to(device) for name, x in batch.items()}
 
 
 def mix_neighbours(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.accumulate import add_product
 from streambp.planner.count import StepCount
+from tests.device import ACCELERATOR
 from tests.seeds import seeded
 from tests.versions import SUM_WITHOUT_DATA
 
@@ -47,10 +48,10 @@ def test_sums(dtype):
     check_sums(dtype)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(any=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_on_a_device(dtype):
-    check_sums(dtype, "cuda")
+    check_sums(dtype, ACCELERATOR.type)
 
 
 def test_a_float64_sum_of_half_precision_products():

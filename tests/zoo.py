@@ -15,7 +15,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.families import VOCABULARY, WINDOW
+from tests.device import DEVICE
+from tests.families import VOCABULARY, WINDOW, Device, placed
 from tests.seeds import seed_torch
 
 SIZES: dict[str, int] = {
@@ -170,7 +171,9 @@ def _one_layer_of_each_kind(default: dict[str, Any], depth: int, depth_name: str
     return {depth_name: len(layers), **{field: [value[layer] for layer in layers] for field, value in per_layer.items()}}
 
 
-def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def build(
+    name: str, dtype: torch.dtype = torch.float64, seed: int = 0, device: Device = DEVICE, **changes: Any
+) -> PreTrainedModel:
     """A model in train mode with random weights, norms and biases among them.
 
     With sdpa, or with transformers' eager attention where the family's sdpa is missing or incomplete.
@@ -188,4 +191,4 @@ def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **change
         for parameter in model.parameters():
             if parameter.dim() <= 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return placed(model, device)

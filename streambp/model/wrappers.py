@@ -369,9 +369,8 @@ class BackboneForward(InstanceForward):
         positions = self.state.position_ids if positions is None else positions
         if self.state.config.documents != "from_positions" or not isinstance(positions, Tensor):
             return None
-        if any(kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS)) or not has_data(
-            positions
-        ):
+        told = any(kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS))
+        if told or not has_data(positions):
             return None
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if positions.dim() == 3 and positions.shape[0] == 4:  # of text, time, height and width

@@ -1,4 +1,4 @@
-"""What a step of one prompt's completions costs, as rows and with their prompt computed once (`share_prefixes`).
+"""What a step of one prompt's completions costs, as rows and with their prompt computed once (`rows`).
 
 [Note: a group's work] Both are steps of so many tokens whose queries read so many keys, so the profile of one row serves
 them. G rows are G times the tokens, and each reads its own P + C. The packed row has P + G C tokens, and its pairs are

@@ -27,6 +27,7 @@ from torch.utils import cpp_extension
 
 NAME = "emulated"
 DEVICES = 2
+LIMIT = 64 * 2**30  # bytes of each, at first
 SOURCE = Path(__file__).with_name("device.cpp")
 
 

@@ -5,6 +5,7 @@ covers: head/recipe.py, layer/oom.py, admission/entry.py
 
 from __future__ import annotations
 
+import collections
 import gc
 import time
 import traceback
@@ -28,7 +29,7 @@ WAYS = {
     "graph": {"chunk_size": 4096, "unpatched_runs": False},
     "unpatched": {"chunk_size": 4096},
 }
-LIMIT = 64 * 2**30
+LEAST_ENDED = {"chunks": 0.5, "graph": 0.5, "unpatched": 0.3}  # of steps in which one allocation fails
 PACKAGE = Path(streambp.__file__).parent
 
 
@@ -40,8 +41,8 @@ class Steps:
     """A patched model that has chosen what to save, and its steps."""
 
     def __init__(self, way, device):
-        self.batch = {name: x.to(device) for name, x in make_batch("plain").items()}
-        self.model = streambp.patch(build("qwen3"), streambp.StreamConfig(**WAYS[way])).to(device)
+        self.batch = make_batch("plain")
+        self.model = streambp.patch(build("qwen3", device="cpu"), streambp.StreamConfig(**WAYS[way])).to(device)
         self.before_backward = None
         for _ in range(4):
             first = self()
@@ -118,13 +119,22 @@ def tried(monkeypatch):
     return seen
 
 
-def checked(steps, error):
-    """Asserts of an error that it carries advice, or comes from torch's own backward around streamed layers: nobody else
-    is called there."""
-    frames = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
-    assert isinstance(error, DeviceMemoryError) or not any(PACKAGE in file.parents for file in frames), repr(error)
-    if isinstance(error, DeviceMemoryError):
-        assert "StreamConfig" in str(error)
+ENDED, ADVISED, BARE, WRONG = "ended bit for bit", "raised with advice", "torch's own backward raised", "wrong"
+
+
+def outcome(steps):
+    """Of a step. [Note: bare errors] Backward outside of streamed layers and of the head is torch's: of embeddings, of sums
+    of gradients, and of all that a micro-batch as unpatched does. Nobody else is called there, so nobody can add advice to
+    what it raises; the next micro-batch of so many tokens streams."""
+    try:
+        found = steps()
+    except torch.OutOfMemoryError as error:
+        if isinstance(error, DeviceMemoryError):
+            return ADVISED if "StreamConfig" in str(error) else f"{WRONG}: no advice in {error}"
+        frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        ours = [file for file in frames if PACKAGE in file.parents]
+        return f"{WRONG}: {error!r} passed through {ours}" if ours else BARE
+    return ENDED if any(same(found, expected) for expected in steps.expected) else f"{WRONG}: other gradients"
 
 
 def started(way):
@@ -134,48 +144,37 @@ def started(way):
     return way[1]
 
 
-def run(steps):
-    """A step: whether it ended; then it is bit for bit one that has memory."""
-    try:
-        found = steps()
-    except torch.OutOfMemoryError as error:
-        checked(steps, error)
-        return False
-    assert any(same(found, expected) for expected in steps.expected)
-    return True
-
-
-def finish(steps, tried):
-    """After what went wrong: memory is as before, without a collection, and the next step is right and tries nothing."""
+def after(steps, tried):
+    """What a step that went wrong has left: bytes, without a collection; the next step's outcome, and what it tries."""
     deadline = time.monotonic() + 5
     while (left := steps.allocated() - steps.start) and time.monotonic() < deadline:
         time.sleep(0.001)  # autograd's thread lets go of what failed once it gets Python's lock
-    assert left == 0
     tried.clear()
-    assert run(steps)
-    assert tried == []
+    found = left, outcome(steps), list(tried)
     steps.forget()
+    return found
+
+
+CLEAN = (0, ENDED, [])
 
 
 @pytest.mark.parametrize("stride", thinned((71, 1), lambda stride: stride > 1))
 def test_each_allocation_in_turn_fails(way, stride, tried):
     steps = started(way)
-    ended = failed = 0
+    found = collections.Counter()
     gc.disable()
     try:
         for number in range(stride // 2, steps.allocations, stride):
             backend.extension().fail_after(0, number)
-            if run(steps):
-                ended += 1
-            else:
-                failed += 1
+            found[outcome(steps)] += 1
             backend.extension().fail_after(0, -1)
-            finish(steps, tried)
+            assert after(steps, tried) == CLEAN, number
     finally:
         backend.extension().fail_after(0, -1)
         gc.enable()
-    print(f"{way[0]}: {ended} steps ended, {failed} raised")
-    assert ended > failed / 2
+    print(f"{way[0]}, each {stride}th of {steps.allocations} allocations: {dict(found)}")
+    assert found.keys() <= {ENDED, ADVISED, BARE}
+    assert found[ENDED] >= LEAST_ENDED[way[0]] * found.total()
 
 
 @pytest.mark.parametrize("when", ["between steps", "before backward", "in a chunk"])
@@ -194,11 +193,12 @@ def test_a_limit_is_lowered(way, share, when, tried):
         if when == "between steps":
             lower()
         steps.before_backward = lower if when == "before backward" else None
-        for _ in range(2):
-            run(steps)
+        found = [outcome(steps) for _ in range(2)]
     finally:
         steps.before_backward = None
         for hook in hooks:
             hook.remove()
-        backend.extension().set_limit(0, LIMIT)
-    finish(steps, tried)
+        backend.extension().set_limit(0, backend.LIMIT)
+    print(f"{way[0]}, {share} {when}: {found}")
+    assert set(found) <= {ENDED, ADVISED, BARE}
+    assert after(steps, tried) == CLEAN

@@ -6,6 +6,7 @@ covers: offload/engines.py, layer/recompute.py, model/patching.py
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -21,22 +22,26 @@ from tests.tiers import thinned
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("float64_oracle")]
 FAMILIES = ("qwen3", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3", "qwen3_next", "falcon_h1", "mamba2")
 ALL = ("attn_out", "kv", "*")
-SETTINGS = {
-    "plain": {"saves": ()},
-    "saves": {"saves": ALL},
-    "auto": {},
-    "offload": {"saves": ALL, "offload": "cpu"},
-    "offload auto": {"offload": "auto"},
-    "shared": {"saves": (), "rows": "packed"},
+SAVES = {"none": {"saves": ()}, "all": {"saves": ALL}, "auto": {}}
+OFFLOAD = ("none", "cpu", "auto")
+SETTINGS = {  # offload="auto" chooses saves itself
+    f"{saves}-{offload}-{'shared' if shared else 'rows'}": {
+        **SAVES[saves],
+        "offload": offload,
+        "rows": "packed" if shared else "as_given",
+    }
+    for saves, offload, shared in itertools.product(SAVES, OFFLOAD, (False, True))
+    if offload != "auto" or saves == "auto"
 }
+FAST = ("all-cpu-rows", "all-cpu-shared")
 
 
 def made(family):
-    return build(family, torch.float64) if family in ("qwen3", "gemma3") else zoo.build(family)
+    return (build if family in ("qwen3", "gemma3") else zoo.build)(family, torch.float64, device="cpu")
 
 
 def batch_of(mode):
-    batch = make_batch(mode, rows=3)
+    batch = make_batch(mode, rows=3, device="cpu")
     if mode == "plain":  # rows that begin alike
         batch["input_ids"][:, :12] = batch["input_ids"][:1, :12]
         batch["labels"][:, :12] = -100
@@ -49,11 +54,11 @@ def truths():
     return {}
 
 
-@pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting in ("offload", "shared")))
+@pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting in FAST))
 @pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("qwen3", "qwen3_next")))
 def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
     """Patched on the CPU and moved, in two steps."""
-    mode = "plain" if setting == "shared" else "left-padded"
+    mode = "plain" if SETTINGS[setting]["rows"] == "packed" else "left-padded"
     model, batch = made(family), batch_of(mode)
     if (family, mode) not in truths:
         truths[family, mode] = gradients(copy.deepcopy(model), **batch)[1]
@@ -63,7 +68,7 @@ def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
     for _ in range(2):
         _, found = gradients(model, **moved)
         assert worst_error({name: g.cpu() for name, g in found.items()}, truths[family, mode]) <= EXACT
-    if SETTINGS[setting].get("offload") == "cpu":
+    if SETTINGS[setting]["offload"] == "cpu":
         transfers = manager_of(model).transfers
         assert all(type(engine) is engines.AcceleratorEngine for engine in transfers.engines.values())
         assert transfers.bytes[engines.OUT] > 0
@@ -72,8 +77,8 @@ def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_layers_on_two_devices(offload):
     accelerate = pytest.importorskip("accelerate")
-    batch = make_batch("left-padded")
-    model = build("qwen3", torch.float64, num_hidden_layers=4)
+    batch = make_batch("left-padded", device="cpu")
+    model = build("qwen3", torch.float64, device="cpu", num_hidden_layers=4)
     truth = gradients(copy.deepcopy(model), **batch)[1]
     here, there = f"{backend.NAME}:0", f"{backend.NAME}:1"
     places = {"model.embed_tokens": here, "model.rotary_emb": here, "model.norm": there, "lm_head": there}

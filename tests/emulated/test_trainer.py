@@ -15,12 +15,12 @@ from tests.oracle import EXACT
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.emulated
-ROWS = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1).items()} for seed in range(8)]
+ROWS = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1, device="cpu").items()} for seed in range(8)]
 
 
 def train(folder, device, config, resume=False, **arguments):
     """The trainer after 4 steps of 2 micro-batches, or after 2 and their checkpoint's other 2."""
-    model = build("qwen3", torch.float64)
+    model = build("qwen3", torch.float64, device="cpu")
     if config is not None:
         streambp.patch(model, config)
     settings = {
@@ -58,14 +58,14 @@ def test_it_trains_as_unpatched_and_goes_on_from_a_checkpoint(offload, device, t
 
 def scaled(device, config):
     """Losses and norms of 3 steps of 2 micro-batches under float16 autocast, by hand: accelerate knows makers by name."""
-    model = build("qwen3").to(device)
+    model = build("qwen3")
     if config is not None:
         streambp.patch(model, config)
     optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), torch.amp.GradScaler(device.type)
     found = []
     for number in range(3):
         for part in range(2):
-            batch = {name: x.to(device) for name, x in make_batch("left-padded", seed=2 * number + part).items()}
+            batch = make_batch("left-padded", seed=2 * number + part)
             with torch.autocast(device.type, torch.float16):
                 loss = model(**batch, use_cache=False).loss / 2
             scaler.scale(loss).backward()

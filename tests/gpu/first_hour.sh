@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# The first hour on a GPU, in order of worth: bash tests/gpu/first_hour.sh FOLDER [STEP ...] [-- --device cpu --tiny]
+# The first hour on a GPU, in order of worth: bash tests/gpu/first_hour.sh FOLDER [LINE or STEP ...] [-- --tiny]
 #
-# Each step is one command of less than ten minutes and writes to FOLDER/<step>.txt as it goes, so an interrupted hour leaves
-# what it learnt; FOLDER/<step>.csv has rows of benchmarks. A step that has ended is not run again: its exit code is the
-# last line of its file. Without STEP all of them run, one after the other, whatever the others found. What follows -- goes
-# to every script of tests/gpu: STREAMBP_TEST_DEVICE=emulated bash tests/gpu/first_hour.sh FOLDER first -- --tiny rehearses
-# the first step on an emulated GPU; with `--device cpu --tiny` the benchmarks, too, run a small shape on the CPU. Where FOLDER
-# does not outlast a command, or may have few files, name the steps: each of them leaves two files at most.
+# A line ("1" to "6") is one command of less than ten minutes, a list of steps; lines 1 to 3 are the half hour that can show a
+# fault. Each step runs alone, too, has a limit of its own in seconds, and writes to FOLDER/<step>.txt as it goes, so an
+# interrupted hour leaves what it learnt; FOLDER/<step>.csv has rows of benchmarks. Rows go on after one that fails; a step
+# with such a row, one that cannot run, or one whose time is over ends the call, which then names the rows, and the steps that
+# were not begun (GO_ON=1: begin them all the same). A step that has ended is not run again: its exit code is the last line of
+# its file. What follows -- goes to every script of tests/gpu. Where FOLDER does not outlast a command, or may have few files,
+# name the lines: each leaves eight files at most.
+#
+# STREAMBP_TEST_DEVICE=emulated bash tests/gpu/first_hour.sh FOLDER -- --tiny rehearses all of it on an emulated GPU, in small
+# shapes; with `-- --device cpu --tiny` the CPU is the device. docs/cuda.md lists what only a GPU can show.
 #
 # PYTHON   the interpreter (python)
 # WHEELS   a folder of wheels that this machine lacks and that need no building: they are unpacked to a folder of their own
@@ -14,16 +18,46 @@
 #          Where there is a network, for a machine with Python 3.12:
 #              pip download --no-deps --only-binary=:all: --python-version 3.12 -d FOLDER liger-kernel==0.8.5 \
 #                  fla-core==0.6.0 trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
-# MINUTES  begin no row of a step after so many (8.5); rows of their own processes are stopped then
+# GO_ON    1: a step that fails does not end the call
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 folder=${1:?"give a folder for the output"}
 shift
-steps=()
-while [ $# -gt 0 ] && [ "$1" != "--" ]; do steps+=("$1"); shift; done
+
+# Steps and their seconds; the sum of a line is below ten minutes.
+LINES=(
+    "device:110 exact:150 ops:130 check:190"
+    "headline:580"
+    "default:420 limit:160"
+    "ops_sizes:220 errors:200 states:160"
+    "offload:160 offload_lora:180 length_16k:120 length_128k:120"
+    "headline_plain:580 peers:580 two_layers:300 offload_full:400 offload_262k:580 errors_right:300 pytest:580 planner:400 exact_all:580"
+)
+PEERS="axolotl-liger streambp-liger trl-offload-liger liger alst"
+
+wanted=()
+while [ $# -gt 0 ] && [ "$1" != "--" ]; do wanted+=("$1"); shift; done
 [ $# -gt 0 ] && shift
-python=${PYTHON:-python} minutes=${MINUTES:-8.5} tiny=0
-case " $* " in *" --tiny "*) tiny=1 ;; esac
+others=("$@")
+[ ${#wanted[@]} -gt 0 ] || wanted=(1 2 3 4 5 6)
+read -ra ALL <<<"${LINES[*]}"
+steps=()
+for name in "${wanted[@]}"; do
+    case $name in
+        [1-6]) read -ra found <<<"${LINES[$((name - 1))]}" ;;
+        *) found=(); for step in "${ALL[@]}"; do [ "${step%:*}" = "$name" ] && found=("$step"); done ;;
+    esac
+    if [ ${#found[@]} = 0 ]; then
+        echo "no line or step is named $name; lines are 1 to ${#LINES[@]}, steps: ${ALL[*]%:*}" >&2
+        exit 2
+    fi
+    steps+=("${found[@]}")
+done
+
+python=${PYTHON:-python} tiny=0 device=${STREAMBP_TEST_DEVICE:-cuda}
+bars=(--row '*-liger') kernels='*' errors='*' families='*' methods='gpu'
+case " ${others[*]-} " in *" --tiny "*) tiny=1 kernels='p* auto' errors='auto *kv' families=mamba2 methods='offloading or growth' bars=(--row checkpointing --row 'streambp-*') ;; esac
+case " ${others[*]-} " in *" --device cpu "*) device=cpu ;; esac
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 path=$PWD
@@ -35,58 +69,75 @@ if [ -n "${WHEELS:-}" ]; then
 fi
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
-limited() { timeout -k 5 590 "$@"; }
-rows() { # a script of tests/gpu and its own arguments; then those of every script
+limited() { timeout -k 5 "$limit" "$@"; }
+rows() { # a script of tests/gpu and its own arguments; then those of every script. It begins no row in its last sixth.
     script=$1
     shift
-    limited "$python" "tests/gpu/$script.py" --minutes "$minutes" "$@" "${others[@]}"
+    limited "$python" "tests/gpu/$script.py" --minutes "$minutes" "$@" ${others[@]+"${others[@]}"}
 }
 table() { # a benchmark: name, lengths, methods
     if [ $tiny = 1 ]; then
-        limited "$python" -m "paper_repro.$1" --output "$folder/$step.csv" --minutes "$minutes" --device cpu --shape mini \
-            --lengths 64 --methods checkpointing streambp --chunk-size 24
+        limited "$python" -m "paper_repro.$1" --output "$folder/$step.csv" --minutes "$minutes" --device "$device" \
+            --shape mini --lengths 64 --methods checkpointing streambp --chunk-size 24
     else
         # shellcheck disable=SC2086 # lists of words
         limited "$python" -m "paper_repro.$1" --output "$folder/$step.csv" --minutes "$minutes" --lengths $2 --methods $3
     fi
 }
-others=("$@")
-PEERS="axolotl-liger streambp-liger trl-offload-liger liger alst"
+tests() { # of pytest
+    limited "$python" -m pytest -q -rf "$@"
+}
 
 run_step() {
     case $1 in
-        first) rows exact_rows --row 'float64 qwen3' --row 'default*' --row stream --row dropout --row autocast ;;
-        exact) rows exact_rows ;;
-        headline) rows headline --csv "$folder/headline.csv" --row 'check*' --row '*-liger' ;;
-        headline_plain) rows headline --row trl-selective --row streambp-lean --row checkpointing ;;
-        ops) rows op_rows ;;
-        errors) rows report --row 'plain *' --row 'left*' --row 'packed *' --row 'window *' ;;
-        two_layers) rows report --row '[0-9]*' ;;
+        device) rows device_rows ;;
+        exact) rows exact_rows --row 'float64 qwen3' --row 'default*' --row stream --row dropout --row autocast ;;
+        ops) rows op_rows --row "$kernels 128" --row 'sum *' ;;
+        check) rows headline --row check --row 'check liger' ;;
+        headline) rows headline --csv "$folder/headline.csv" "${bars[@]}" ;;
+        default) rows default_rows --csv "$folder/default.csv" ;;
+        limit) rows default_rows --row 'limit *' ;;
+        ops_sizes)
+            sizes=()
+            for size in 192/128 256 64 80 96 192 512; do sizes+=(--row "$kernels $size"); done
+            rows op_rows "${sizes[@]}"
+            ;;
+        errors) rows report --row "plain $errors" --row "left* $errors" --row "packed $errors" --row "window $errors" ;;
+        states) rows state_rows ;;
         offload) rows offload_rows --row '8B 65,536*' ;;
         offload_lora) rows offload_rows --row '8B LoRA*' ;;
-        offload_full) rows offload_rows --row '4B full*' ;;
-        peers) table memory_and_time 65536 "$PEERS" ;;
         length_16k) table memory_and_time 16384 "streambp-liger trl-selective-liger $PEERS streambp checkpointing" ;;
         length_128k) table memory_and_time 131072 "streambp-lean-liger trl-offload-liger" ;;
+        headline_plain) rows headline --row trl-selective --row streambp-lean --row checkpointing ;;
+        peers) table memory_and_time 65536 "$PEERS" ;;
+        two_layers) rows report --row '[0-9]*' ;;
+        offload_full) rows offload_rows --row '4B full*' ;;
         offload_262k) rows offload_rows --row '8B 262,144' ;;
-        states) rows state_rows ;;
-        errors_right) rows report --row 'right*' ;;
-        pytest) limited "$python" -m pytest -q -m "gpu and not full" tests -k "not precise and not test_rows and not peaks" ;;
-        planner) limited "$python" -m pytest -q -s -m gpu tests/gpu/test_planner.py ;;
-        *) echo "no step is named $1; they are: ${ALL[*]}" >&2; return 2 ;;
+        errors_right) rows report --row "right* $errors" ;;
+        pytest) tests -m "gpu and not full" tests -k "not precise and not test_rows and not peaks and ($methods)" ;;
+        planner) tests -s -m gpu tests/gpu/test_planner.py ;;
+        exact_all) rows exact_rows --row "float64 $families" ;;
     esac
 }
-ALL=(first headline ops errors offload headline_plain peers length_16k length_128k states two_layers offload_lora
-    offload_full offload_262k errors_right pytest planner exact)
-[ ${#steps[@]} -gt 0 ] || steps=("${ALL[@]}")
+
 failed=0
-for step in "${steps[@]}"; do
-    file=$folder/$step.txt
+for number in "${!steps[@]}"; do
+    step=${steps[$number]%:*} limit=${steps[$number]#*:} file=$folder/${steps[$number]%:*}.txt
+    [ $tiny = 0 ] || limit=590 # the others are a GPU's
     if grep -qs '^exit code ' "$file"; then echo "== $step: done already"; continue; fi
-    echo "== $step, $(date -u +%FT%TZ)"
+    minutes=$(awk "BEGIN {print $limit / 72}")
+    echo "== $step, $(date -u +%FT%TZ), $limit s at most"
     ( run_step "$step" ) 2>&1 | tee -a "$file"
     code=${PIPESTATUS[0]}
+    [ "$code" = 0 ] || grep -h 'FAILED' "$file" | cut -c 1-200 | sed 's/^/!! /'
+    case $code in 124 | 137) echo "!! stopped after its $limit s" | tee -a "$file" ;; esac
     echo "exit code $code" | tee -a "$file"
-    [ "$code" = 0 ] || failed=1
+    [ "$code" = 0 ] && continue
+    failed=1
+    rest=("${steps[@]:$((number + 1))}")
+    if [ "${GO_ON:-0}" != 1 ] && [ ${#rest[@]} -gt 0 ]; then
+        echo "!! $step failed with exit code $code: not begun are ${rest[*]%:*}. Name them, or set GO_ON=1, to run them all the same."
+        break
+    fi
 done
 exit $failed

@@ -31,6 +31,7 @@ import streambp
 from paper_repro.figures import GIB, LONGEST_TIMELINE, Figures, run_steps, wrong_paths
 from paper_repro.rows import Deadline, Result, each, run_child
 from streambp.offload import manager_of
+from tests.device import limit_memory
 from tests.gpu import script
 from tests.gpu.script import ROOT
 
@@ -130,15 +131,14 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
     """One line, and whether the row's bars hold."""
     row, on_gpu = ROWS[name], device == "cuda"
     if on_gpu and row.limit is not None:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, row.limit * GIB / total))
+        limit_memory(torch.device(device, 0), int(row.limit * GIB))
     model, ids = build(row, device, tiny)
     streambp.patch(model, dataclasses.replace(row.config, host_memory=None) if tiny else row.config)
     optimizer = None if row.optimizer is None else row.optimizer(model, on_gpu)
     before = {"stall_out": 0.0, "stall_back": 0.0}
 
     def forward() -> torch.Tensor:
-        if on_gpu:
+        if device != "cpu":
             before.update(manager_of(model).stats())
         loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
         return loss
@@ -148,7 +148,7 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
         optimizer.zero_grad()
 
     timeline = ids.shape[1] <= LONGEST_TIMELINE
-    figures = run_steps(model, forward, on_gpu, None if optimizer is None else update, timeline)
+    figures = run_steps(model, forward, None if optimizer is None else update, timeline)
     stats = manager_of(model).stats()
     stall = sum(stats[key] - before[key] for key in ("stall_out", "stall_back")) / figures.seconds
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from paper_repro.figures import commit, versions
+from paper_repro.figures import GIB, commit, versions
 from paper_repro.rows import Result, add_arguments, print_rows
 from tests import device as tested  # makes the emulated device this process' own, if STREAMBP_TEST_DEVICE says so
 
@@ -45,6 +45,11 @@ def main(
 def environment(device: str) -> Iterator[Result]:
     name = "CPU" if device == "cpu" else torch.get_device_module(device).get_device_name()
     yield f"{name}; {versions()}; commit {commit()}\n", True
+
+
+def card_gib() -> float:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB
 
 
 def failed(problems: Iterable[str]) -> str:

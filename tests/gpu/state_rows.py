@@ -159,7 +159,7 @@ def judged(name: str, pairs: Iterator[tuple[float, float]], draws: int | None) -
 
 def kernel_row(name: str, args: argparse.Namespace) -> Result:
     kernel, sizes = KERNELS[name], TINY if args.tiny else FULL
-    function = kernel.reference if args.device == "cpu" else kernel.function
+    function = kernel.function if args.device == "cuda" else kernel.reference
     pairs = errors(kernel, function, sizes, args.device, int(CHUNK * sizes.length))
     return judged(name, ((mean(ours), mean(one)) for ours, one in pairs), DRAWS if args.tiny else None)
 
@@ -224,7 +224,7 @@ def model_draws(row: Model, args: argparse.Namespace) -> Iterator[tuple[float, f
             truth = gradients(oracle, **batch)[1]
         stock = copy.deepcopy(oracle).to(torch.bfloat16)
         ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=int(CHUNK * length)))
-        with in_torch(oracle, row.told) if args.device == "cpu" else contextlib.nullcontext():
+        with contextlib.nullcontext() if args.device == "cuda" else in_torch(oracle, row.told):
             found = [relative_l2(gradients(model, **batch)[1], truth) for model in (ours, stock)]
         if problems := wrong_paths(ours):
             raise RuntimeError("; ".join(problems))
@@ -263,7 +263,7 @@ def fused_row(name: str, args: argparse.Namespace) -> Result:
 
 def synchronize(device: str) -> None:
     if device != "cpu":
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
 
 FUSED = "fused and composed scan"
@@ -294,7 +294,7 @@ def absent(name: str) -> list[str]:
 
 
 def measured(name: str, args: argparse.Namespace) -> Result:
-    if args.device == "cpu":
+    if args.device != "cuda":
         return ROWS[name](name, args)
     if lacking := absent(name):
         return f"{name:<34} not run: {'; '.join(lacking)}", False

@@ -23,15 +23,16 @@ from streambp.admission.probe import Verdict
 from streambp.attention import attend, backend, kernels, prefix
 from streambp.layer import function
 from streambp.offload import manager_of
+from tests.device import ACCELERATOR
 from tests.families import build, make_batch
 from tests.gpu import offload_rows, report, script
 from tests.oracle import relative_l2
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(any=True)
 @pytest.mark.parametrize("spans", report.SPANS)
 def test_gradients_are_as_precise_as_unpatched_ones(spans):
-    rows = list(report.report(arguments(row=[f"{spans} *"], device="cuda", tiny=False)))
+    rows = list(report.report(arguments([f"{spans} *"], ACCELERATOR.type, ACCELERATOR.type != "cuda")))
     assert len(rows) > len(report.SAVES)
     assert not [line for line, passed in rows if not passed]
 
@@ -168,10 +169,14 @@ def test_a_row_that_raises_is_not_the_last(monkeypatch):
     assert "ValueError: injected" in rows[0][0]
 
 
+LENGTH, WIDTH = (8192, 512) if ACCELERATOR.type == "cuda" else (200, 64)
+
+
 def model_and_batch(**settings):
-    model = build("qwen3", torch.bfloat16, num_hidden_layers=4, hidden_size=512, head_dim=128).cuda()
-    streambp.patch(model, streambp.StreamConfig(chunk_size=1024, saves=("attn_out", "kv"), **settings))
-    return model, {name: value.cuda() for name, value in make_batch("plain", length=8192).items()}
+    sizes = {"num_hidden_layers": 4, "hidden_size": WIDTH, "head_dim": WIDTH // 4}
+    model = build("qwen3", torch.bfloat16, device=ACCELERATOR, **sizes)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=LENGTH // 8, saves=("attn_out", "kv"), **settings))
+    return model, make_batch("plain", length=LENGTH, device=ACCELERATOR)
 
 
 def gradient_of(**settings):
@@ -183,7 +188,7 @@ def gradient_of(**settings):
     return {name: p.grad.float() for name, p in model.named_parameters()}
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(any=True)
 @pytest.mark.parametrize("gpu_memory", [None, 1])
 def test_offloading_changes_nothing(gpu_memory):
     """As close to a run without it as two such runs are to each other (FlashAttention's backward adds in any order)."""
@@ -191,7 +196,7 @@ def test_offloading_changes_nothing(gpu_memory):
     assert relative_l2(moved, plain) <= 2 * relative_l2(again, plain)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(any=True)
 @pytest.mark.parametrize("gpu_memory", [None, 1, "1GiB"])
 def test_offloading_changes_no_bit_of_deterministic_kernels(gpu_memory, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -205,7 +210,7 @@ def test_offloading_changes_no_bit_of_deterministic_kernels(gpu_memory, monkeypa
     assert all(torch.equal(moved[name], gradient) for name, gradient in plain.items())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(any=True)
 @pytest.mark.parametrize("gpu_memory", [None, 1])
 def test_no_growth_and_stalls_are_counted_on_a_device(gpu_memory):
     model, batch = model_and_batch(offload="cpu", gpu_memory=gpu_memory)
@@ -213,8 +218,8 @@ def test_no_growth_and_stalls_are_counted_on_a_device(gpu_memory):
     for _ in range(20):
         model(**batch, use_cache=False).loss.backward()
         model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        sizes.append((torch.cuda.memory_allocated(), manager_of(model).host_bytes))
+        torch.accelerator.synchronize()
+        sizes.append((torch.accelerator.memory_allocated(), manager_of(model).host_bytes))
     assert len(set(sizes[2:])) == 1
     stats = manager_of(model).stats()
     assert stats["gb_per_s_out"] > 0

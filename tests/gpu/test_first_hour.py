@@ -125,9 +125,16 @@ sys.exit(3 if "tests/gpu/op_rows.py" in words else 0)
 """
 
 
-def first_hour(folder, *words, python):
-    command, variables = ["bash", str(SCRIPT), str(folder), *words], {**os.environ, "PYTHON": str(python)}
+def first_hour(folder, *words, python, **variables):
+    command, variables = ["bash", str(SCRIPT), str(folder), *words], {**os.environ, "PYTHON": str(python), **variables}
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+def lines():
+    """Of the script: the steps of each with their seconds."""
+    found = re.search(r"^LINES=\(\n(.*?)^\)", SCRIPT.read_text(), re.DOTALL | re.MULTILINE)[1]
+    lists = [[step.split(":") for step in line.strip().strip('"').split()] for line in found.splitlines()]
+    return [{name: int(seconds) for name, seconds in one} for one in lists]
 
 
 @pytest.fixture
@@ -141,33 +148,71 @@ def stand_in(tmp_path):
 
 def test_steps_go_on_and_are_not_repeated(tmp_path, stand_in):
     python, log = stand_in
-    found = first_hour(tmp_path / "out", python=python)
-    assert found.returncode == 1, found.stderr  # one step failed
+    found = first_hour(tmp_path / "out", python=python, GO_ON="1")
+    assert found.returncode == 1, found.stderr  # two steps failed
     commands = log.read_text().splitlines()
-    assert "exact_rows.py" in commands[0]
-    assert "headline.py" in commands[1]
-    assert "op_rows.py" in commands[2]
-    assert len(commands) == 18
+    steps = [step for line in lines() for step in line]
+    assert len(commands) == len(steps)
+    for number, script in enumerate(("device_rows.py", "exact_rows.py", "op_rows.py", "headline.py")):
+        assert script in commands[number]
     for step, code in (("headline", 0), ("ops", 3), ("planner", 0)):
         text = (tmp_path / "out" / f"{step}.txt").read_text()
         assert text.startswith("row ")
         assert text.endswith(f"exit code {code}\n")
     (tmp_path / "out" / "states.txt").write_text("row interrupted\n")
+    assert len(list((tmp_path / "out").iterdir())) == len(steps)  # the stand-in writes no table
     again = first_hour(tmp_path / "out", python=python)
     assert again.returncode == 0
     assert len(log.read_text().splitlines()) == len(commands) + 1
     assert (tmp_path / "out" / "states.txt").read_text().startswith("row interrupted\nrow tests/gpu/state_rows.py\n")
-    assert first_hour(tmp_path / "out", "no_step", python=python).returncode == 1
+    unknown = first_hour(tmp_path / "out", "no_step", python=python)
+    assert unknown.returncode == 2
+    assert "no line or step is named no_step; lines are 1 to 6, steps: device exact " in unknown.stderr
+
+
+def test_a_step_that_fails_ends_the_call_and_names_what_is_left(tmp_path, stand_in):
+    python, log = stand_in
+    found = first_hour(tmp_path, "1", "headline", python=python)
+    assert found.returncode == 1
+    assert len(log.read_text().splitlines()) == 3
+    assert "!! ops failed with exit code 3: not begun are check headline. " in found.stdout
+    alone = first_hour(tmp_path, "check", python=python)
+    assert alone.returncode == 0
+    assert "exit code 0" in (tmp_path / "check.txt").read_text()
+
+
+def test_a_step_ends_when_its_time_is_over(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho row 1: FAILED, an error\nexec sleep 60\n")
+    python.chmod(0o755)
+    script = tmp_path / "tests" / "gpu" / "first_hour.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(re.sub(r"check:\d+", "check:1", SCRIPT.read_text()))
+    command = ["bash", str(script), str(tmp_path / "out"), "check"]
+    found = subprocess.run(command, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "!! row 1: FAILED, an error\n!! stopped after its 1 s\nexit code 124\n" in found.stdout
+
+
+def test_lines_fit_into_a_command():
+    """Each is one command of less than ten minutes that leaves eight files at most; the last is a list of steps."""
+    for line in lines()[:-1]:
+        assert sum(line.values()) < 600
+        assert len(line) + 1 <= 8
+    assert max(seconds for line in lines() for seconds in line.values()) < 600
+    assert list(lines()[0]) == ["device", "exact", "ops", "check"]
 
 
 def test_steps_name_rows_and_methods_that_there_are(tmp_path, stand_in):
     python, log = stand_in
-    first_hour(tmp_path / "out", python=python)
+    first_hour(tmp_path / "out", python=python, GO_ON="1")
     names = {
+        "default_rows": ["limit 0.9 in a chunk"],
+        "exact_rows": ["float64 qwen3", "default long", "stream", "dropout", "autocast"],
         "headline": headline.ORDER,
         "offload_rows": offload_rows.ROWS,
         "state_rows": state_rows.ROWS,
-        "op_rows": op_rows.SUMS,
+        "op_rows": [*op_rows.SUMS, *(f"plain cudnn {size}" for size in op_rows.SIZES)],
         "report": [*(f"{spans} cudnn none" for spans in report.SPANS), "8192", "65536"],
     }
     patterns = collections.defaultdict(set)
@@ -179,6 +224,7 @@ def test_steps_name_rows_and_methods_that_there_are(tmp_path, stand_in):
         assert script in patterns
         assert not [pattern for pattern in patterns[script] if not fnmatch.filter(rows, pattern)]
     assert not [name for name in names["report"] if not any(fnmatch.fnmatch(name, row) for row in patterns["report"])]
+    assert not [name for name in names["op_rows"] if not any(fnmatch.fnmatch(name, row) for row in patterns["op_rows"])]
     assert not [name for name in offload_rows.ROWS if not any(fnmatch.fnmatch(name, r) for r in patterns["offload_rows"])]
 
 

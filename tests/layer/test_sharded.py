@@ -24,6 +24,7 @@ from streambp.sharded.layer import stream_shard
 from streambp.sharded.shards import Shards
 from tests import zoo
 from tests.counting import LinearFlops
+from tests.device import ACCELERATOR
 from tests.distributed.one_rank import give_back, split_over_one_rank, with_shifted_labels
 from tests.families import MODES, build, make_batch
 from tests.layer.test_arithmetic import LAYERS, LENGTH, layer_flops, meta_layer
@@ -157,13 +158,12 @@ def test_a_half_without_trainable_parameters_before_it(one_rank, float64_oracle)
     assert worst_error(found[1], found[0]) <= 1e-10
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu(any=True)
 @pytest.mark.parametrize("mode", ["plain", "packed"])
 def test_on_a_gpu(mode, one_rank):
     """bf16 against float32 math, beside the unpatched model."""
-    model = build("qwen3", hidden_size=512, head_dim=128).cuda()
-    batch = {name: tensor.cuda() for name, tensor in with_shifted_labels(make_batch(mode, length=1024)).items()}
+    model = build("qwen3", device=ACCELERATOR, hidden_size=512, head_dim=128)
+    batch = with_shifted_labels(make_batch(mode, length=1024, device=ACCELERATOR))
     _, truth = gradients(model.bfloat16().float(), **batch)
     model.bfloat16()
     _, stock = gradients(model, **batch)

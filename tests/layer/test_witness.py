@@ -85,7 +85,7 @@ def changed_within(change, saves=(), steps=1, dtype=torch.float64, family="qwen3
     prepare, apply = {**CHANGES, **INNER}[change]
     model = build(family, dtype)
     prepare(model)
-    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=SAVES.get(saves, saves), share_prefixes=False))
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=SAVES.get(saves, saves), rows="as_given"))
     for _ in range(steps):
         gradients(model, **make_batch("plain"))
     model.zero_grad()

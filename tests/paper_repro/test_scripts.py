@@ -25,6 +25,7 @@ from paper_repro.recipes import METHODS, attends
 from paper_repro.rows import Deadline, each, run_child
 from paper_repro.shapes import build, make_batch
 from streambp.attention import attend
+from tests.device import ACCELERATOR
 from tests.oracle import worst_error
 from tests.seeds import seed_of
 from tests.tiers import thinned
@@ -67,11 +68,11 @@ def test_methods_agree(name, objective, lora):
     check(name, objective, lora, "cpu", 1e-4)  # float32
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(any=True)
 @pytest.mark.parametrize(("objective", "lora"), CASES)
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "checkpointing"])
 def test_methods_agree_on_a_gpu(name, objective, lora):
-    check(name, objective, lora, "cuda", 0.1)  # bf16
+    check(name, objective, lora, ACCELERATOR.type, 0.1)  # bf16
 
 
 @pytest.mark.full
@@ -147,19 +148,19 @@ def test_a_row_whose_step_is_wrong_says_so(owner, attribute, mutant, said, monke
 def test_kernels_that_did_not_run_are_missed():
     ran = ("cudnn", "cudnn backward", "head gradient", "head statistics", "merge")
     found = figures.Figures(1.0, 1.0, 1.0, 1.0, 0, 1.0, 1, 1.0, 1.0, ran, frozenset(["gemm"]), ())
-    assert METHODS["streambp"]().missing(found, True) == []
-    assert len(METHODS["streambp-liger"]().missing(found, True)) == 3
+    assert METHODS["streambp"]().missing(found, "cuda") == []
+    assert len(METHODS["streambp-liger"]().missing(found, "cuda")) == 3
     some = dataclasses.replace(found, ran=(*ran, "Liger's norm"), on_device=frozenset(["_triton_rope"]))
-    assert METHODS["streambp-liger"]().missing(some, True) == ["Liger's SwiGLU did not run"]
+    assert METHODS["streambp-liger"]().missing(some, "cuda") == ["Liger's SwiGLU did not run"]
     all_of_them = dataclasses.replace(some, ran=(*ran, "Liger's norm", "Liger's SwiGLU"), on_device=frozenset())
-    assert METHODS["streambp-liger"]().missing(all_of_them, True) == []
+    assert METHODS["streambp-liger"]().missing(all_of_them, "cuda") == []
     slow = dataclasses.replace(found, ran=("merge in torch",))
-    assert METHODS["streambp"]().missing(slow, True) == [
+    assert METHODS["streambp"]().missing(slow, "cuda") == [
         "no fused kernel attended", "head statistics did not run in Triton", "head gradient did not run in Triton",
         "merge in torch ran",
     ]  # fmt: skip
-    assert METHODS["streambp"]().missing(slow, False) == []
-    assert METHODS["trl"]().missing(slow, True) == ["no fused kernel attended"]
+    assert METHODS["streambp"]().missing(slow, "cpu") == []
+    assert METHODS["trl"]().missing(slow, "cuda") == ["no fused kernel attended"]
 
 
 def test_ligers_functions_are_counted_where_it_was_imported(monkeypatch):
@@ -177,7 +178,7 @@ def test_ligers_functions_are_counted_where_it_was_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     weight = torch.nn.Linear(3, 3)
     real = vars(LigerRMSNormFunction)["forward"]
-    found = figures.run_steps(weight, lambda: weight(LigerRMSNormFunction.apply(torch.ones(2, 3))).sum(), False)
+    found = figures.run_steps(weight, lambda: weight(LigerRMSNormFunction.apply(torch.ones(2, 3))).sum())
     assert found.ran == ("Liger's norm",)
     assert vars(LigerRMSNormFunction)["forward"] is real
 

@@ -1,0 +1,181 @@
+"""The default itself, `streambp.patch(model)`, at Qwen3-8B's shape: `python tests/gpu/default_rows.py [--row NAME]`.
+
+1. Rows of the harness, each in a process of its own, with what the last step chose, the memory that was predicted for it
+   and the allocator's peak: "lengths" (2,048 to 65,536 tokens), and at 16,384 tokens "accumulation" (two micro-batches),
+   "AdamW" (its states are there from the second step on), "LoRA", "moved" (patched on the CPU, and moved) and "expandable"
+   (torch's expandable segments). A row fails where its steps do: `paper_repro/figures.py`.
+2. "limit SHARE WHEN": a real lack of memory. Four layers of that shape at 32,768 tokens have a step whose peak is known;
+   then the process may have SHARE of it, from between two steps on, between forward and backward, or from a chunk's middle.
+   The step has to end with the gradients of before, or to raise advice; memory is back at its start, and the next step with
+   all memory is right.
+
+Exit code 0 if every row holds, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU, whose
+memory has no limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import streambp
+from paper_repro.figures import GIB, wrong_paths
+from paper_repro.harness import Job, run
+from paper_repro.rows import Deadline, Result, each
+from streambp.device import counted_bytes, tells_memory
+from streambp.layer import function
+from tests.device import limit_memory
+from tests.gpu import script
+from tests.gpu.script import failed
+from tests.oracle import relative_l2
+
+METHOD = "streambp-auto"
+LENGTHS, LENGTH = (2048, 4096, 16384, 65536), (16384,)
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+JOBS: dict[str, dict[str, Any]] = {
+    "lengths": {"lengths": LENGTHS},
+    "accumulation": {"micro_batches": 2},
+    "AdamW": {"adamw": True},
+    "LoRA": {"lora": True},
+    "moved": {"moved": True},
+    "expandable": {"lengths": LENGTHS[2:]},
+}
+SHARES, TIMES = (0.9, 0.6), ("between steps", "before backward", "in a chunk")
+APART = 2**-5  # relative: two steps in bf16 that save, and so round, otherwise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--csv", type=Path, help="also keep the rows of the harness in this file")
+
+
+def report(args: argparse.Namespace) -> Iterator[Result]:
+    deadline = Deadline(args.minutes)
+    rows: list[tuple[str, Callable[[], Result]]] = []
+    with contextlib.ExitStack() as stack:
+        output = args.csv or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rows.csv"
+        rows += [(name, functools.partial(job_row, name, args, output, deadline)) for name in JOBS]
+        steps = functools.lru_cache(lambda: LimitedSteps(args))
+        for share in SHARES:
+            for when in TIMES:
+                name = f"limit {share} {when}"
+                rows.append((name, functools.partial(limit_row, name, share, when, steps)))
+        yield from each(rows, args.row, deadline)
+
+
+def job_row(name: str, args: argparse.Namespace, output: Path, deadline: Deadline) -> Result:
+    settings = {"shape": "Qwen3-8B", "lengths": LENGTH, **JOBS[name]}
+    if args.tiny:
+        settings |= {"shape": "mini", "lengths": (64, 200) if name == "lengths" else (200,)}
+    with contextlib.ExitStack() as stack:
+        if name == "expandable":
+            before = dict(os.environ)
+            stack.callback(lambda: (os.environ.clear(), os.environ.update(before)))
+            os.environ.update(EXPANDABLE)
+        found = run(Job(name, METHOD, device=args.device, until_oom=False, **settings), output, deadline)
+    problems = [f"{row.tokens:,} tokens: {row.status}" for row in found if row.status != "ok"]
+    told = "; ".join(f"{row.tokens:,} tokens {row.seconds} s, {row.peak_gib} GiB" for row in found if row.status == "ok")
+    return f"{name:<24}{told}{failed(problems)}", not problems
+
+
+class LimitedSteps:
+    """A model that has taken three steps, what the last one gave, and its peak."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+        sizes |= {"vocab_size": 151936}
+        if args.tiny:
+            sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+            sizes |= {"vocab_size": 128}
+        config = Qwen3Config(
+            **sizes, num_hidden_layers=4, head_dim=128, attn_implementation="sdpa", tie_word_embeddings=False
+        )
+        torch.manual_seed(0)
+        self.device = torch.device(args.device)
+        with self.device:
+            self.model = Qwen3ForCausalLM(config).to(torch.bfloat16).train()
+            self.ids = torch.randint(0, config.vocab_size, (1, 160 if args.tiny else 32768))
+        self.device = self.model.device
+        streambp.patch(self.model, streambp.StreamConfig(chunk_size=24 if args.tiny else "auto"))
+        self.before_backward: Callable[[], None] | None = None
+        for _ in range(2):
+            self()
+        if tells_memory(self.device):
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        self.expected = self()
+        self.start = self.allocated()
+        self.peak = counted_bytes(self.device, "peak") if tells_memory(self.device) else 0
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        """Gradients on the host."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.model(self.ids, labels=self.ids, use_cache=False).loss
+        if self.before_backward is not None:
+            self.before_backward()
+        loss.backward()
+        return {name: p.grad.cpu() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def allocated(self) -> int:
+        """Bytes, without gradients."""
+        self.model.zero_grad(set_to_none=True)
+        return counted_bytes(self.device, "allocated") if tells_memory(self.device) else 0
+
+
+def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSteps]) -> Result:
+    one, problems = steps(), []
+    size = int(one.start + share * (one.peak - one.start))
+    lowered: list[int] = []
+
+    def lower(*_: Any) -> None:
+        if tells_memory(one.device) and not lowered:
+            torch.accelerator.empty_cache()
+            lowered.append(max(size, counted_bytes(one.device, "reserved")))
+            limit_memory(one.device, lowered[0])
+
+    one.before_backward = lower if when == "before backward" else None
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if when == "between steps":
+                lower()
+            elif when == "in a chunk":
+                real = function._recomputed
+                patch.setattr(function, "_recomputed", lambda *given: (lower(), real(*given))[1])  # type: ignore[func-returns-value]
+            told = apart(one(), one.expected, problems)
+    except torch.OutOfMemoryError as error:
+        told = f"raised {type(error).__name__}"
+        problems += [f"no advice in {error}"] * ("StreamConfig" not in str(error))
+    finally:
+        one.before_backward = None
+        if tells_memory(one.device):
+            limit_memory(one.device, None)
+    told += f"; {streambp.last_step(one.model)}"
+    left = one.allocated() - one.start
+    problems += [f"{left:,} bytes are left of it"] * (left > 0)
+    again = apart(one(), one.expected, problems)
+    problems += wrong_paths(one.model)
+    had = "no limit" if not lowered else f"{lowered[0] / GIB:.3g} of {one.peak / GIB:.3g} GiB"
+    problems += ["the limit was not lowered"] * (tells_memory(one.device) and not lowered)
+    return f"{name:<28}{had}: {told}; the next: {again}{failed(problems)}", not problems
+
+
+def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], problems: list[str]) -> str:
+    error = relative_l2(found, expected)
+    if not error <= APART:
+        problems.append(f"gradients are {error:.1e} off")
+    return f"gradients apart by {error:.1e}"
+
+
+if __name__ == "__main__":
+    sys.exit(script.main(__doc__, report, add_arguments))

@@ -1,0 +1,192 @@
+"""What the device at hand does, and what the host spends on it: `python tests/gpu/device_rows.py [--row NAME]`.
+
+"rates": those that the planner reckons with, measured (`streambp plan --measure-device`). "blocks NAME": attention as it is
+called in chunks of 8,192 queries, against 8,192, 32,768 and 65,536 keys, TFLOP/s forward and backward beside one causal
+call over all of it. "memory": microseconds of one look at the free memory. "host": microseconds of Python for one layer and
+chunk, forward and backward, of a model so narrow that no kernel takes as long. "pinning": GiB/s at which host memory is
+pinned. "kernels": the 20 largest of one step of four layers of Qwen3-8B's shape at 16,384 tokens.
+
+Nothing is judged but that it ran. Exit code 0 if every row did, 1 if one did not, 2 without a GPU. `--device cpu --tiny`
+runs the same code on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import streambp
+from paper_repro.figures import GIB, kernel_times
+from paper_repro.rows import Deadline, Result, each
+from streambp.attention.backend import choose_backend
+from streambp.attention.kernels import Task
+from streambp.attention.spans import Block, Kind
+from streambp.device import is_accelerator, tells_memory
+from streambp.errors import StreamBPError
+from streambp.offload.arena import NO_LIMIT, host_limit
+from streambp.offload.engines import PinnedMemory
+from streambp.planner.auto import FreeMemory, free_memory
+from streambp.planner.measure_device import CPU, Clock, measure_device
+from streambp.planner.work import pairs
+from tests.gpu import script
+from tests.gpu.report import backends
+
+LARGEST = 20
+
+
+def report(args: argparse.Namespace) -> Iterator[Result]:
+    rows: list[tuple[str, Callable[[], str]]] = [
+        ("rates", functools.partial(rates, args)),
+        *((f"blocks {name}", functools.partial(blocks, name, args)) for name in backends(args.device)),
+        ("memory", functools.partial(memory, args)),
+        ("host", functools.partial(host, args)),
+        ("pinning", functools.partial(pinning, args)),
+        ("kernels", functools.partial(kernels, args)),
+    ]
+    yield from each(
+        [(n, lambda n=n, row=row: (f"{n:<16}{row()}", True)) for n, row in rows], args.row, Deadline(args.minutes)
+    )
+
+
+def rates(args: argparse.Namespace) -> str:
+    found = measure_device(args.device, CPU if args.tiny else None)
+    attention = f"{found.forward / 1e12:.3g} / {found.backward / 1e12:.3g} in attention forward / backward"
+    others = f"{found.bandwidth / 1e12:.3g} TB/s in other kernels, {found.link / 1e9:.3g} GB/s each way"
+    return f"{found.products / 1e12:.3g} TFLOP/s in products, {attention}, {others}"
+
+
+def blocks(name: str, args: argparse.Namespace) -> str:
+    """q, k and v are slices of [B, T, H, D] buffers, as in a layer."""
+    queries, lengths = (64, (64, 256)) if args.tiny else (8192, (8192, 32768, 65536))
+    heads, kv_heads, size = (4, 2, 64) if args.tiny else (32, 8, 128)
+    if name == "math" and not args.tiny:
+        queries, lengths = 2048, (8192,)
+    device = torch.device(args.device)
+    clock, told = Clock(device, 3), []
+    full = [(Kind.FULL, queries, keys) for keys in lengths]
+    for kind, rows, keys in [*full, (Kind.CAUSAL, queries, queries), (Kind.CAUSAL, lengths[-1], lengths[-1])]:
+        q = torch.randn(1, rows, heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2)  # [B, H, T, D]
+        k, v = (torch.randn(1, keys, kv_heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+        q0 = keys if kind is Kind.FULL else 0
+        block = Block(kind, 0, 1, q0, q0 + rows, 0, keys)
+        try:
+            kernel = choose_backend(name, q, v, 0.0).kernel(block)
+        except StreamBPError as error:
+            return f"refused: {error}"
+        task = Task(block, size**-0.5)
+        o, lse = kernel.forward(q, k, v, task)
+        flops = 2 * heads * pairs(rows, keys, kind is Kind.CAUSAL, None) * size
+        forward = clock(functools.partial(kernel.forward, q, k, v, task))
+        backward = clock(functools.partial(kernel.backward, o, q, k, v, o, lse, task))
+        rate = f"{2 * flops / forward / 1e12:.4g} / {5 * flops / backward / 1e12:.4g}"
+        told.append(f"{kind.value} {rows:,} x {keys:,} {rate} ({kernel.name})")
+    return "TFLOP/s forward / backward: " + "; ".join(told)
+
+
+def memory(args: argparse.Namespace) -> str:
+    device = torch.device(args.device)
+    if not tells_memory(device):
+        return "this device does not tell"
+    torch.empty(1, device=device)
+    known = FreeMemory()
+    asked = microseconds(lambda: free_memory(device))
+    between = microseconds(lambda: known(device))
+    return (
+        f"{asked:.1f} us by the driver, {between:.1f} us by torch's own count, of which a step asks after its first layer"
+    )
+
+
+def microseconds(call: Callable[[], object], times: int = 500) -> float:
+    call()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return 1e6 * (time.perf_counter() - start) / times
+
+
+def host(args: argparse.Namespace) -> str:
+    layers, chunks, size = (2, 4, 16) if args.tiny else (8, 8, 512)
+    config = Qwen3Config(
+        hidden_size=256, intermediate_size=256, vocab_size=256, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=128, attn_implementation="sdpa",
+    )  # fmt: skip
+    told = []
+    for name in ("streambp", "checkpointing"):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config).to(args.device, torch.bfloat16).train()
+        if name == "streambp":
+            streambp.patch(model, streambp.StreamConfig(chunk_size=size, saves=("attn_out",)))
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ids = torch.randint(0, 256, (1, chunks * size), device=args.device)
+        seconds = []
+        for _ in range(5):
+            model.zero_grad(set_to_none=True)
+            wait(args.device)
+            start = time.perf_counter()
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            seconds.append(time.perf_counter() - start)  # before the device has done it
+        of = layers * chunks if name == "streambp" else layers
+        told.append(f"{1e6 * statistics.median(seconds[2:]) / of:.0f} us a layer{' and chunk' * (of > layers)}, {name}")
+    return f"{layers} layers, {chunks} chunks, until the host is done: {'; '.join(told)}"
+
+
+def pinning(args: argparse.Namespace) -> str:
+    device = torch.device(args.device)
+    limit = host_limit(None)
+    size = min(2**20 if args.tiny else 4 * 2**30, 2**30 if limit == NO_LIMIT else int(limit) // 8)
+    if not is_accelerator(device):
+        return "nothing is pinned for this device"
+    start = time.perf_counter()
+    buffer = PinnedMemory().buffer(size, device)
+    seconds = time.perf_counter() - start
+    return f"{size / GIB / seconds:.3g} GiB/s, {size / GIB:.3g} GiB {'pinned' if buffer.is_pinned() else 'NOT pinned'}"
+
+
+def kernels(args: argparse.Namespace) -> str:
+    """Of a step of the default; the second one, after all has been tried."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"vocab_size": 151936}
+    if args.tiny:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+        sizes |= {"vocab_size": 128}
+    config = Qwen3Config(**sizes, num_hidden_layers=4, head_dim=128, attn_implementation="sdpa", tie_word_embeddings=False)
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16).train()
+        ids = torch.randint(0, config.vocab_size, (1, 64 if args.tiny else 16384))
+    streambp.patch(model)
+    spans: list[tuple[str, float, float]] = []
+    for number in range(3):
+        model.zero_grad(set_to_none=True)
+        with kernel_times(spans) if number == 2 and args.device == "cuda" else torch.enable_grad():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            wait(args.device)
+    if not spans:
+        return f"no times of kernels on this device; {streambp.last_step(model)}"
+    total, count = collections.defaultdict[str, float](float), collections.Counter(name for name, _, _ in spans)
+    for name, start, end in spans:
+        total[name] += end - start
+    largest = sorted(total, key=lambda name: -total[name])[:LARGEST]
+    lines = [f"    {1e3 * total[name]:9.2f} ms {count[name]:6} x {name[:100]}" for name in largest]
+    return "\n".join([f"{sum(total.values()):.3f} s in all; {streambp.last_step(model)}", *lines])
+
+
+def wait(device: str) -> None:
+    if is_accelerator(torch.device(device)):
+        torch.accelerator.synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(script.main(__doc__, report))
