@@ -134,6 +134,7 @@ KERNEL_IMPORTS = {
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # a module's tables
 FORWARD_HOOKS, BACKWARD_HOOKS = MODULE_HOOKS[:2], MODULE_HOOKS[2:]
 WITH_KWARGS = "_forward_pre_hooks_with_kwargs"  # the table of those that are given keyword arguments
+SHARD_HERE = "_local_tensor"  # of a DTensor: what this rank has of it
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # of what a module holds
 GLOBAL_HOOKS = (  # tables in torch.nn.modules.module, of hooks on every module
     "_global_forward_hooks",

@@ -75,7 +75,7 @@ def test_units_of_memory_are_named(value):
         ("1.5TiB", 1.5 * 2**40),
         ("1e9", 1e9),
         ("1e3kb", 1e6),
-        (" 7 ", 7),
+        (" 7 b ", 7),
         (1e9, 1e9),
     ],
 )

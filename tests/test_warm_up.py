@@ -212,7 +212,8 @@ def test_without_gradients(tried):
 def test_sharing_of_prefixes(ranks, tried, monkeypatch):
     """Several ranks make the trial of sharing even if there are hooks."""
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
-    monkeypatch.setattr(calls, "_several_ranks", lambda: ranks > 1)
+    monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
+    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine] * ranks)
     config = streambp.StreamConfig(chunk_size=1000, saves=(), rows="packed")
     stock, ours, batch = build("llama"), streambp.patch(build("llama"), config), batches.make_batch("plain")
     streambp.warm_up(ours, **batch)

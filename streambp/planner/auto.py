@@ -18,6 +18,7 @@ from streambp.admission.stacks import find_stacks
 from streambp.config import LAST, StreamConfig
 from streambp.device import alloc_retries, autocast_dtype, counted_bytes, memory_limit, tells_memory
 from streambp.distributed.zero import is_partitioned
+from streambp.known_names import MODULE_TABLES, SHARD_HERE
 from streambp.model.last_step import record_of
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.model.wrappers import LayerForward
@@ -101,7 +102,7 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> Law:
 
 def _held(tensor: Tensor) -> int:
     """Bytes of a tensor [...] on this rank."""
-    return int(getattr(tensor, "_local_tensor", tensor).nbytes)
+    return int(getattr(tensor, SHARD_HERE, tensor).nbytes)
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
@@ -133,14 +134,15 @@ patch.__doc__ = patching.patch.__doc__
 def look_at(model: nn.Module) -> tuple[tuple[Any, ...], float]:
     """What decides what a model's steps take, and the part of its trainable bytes whose gradients are there: a tenth of a
     millisecond for a hundred modules."""
+    parameters, _, modules_table = MODULE_TABLES
     modules: list[nn.Module | None] = [model]
     key: list[Any] = []
     trained = present = 0
     for module in modules:  # which grows
         own = {} if module is None else module.__dict__
-        if own and own["_modules"]:
-            modules += own["_modules"].values()
-        for parameter in own["_parameters"].values() if own and own["_parameters"] else ():
+        if own and own[modules_table]:
+            modules += own[modules_table].values()
+        for parameter in own[parameters].values() if own and own[parameters] else ():
             if parameter is None:
                 continue
             size, trains = parameter.nbytes, parameter.requires_grad

@@ -21,8 +21,9 @@ from streambp.attention.carriers import Picking, ThroughInterface
 from streambp.attention.prefix import ChunkMask, Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
-from streambp.errors import UnsupportedModelError
+from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.saved import Kept
+from streambp.layer.site import LayerSite
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import streamed, survey
 from tests import zoo
@@ -155,6 +156,9 @@ def test_backward_reads_what_forward_picked(settings, monkeypatch):
 
 def test_the_mutant_that_picks_again(monkeypatch):
     monkeypatch.setattr(Kept, "picks", lambda self, chunk: None)
+    with pytest.raises(BackwardError, match="not in backward what it was in forward"):
+        loss_then_other_picks(monkeypatch)
+    monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
     error, asked = loss_then_other_picks(monkeypatch)
     assert asked > 0
     assert error > 1e-6

