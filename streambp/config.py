@@ -60,6 +60,8 @@ class StreamConfig:
             `unpatch`; it rounds as Liger does, in the model's dtypes.
         unpatched_runs: with saves="auto", whether a micro-batch may run as unpatched, which is fastest. False: each one
             streams, so that no number depends on the free memory and a backward that runs out of it is repeated.
+        compare_backward: whether backward compares the layers that it computes again with those of the forward, and raises
+            where they differ. [Note: witness]
         share_prefixes: the former name. True is rows="packed", False rows="as_given"; it warns, and will go.
         weights: "cpu": the layers' frozen weights live in host memory, within `host_memory`, and come to the device a layer
             ahead of their use, once in each direction. Weights that train (adapters) stay on the device.
@@ -82,6 +84,7 @@ class StreamConfig:
     rows: Literal["as_given", "packed", "auto"] = "as_given"
     kernels: Literal["own", "liger"] = "own"
     unpatched_runs: bool = True
+    compare_backward: bool = True
     share_prefixes: bool | None = None
     weights: Literal["device", "cpu"] = "device"
 

@@ -37,6 +37,7 @@ from tests.versions import needs_decoders_of_encoders
         ("saves", "kv"), ("saves", (3,)), ("saves", ("kv@0",)), ("saves", ("@2",)), ("saves", ("kv@x",)),
         ("saves", ("kv@1@2",)), ("attention", "fast"), ("head", 1), ("eval_logits", None),
         ("lazy_logits", "yes"), ("rows", "tree"), ("share_prefixes", 1), ("unpatched_runs", "no"),
+        ("compare_backward", None),
         ("weights", "host"),
     ],
 )  # fmt: skip

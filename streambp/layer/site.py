@@ -250,8 +250,9 @@ class LayerSite:
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
-        """What compares a call's backward with its forward over x [..., T, h]; None: there are no values to compare."""
-        if not has_data(x) or not x.numel():
+        """What compares a call's backward with its forward over x [..., T, h]; None: that is switched off, or there are no
+        values to compare."""
+        if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None
         dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes))
         exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(compiled_inside))

@@ -149,7 +149,7 @@ def settings() -> Iterator[tuple[str, str]]:
 def _sensible(field: str, value: Any) -> bool:
     """Whether a field may have that value: a second opinion, from what docs/settings.md says of it."""
     names = isinstance(value, tuple | list) and all(isinstance(name, str) for name in value)
-    booleans = ("head", "eval_logits", "lazy_logits", "share_prefixes", "unpatched_runs")
+    booleans = ("head", "eval_logits", "lazy_logits", "share_prefixes", "unpatched_runs", "compare_backward")
     if field == "share_prefixes" and value is None:
         return True
     if field in booleans:
@@ -166,7 +166,7 @@ def _sensible(field: str, value: Any) -> bool:
             or (type(value) in (int, float) and 1 <= value < 2**63)
             or (isinstance(value, str) and value != DIGITS)
         )
-    choices = {"attention": ("auto",), "offload": ("cpu", "auto"), "rows": ("auto",), "at": ()}
+    choices = {"attention": ("auto",), "offload": ("cpu", "auto"), "rows": ("auto",), "weights": ("cpu",), "at": ()}
     return isinstance(value, str) and value in choices.get(field, ())
 
 
