@@ -28,6 +28,7 @@ from streambp.layer.recompute import Autocast
 from streambp.layer.store import Notes
 from streambp.layer.witness import (
     TOLERANCE,
+    Source,
     Witness,
     Witnesses,
     chooses,
@@ -256,8 +257,8 @@ class LayerSite:
             return None
         dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes))
         exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(compiled_inside))
-        changed = functools.partial(gives_otherwise, self.layer)
-        return Witness(self.witnesses, self.index, changed, tolerance_of(dtype, not exact and self.of(chooses)))
+        tolerance = tolerance_of(dtype, not exact and self.of(chooses))
+        return Witness(self.witnesses, Source(self.index, functools.partial(gives_otherwise, self.layer), tolerance))
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
         """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from streambp.device import without_autocast
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, without_autocast
 from streambp.errors import BackwardError
 
 ROWS = 8  # of an output, where a product in it is left out
@@ -82,27 +82,46 @@ def tolerance_of(dtype: torch.dtype, in_any_order: bool) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
-    """Combinations [n] of the rows of one tensor, in forward and in backward, and of what both contain unchanged."""
+class Source:
+    """The layer that is compared.
 
-    witness: Witness
+    index: among those of its model. changed: makes the error. tolerance: as of `tolerance_of`.
+    """
+
+    index: int
+    changed: Callable[[], BackwardError]
+    tolerance: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Combinations [n] of the rows of one tensor, in forward and in backward, and of what both contain unchanged.
+
+    source: of which layer. It has no witness, which has these: a backward that breaks off must leave no cycle behind.
+    """
+
+    source: Source
     then: Tensor
     now: Tensor
     unchanged: Tensor | None
+
+    def on_host(self) -> Compared:
+        """The same, where no memory of a device is wanted."""
+        unchanged = None if self.unchanged is None else self.unchanged.cpu()
+        return Compared(self.source, self.then.cpu(), self.now.cpu(), unchanged)
 
 
 class Witness:
     """What one call of a layer gave in forward, to be compared in backward. [Note: witness]
 
     Args:
-        witnesses: the model's. index: the layer's among those of its model.
-        changed: makes the error. tolerance: as of `tolerance_of`.
+        witnesses: the model's. source: the layer.
 
     left_out: names of the Linears whose products backward leaves out.
     """
 
-    def __init__(self, witnesses: Witnesses, index: int, changed: Callable[[], BackwardError], tolerance: float) -> None:
-        self.witnesses, self.index, self.changed, self.tolerance = witnesses, index, changed, tolerance
+    def __init__(self, witnesses: Witnesses, source: Source) -> None:
+        self.witnesses, self.source = witnesses, source
         self.left_out: frozenset[str] = frozenset()
         self.last = False  # the chunk at work is the last of the sequence
         self._noted: dict[Any, list[tuple[str, Tensor]]] = {}
@@ -133,7 +152,7 @@ class Witness:
                 now = self.witnesses.combined(x)
                 if then.shape == now.shape:
                     base = None if unchanged is None else self.witnesses.combined(unchanged)
-                    self._found.append(Compared(self, then, now, base))
+                    self._found.append(Compared(self.source, then, now, base))
                 return
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
@@ -217,19 +236,31 @@ class Question:
         Raises:
             BackwardError: a layer gave something else than in forward.
         """
-        groups: dict[tuple[Any, ...], list[Compared]] = {}
-        for one in self.found:
-            key = one.now.device, one.now.dtype, len(one.now), one.witness.tolerance
-            groups.setdefault(key, []).append(one)
-        flags: dict[torch.device, list[Tensor]] = {}
-        for (device, dtype, _, tolerance), group in groups.items():
-            flags.setdefault(device, []).append(_differ(group, dtype, tolerance))
-        ordered = [one for device in flags for key, group in groups.items() if key[0] == device for one in group]
-        different = [flag for parts in flags.values() for flag in torch.cat(parts).tolist()]
-        self.found = []
-        changed = [one.witness for one, differs in zip(ordered, different, strict=True) if differs]
+        found, self.found = self.found, []
+        try:
+            changed = _changed(found)
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            changed = None
+        if changed is None:  # not above: the error's frames hold tensors. The gradients are there, so this must not fail
+            changed = _changed([one.on_host() for one in found])
         if changed:
-            raise min(changed, key=lambda witness: witness.index).changed()
+            raise min(changed, key=lambda source: source.index).changed()
+
+
+def _changed(found: list[Compared]) -> list[Source]:
+    """Those that differ."""
+    groups: dict[tuple[Any, ...], list[Compared]] = {}
+    for one in found:
+        key = one.now.device, one.now.dtype, len(one.now), one.source.tolerance
+        groups.setdefault(key, []).append(one)
+    flags: dict[torch.device, list[Tensor]] = {}
+    for (device, dtype, _, tolerance), group in groups.items():
+        flags.setdefault(device, []).append(_differ(group, dtype, tolerance))
+    ordered = [one for device in flags for key, group in groups.items() if key[0] == device for one in group]
+    different = [flag for parts in flags.values() for flag in torch.cat(parts).tolist()]
+    return [one.source for one, differs in zip(ordered, different, strict=True) if differs]
 
 
 def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:

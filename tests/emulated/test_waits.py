@@ -75,7 +75,9 @@ def run(request, device):
         batch = make_batch("plain", rows=1)
 
         def made(**settings):
-            return streambp.patch(build("qwen3", num_hidden_layers=3), streambp.StreamConfig(chunk_size=8, **settings))
+            # Values that a wait came too late for are compared here, bit by bit, not by backward itself.
+            config = streambp.StreamConfig(chunk_size=8, compare_backward=False, **settings)
+            return streambp.patch(build("qwen3", num_hidden_layers=3), config)
 
         plain = made(saves=())
         step(plain, batch)
