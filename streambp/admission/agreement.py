@@ -10,6 +10,7 @@ from torch import Tensor
 
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import Choices
+from streambp.layer.site import LayerSite
 from streambp.layer.witness import coarsest_of, dtypes_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
@@ -46,13 +47,24 @@ def agree_in_sum(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch
 
 
 @contextlib.contextmanager
+def choosing(sites: Sequence[LayerSite], choices: Sequence[Choices | None]) -> Iterator[None]:
+    """Within, each layer makes these choices or is handed them out; None: it chooses freely. [Note: choices]"""
+    before = [site.choices for site in sites]
+    for site, of_site in zip(sites, choices, strict=True):
+        site.choices = of_site
+    try:
+        yield
+    finally:
+        for site, of_site in zip(sites, before, strict=True):
+            site.choices = of_site
+
+
+@contextlib.contextmanager
 def choices_once(call: LayerCall) -> Iterator[Choices]:
     """Within, the layer chooses freely in its first run over the tokens, and as then in the others. [Note: choices]"""
-    before, call.site.choices = call.site.choices, Choices()
-    try:
-        yield call.site.choices
-    finally:
-        call.site.choices = before
+    choices = Choices()
+    with choosing([call.site], [choices]):
+        yield choices
 
 
 def chose_alike(choices: Choices | None, dtype: torch.dtype) -> bool:

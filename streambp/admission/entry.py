@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
+from streambp.admission.agreement import choosing
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.insides import hooks_of_others, may_edit_gradients
 from streambp.admission.probe import can_stream
@@ -118,7 +119,7 @@ def admit(
         site.shown |= hooks_of_others(call.layer)
     try:
         here = site.weights_here("trial", call.device)
-        with here, nothing_compiled(), call.autocast.off():  # [Note: autocast]
+        with here, nothing_compiled(), call.autocast.off(), choosing([site], [None]):  # [Note: autocast], [Note: choices]
             failed, verdict = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,9 +48,25 @@ class Choices(TorchFunctionMode):
         with self:
             yield
 
+    def rearranged(self, change: Callable[[Tensor], Tensor]) -> Choices:
+        """What was made, for tokens that come in another order.
+
+        Args:
+            change: from [B, T, ...] to [B', T', ...], the same tokens.
+        """
+        found = Choices()
+        for call, made in self._made.items():
+            scores, chosen = (change(torch.cat([of_chunk[index] for of_chunk in made], 1)) for index in (1, 2))
+            found._made[call] = [(scores.shape[1], scores, chosen)]
+        return found
+
     def furthest(self) -> float:
         """The largest distance of a token, relative; 0 where nothing was handed out."""
         return max((float(far.max()) for far in self.far.values()), default=0.0) ** 0.5
+
+    def typical(self) -> float:
+        """The distance of all tokens together, relative; 0 where nothing was handed out."""
+        return float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5 if self.far else 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -2,7 +2,8 @@
 
 [Note: trial of sharing] No structure tells whether a model computes a token from what stands before it in its row and from
 its position alone: some count positions off the mask, some go on over padding. So at the first call of each kind three
-short rows of random tokens, most of which they share, are computed as rows and as a tree. A kind is how a call is made,
+short rows of random tokens, most of which they share, are computed as rows and as a tree, in which tokens go to the experts
+that they went to in rows [Note: choices]. A kind is how a call is made,
 never which tokens it has. Where a forward is a collective, ranks agree before each call on the kind that they try: none
 does what the others do not. [Note: what a rank decides alone] Nor does one stop in the middle: what a layer raises is kept,
 and both forwards go on to their end, without computing. So a trial for which one rank has no memory costs that rank its
@@ -13,6 +14,7 @@ any forward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,11 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import HALF
+from streambp.admission.agreement import SCORES, choosing
 from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, has_data, is_out_of_memory
 from streambp.errors import UnsharedError
 from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS, Z_LOSS
+from streambp.layer.choices import Choices
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
@@ -128,18 +132,18 @@ class Trials:
         """Whether the kind of a call with these arguments was tried."""
         return self.kind_of(kwargs) in self.verdicts
 
-    def make(self, kwargs: Mapping[str, Any], over: Over, apart: int, together: bool) -> None:
+    def make(self, kwargs: Mapping[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> None:
         """Try a call's kind.
 
         Args:
             kwargs: the call's, as `why_not` admits them.
-            over: the backbone's forward.
+            over: the backbone's forward. sites: its layers.
             apart: as of `find_tree`. together: with other ranks.
         """
-        plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, apart, together)
+        plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, sites, apart, together)
         padded = plain
         if kwargs.get(SHARED_INPUTS[1]) is not None:
-            padded = self._try(_trial_of(kwargs, self._vocabulary, padded=True), over, apart, together)
+            padded = self._try(_trial_of(kwargs, self._vocabulary, padded=True), over, sites, apart, together)
         self.verdicts[self.kind_of(kwargs)] = plain, padded
 
     def settle(self, reason: str) -> None:
@@ -150,7 +154,7 @@ class Trials:
     def _vocabulary(self) -> int:
         return int(getattr(_embeddings(self.module), "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
-    def _try(self, kwargs: dict[str, Any], over: Over, apart: int, together: bool) -> str | None:
+    def _try(self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> str | None:
         ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         assert ids is not None
         tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
@@ -160,8 +164,12 @@ class Trials:
         with torch.no_grad(), _in_eval(self.module), leaving_no_trace(self.module) as restored, recording(()), random:
             failed: list[Exception] = []
             try:
-                rows = over(kwargs, None, failed)
-                row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
+                made = [Choices() for _ in sites]
+                with choosing(sites, made):
+                    rows = over(kwargs, None, failed)
+                taken = [each.rearranged(functools.partial(_in_packed_row, tree)) for each in made]
+                with choosing(sites, taken):
+                    row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
                 if not failed:
                     expected, found = rows[0][here], spread_all(row, tree)[0][here]
             except Exception as error:
@@ -173,9 +181,12 @@ class Trials:
             return _why_failed(failed[0], together)
         if set_once:
             return f"its forward initialises itself at its first call ({', '.join(set_once)})"
-        distance, bar = _difference(found, expected, autocast_dtype(ids.device.type))
-        if distance <= bar:
+        half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
+        distance, bar = _difference(found, expected, half)
+        scores = max((each.typical() if half else each.furthest() for each in taken), default=0.0)
+        if distance <= bar and scores <= SCORES * bar:
             return None
+        distance = max(distance, scores / SCORES)
         return f"a trial on a few random tokens gave something else than rows do (relative error {distance:.1e})"
 
 
@@ -189,17 +200,24 @@ def _why_failed(error: Exception, together: bool) -> str:
     return f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
 
 
-def _difference(found: Tensor, expected: Tensor, autocast: torch.dtype | None) -> tuple[float, float]:
+def _difference(found: Tensor, expected: Tensor, half: bool) -> tuple[float, float]:
     """How far hidden states [n, ...] of a trial lie from those of rows, and what rounding may make of it.
 
-    In half precision a token near a tie may take another expert: there it is the distance of all together, else the
-    largest.
+    In half precision it is the distance of all together, else the largest.
     """
-    half = expected.dtype in HALF or autocast in HALF
     found, expected = found.double(), expected.double()
     if half:
         return float((found - expected).norm() / expected.norm().clamp(min=1e-30)), BAR_IN_HALF
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)), BAR
+
+
+def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
+    """[1, N, ...] from [B, T, ...]. A token that no row has chooses as the one before it; its scores are unknown."""
+    found = tree.packed(of_rows)
+    if tree.furthest is None:
+        return found
+    last = found[:, -1:]
+    return torch.cat([found, torch.full_like(last, float("nan")) if last.is_floating_point() else last], 1)
 
 
 def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:

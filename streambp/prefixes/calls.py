@@ -121,7 +121,7 @@ class SharedPrefixes:
         self._looked = None
         wants = isinstance(tree, Tree) and not self.trials.knows(kwargs)
         if self._agreed(kwargs, reason, wants) if together else wants:
-            self.trials.make(kwargs, over, _apart(layers), together)
+            self.trials.make(kwargs, over, layers, _apart(layers), together)
         elif wants:
             return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
         return tree if isinstance(tree, str) else self._tried(kwargs, tree)
