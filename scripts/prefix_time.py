@@ -1,4 +1,5 @@
-"""Processor time of a training step whose rows share a prompt: computed once, against computed for each row.
+"""Processor time of a training step as one packed row, against each row for itself: of rows that share a prompt, or that
+are padded.
 
     OMP_NUM_THREADS=1 python scripts/prefix_time.py                            # 16 rows: a prompt of 256, completions of 32
     OMP_NUM_THREADS=1 python scripts/prefix_time.py --prompt 256 --completion 32 --rows 16 --layers 4 --hidden 256
@@ -58,6 +59,20 @@ def batch_of(arguments: argparse.Namespace, shared: bool) -> dict[str, torch.Ten
     return {"input_ids": ids, "labels": labels}
 
 
+PADDED = {  # of eight rows: each one's share of the longest
+    "37 %": (1.0, 0.605, 0.4, 0.293, 0.234, 0.195, 0.146, 0.088),
+    "60 %": (1.0, 0.938, 0.82, 0.664, 0.508, 0.391, 0.293, 0.195),
+}
+
+
+def padded_batch(longest: int, shares: tuple[float, ...]) -> dict[str, torch.Tensor]:
+    """Rows that are padded on the right, [8, longest]."""
+    lengths = torch.tensor([round(longest * share) for share in shares])
+    mask = torch.arange(longest) < lengths[:, None]  # [8, longest]
+    ids = torch.randint(0, 1024, mask.shape, generator=torch.Generator().manual_seed(1)).masked_fill(~mask, 0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+
 def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
     """Seconds of processor time."""
     start = time.process_time()
@@ -113,8 +128,10 @@ class Added:
 
     def __init__(self, prefixes: SharedPrefixes) -> None:
         self.prefixes = prefixes
-        self.told = prefixes.told
         self.spent = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.prefixes, name)
 
     def call(self, kwargs: Any, over: Any, *rest: Any) -> Any:
         inside = 0.0
@@ -149,7 +166,7 @@ def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shape = {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256}
-    for name, default in {**shape, "turns": 6}.items():
+    for name, default in {**shape, "longest": 512, "turns": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     model = build(arguments)
@@ -166,6 +183,13 @@ def main() -> None:
         calls = f"operators {sum(counts[0].values())}, {more} more and {fewer} fewer"
         ratio = arguments.rows * per_row / tokens
         print(f"{what}: {times}, ratio of tokens {ratio:.2f}, look {look(batch):.2f} ms, {calls}", flush=True)
+    for name, shares in PADDED.items():
+        padded = padded_batch(arguments.longest, shares)
+        pairs = [(turn(model, padded, False), turn(model, padded, True)) for _ in range(arguments.turns)]
+        plain, once = (min(times) for times in zip(*pairs, strict=True))
+        share = float(padded["attention_mask"].double().mean())
+        times = f"rows {plain:.3f} s, packed {once:.3f} s, packed / rows {once / plain:.3f}"
+        print(f"{name} tokens: {times}, share of tokens {share:.3f}, ratio of both {once / plain / share:.3f}", flush=True)
     more_time, whole = added(model, batch)
     ratio = 1 + more_time / whole
     print(f"nothing shared: sharing adds {1000 * more_time:.2f} ms to a step of {whole:.3f} s, ratio {ratio:.4f}")
