@@ -56,6 +56,6 @@ def test_gradients_are_exact(family, mode, chunk_size, saves, offload, lazy):
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= EXACT
     if mode == "nothing shared":
-        assert "share too little" in told(model)
+        assert "saves too little" in told(model)
     else:
         assert told(model)[1] == tree_of(batch, apart=2 if family in WITH_STATES else 1).tokens
