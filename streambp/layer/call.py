@@ -121,7 +121,8 @@ class LayerCall:
         length = self.arguments.length
         if not self.site.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
-        first = min(tokens, self.plan[0].stop)
+        # Not as long as the first chunk: that may be a row of one token, which hands no states on as others do.
+        first = min(tokens, self.plan.longest)
         stop = min(2 * first, length)
         pieces = (Chunk(0, 0, first), Chunk(1, first, stop))
         return pieces if stop - first >= LEAST_TOKENS else pieces[:1]

@@ -50,10 +50,13 @@ SHAPES = {  # of each row: columns of padding on the left, tokens
 }
 
 
+ALL_SHAPES = {**SHAPES, "one token, then many": [(0, 1), (0, 15), (3, 5)]}
+
+
 @functools.cache
 def made(shape):
     """Labels are of all tokens but a row's first two."""
-    generator, places = seeded(len(shape)), SHAPES[shape]
+    generator, places = seeded(len(shape)), ALL_SHAPES[shape]
     ids = torch.randint(3, VOCABULARY, (len(places), WIDTH), generator=generator)
     if shape == "all alike":
         ids[:] = ids[0].clone()
@@ -112,7 +115,7 @@ def check(ours, family, shape, how="labels", expected=None, **batch):
     loss, found = HOW[how](ours, **(batch or make(shape)))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= EXACT
-    places = SHAPES[shape]
+    places = ALL_SHAPES[shape]
     tokens = places[0][1] if shape == "all alike" else sum(length for _, length in places)
     assert told(ours) == (sum(length for _, length in places), tokens)
 
@@ -158,6 +161,53 @@ def test_positions_that_count_tokens(family, shape):
     positions = batch["attention_mask"].cumsum(1) - 1
     batch["position_ids"] = positions.masked_fill(batch["attention_mask"] == 0, 1)
     check(packed(stock), family, shape, expected=gradients(stock, **batch), **batch)
+
+
+HYBRIDS = (*WITH_STATES, "falcon_h1", "bamba", "granitemoehybrid", "jamba", "olmo_hybrid", "nemotron_h")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=needs_states if name in HYBRIDS else ()) for name in {**FAMILIES, **dict.fromkeys(HYBRIDS)}],
+)
+def test_random_lengths(family, number):
+    """Rows of 0 to 23 tokens, wherever they stand, in chunks of any size; at times they begin alike."""
+    generator = seeded(100 * number + len(family))
+
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    places = [(start, draw(0, WIDTH - start)) for start in (draw(0, 6) for _ in range(draw(2, 7)))]
+    places.insert(draw(0, len(places)), (0, WIDTH))
+    batch = {"input_ids": torch.randint(3, VOCABULARY, (len(places), WIDTH), generator=generator)}
+    begin_alike = number % 2 == 1
+    mask = torch.zeros_like(batch["input_ids"])
+    for row, (start, length) in enumerate(places):
+        mask[row, start : start + length] = 1
+        if begin_alike and row % 2 and length:
+            common = min(length, WIDTH - places[row - 1][0], draw(1, 20))
+            first = places[row - 1][0]
+            batch["input_ids"][row, start : start + common] = batch["input_ids"][row - 1, first : first + common]
+    scored = (mask * (mask.cumsum(1) > 2)).bool()
+    batch |= {"labels": batch["input_ids"].masked_fill(~scored, -100), "attention_mask": mask}
+    stock = build(family)
+    saves = ((), ("attn_out", "kv"))[draw(0, 1)]
+    ours = packed(stock, chunk_size=draw(1, 24), saves=saves, lazy_logits=bool(draw(0, 1)))
+    how = HOW["lazy" if ours._streambp.state.config.lazy_logits else "labels"]
+    expected_loss, expected = how(stock, **batch)
+    loss, found = how(ours, **batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert found.keys() == expected.keys()
+    assert worst_error(found, expected) <= EXACT
+
+
+@needs_states
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_a_row_of_one_token_comes_first(family):
+    """Its chunk goes on to no other, those of the row behind it do."""
+    check(packed(build(family)), family, "one token, then many")
 
 
 def test_a_batch_of_padding_alone():
