@@ -188,12 +188,12 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionMaskInterface.register(NAME, stream_mask)
     here = HERE.get()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
-    for config in configs:
-        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in HERE.get():
-            name = _enter(config)
-            entered.append((config, name))
-            HERE.set({**HERE.get(), id(name): name})
-    try:
+    try:  # Ctrl-C may come between two configs
+        for config in configs:
+            if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in HERE.get():
+                name = _enter(config)
+                entered.append((config, name))
+                HERE.set({**HERE.get(), id(name): name})
         yield
     finally:
         if entered:

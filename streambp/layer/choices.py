@@ -83,10 +83,13 @@ class Choices(TorchFunctionMode):
         # [B, C, ...] each
         now, chosen_now = (x.detach().unflatten(0, self._tokens) if flat else x.detach() for x in (scores, chosen))
         kind = name, now.dim(), now.shape[-1]
-        made = self._made.setdefault((*kind, self._calls[kind]), [])
+        call = *kind, self._calls[kind]
+        made = self._made.get(call, [])
         self._calls[kind] += 1
         if self._chunk.start == (made[-1][0] if made else 0):
-            made.append((self._chunk.stop, now, chosen_now))
+            self._made[call] = [*made, (self._chunk.stop, now, chosen_now)]
+            return result
+        if not made:  # the first chunk chose less often, as one does that starts without a state
             return result
         here = slice(self._chunk.start, self._chunk.stop)
         then, chosen_then = (torch.cat([of_chunk[index] for of_chunk in made], 1)[:, here] for index in (1, 2))

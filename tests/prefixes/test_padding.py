@@ -305,7 +305,8 @@ def router_losses():
     """transformers' own, from every modeling file that has one; those that are made of another's are the same function."""
     root = pathlib.Path(transformers.__file__).parent / "models"
     for file in sorted(root.glob("*/modeling_*.py")):
-        if "def load_balancing_loss_func(" in file.read_text():
+        # Others' scores have another form: Doge's layers do not share, Switch Transformers are encoders and decoders.
+        if "def load_balancing_loss_func(" in file.read_text() and file.parent.name not in ("doge", "switch_transformers"):
             yield pytest.param(f"transformers.models.{file.parent.name}.{file.stem}", id=file.parent.name)
 
 
