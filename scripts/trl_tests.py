@@ -16,6 +16,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -104,10 +105,20 @@ def datasets_of(checkout: Path) -> dict[str, Any]:
 
 def pytest_configure() -> None:
     """As a plugin of pytest: `load_dataset` gives what the checkout's script makes, and TRL has the questions for packages
-    (`is_joblib_available`) that the checkout's release had, and a function that fails for each name that it lost."""
+    (`is_joblib_available`) that the checkout's release had, and a function that fails for each name that it lost. All
+    arguments of trainers choose the CPU: TRL's default, bfloat16, is refused otherwise where there is no GPU."""
     import datasets
+    import transformers
     import trl
     from trl import import_utils
+
+    own = transformers.TrainingArguments.__post_init__
+
+    def on_cpu(self: Any) -> None:
+        self.use_cpu = True
+        own(self)
+
+    transformers.TrainingArguments.__post_init__ = on_cpu
 
     asked = (Path(os.environ[CHECKOUT]) / "tests" / "testing_utils.py").read_text("utf-8")
     for name, package in set(re.findall(r"\b(is_(\w+)_available)\b", asked)):
@@ -186,11 +197,13 @@ def main() -> None:
     parser.add_argument("-k", default="", metavar="WORDS", help="as pytest takes it")
     parser.add_argument("--part", default="1/1", metavar="N/M", help="each M-th test, from the N-th one on")
     args = parser.parse_args()
-    tests = args.tests.resolve()
-    paths = [tests / name for name in args.files]
-    arguments = [*map(str, paths), *(["-k", args.k] if args.k else [])]
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for folder in ("tests", "scripts"):  # without the checkout's own trl, which would stand before the installed one
+            shutil.copytree(args.tests.resolve().parent / folder, scratch / "checkout" / folder)
+        tests = scratch / "checkout" / "tests"
+        paths = [tests / name for name in args.files]
+        arguments = [*map(str, paths), *(["-k", args.k] if args.k else [])]
         text = "".join(path.read_text("utf-8") for path in paths)
         asked = set(re.findall(rf"{HUB}/(tiny-[\w.-]+)", text))
         missing = {name: why for name in sorted(asked) if (why := stand_in(name, scratch / "hub")) is not None}

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import torch.utils.data
 import trl.trainer.sft_trainer
 from trl import SFTConfig, SFTTrainer
 
+from streambp.errors import ConfigError
+from streambp.integrations.token_batches import TokenBatchSampler
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
 
 
 @dataclasses.dataclass
 class StreamSFTConfig(StreamArguments, SFTConfig):  # type: ignore[misc]  # TRL is not typed
-    """TRL's `SFTConfig` with `stream_*` fields."""
+    """TRL's `SFTConfig` with `stream_*` fields.
+
+    Args:
+        stream_batch_tokens: tokens of a micro-batch at most, in place of `per_device_train_batch_size` rows. The loss stays
+            a mean over all labels of a step, as Trainer counts them in its micro-batches (`num_items_in_batch`).
+    """
+
+    stream_batch_tokens: int | None = dataclasses.field(
+        default=None, metadata={"help": "Tokens of a micro-batch at most, in place of per_device_train_batch_size rows."}
+    )
 
 
 class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TRL is not typed
@@ -21,3 +34,51 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
 
     trl_module = trl.trainer.sft_trainer
     splits_sequences = True
+
+    def get_train_dataloader(self) -> Any:
+        """TRL's own, with batches by tokens where `stream_batch_tokens` is given.
+
+        Raises:
+            ConfigError: batches would be computed with their padding, rows have no known length, or one is too long.
+        """
+        loader = super().get_train_dataloader()
+        tokens = getattr(self.args, "stream_batch_tokens", None)  # args may be TRL's own
+        if tokens is None:
+            return loader
+        by_tokens = torch.utils.data.DataLoader(
+            loader.dataset,
+            batch_sampler=TokenBatchSampler(
+                self._lengths(loader.dataset),
+                tokens,
+                num_replicas=self.accelerator.num_processes,
+                seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            ),
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            persistent_workers=loader.persistent_workers,
+            prefetch_factor=loader.prefetch_factor,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+        settings = self.accelerator.dataloader_config
+        even, settings.even_batches = settings.even_batches, False  # the sampler deals evenly, and accelerate wants it said
+        try:
+            return self.accelerator.prepare(by_tokens)
+        finally:
+            settings.even_batches = even
+
+    def _lengths(self, dataset: Any) -> list[int]:
+        """Of each row, in tokens."""
+        if self.args.stream_rows == "as_given":
+            raise ConfigError(
+                'stream_batch_tokens counts tokens, and stream_rows="as_given" computes padding as well: a batch of one '
+                'long row and many short ones would cost many times its tokens. Leave stream_rows out, or set it to "packed".'
+            )
+        columns = getattr(dataset, "column_names", None) or ()
+        if isinstance(dataset, torch.utils.data.IterableDataset) or "input_ids" not in columns:
+            raise ConfigError(
+                f"stream_batch_tokens needs the length of every row before training, and {type(dataset).__name__} has no "
+                "column input_ids to tell it. Tokenize the data set before, or leave stream_batch_tokens out."
+            )
+        return [len(ids) for ids in dataset["input_ids"]]

@@ -1,0 +1,111 @@
+"""StreamSFTTrainer with batches by tokens, against TRL's own trainer with the same batches.
+
+covers: integrations/trl/sft.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from streambp.errors import ConfigError
+from streambp.integrations import TokenBatchSampler
+from tests.families import build
+from tests.oracle import lift_float32_casts, relative_l2, worst_error
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+from datasets import IterableDataset
+from trl import SFTConfig, SFTTrainer
+
+from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
+from tests.integrations.test_trl import STREAMED, FullLogits, texts, train
+
+TOKENS = 48
+
+
+@pytest.fixture(autouse=True)
+def exact_stock_head(monkeypatch):
+    lift_float32_casts(monkeypatch)
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", FullLogits)
+
+
+class BySameTokens(SFTTrainer):
+    """TRL's trainer with these batches, which nothing of ours computes."""
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        lengths = [len(ids) for ids in loader.dataset["input_ids"]]
+        sampler = TokenBatchSampler(lengths, TOKENS, seed=self.args.seed)
+        return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Real tokens and rows of every micro-batch that trains."""
+    found, own = [], SFTTrainer.training_step
+
+    def step(self, model, inputs, num_items_in_batch=None):
+        mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(inputs["input_ids"])
+        found.append((int(mask.sum()), len(mask)))
+        return own(self, model, inputs, num_items_in_batch)
+
+    monkeypatch.setattr(SFTTrainer, "training_step", step)
+    return found
+
+
+def test_sft_by_tokens(tmp_path, seen):
+    _, expected, _ = train(BySameTokens, SFTConfig, texts(), tmp_path, max_length=32)
+    theirs = list(seen)
+    seen.clear()
+    _, found, made = train(
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, max_length=32, stream_batch_tokens=TOKENS, **STREAMED
+    )
+    assert seen == theirs
+    assert all(tokens <= TOKENS for tokens, _ in seen)
+    assert len({rows for _, rows in seen}) > 1
+    assert worst_error(found, expected) <= 1e-9
+    assert made.accelerator.even_batches  # for the loaders that come after
+
+
+def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
+    """One step over the whole data set, in micro-batches of unlike sizes, is that of a single batch of all rows."""
+    data, model = texts(), build("qwen3", torch.float64)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    common = {"max_length": 32, "max_steps": 1, "num_train_epochs": 1}
+    _, whole, _ = train(
+        SFTTrainer,
+        SFTConfig,
+        data,
+        tmp_path,
+        per_device_train_batch_size=len(data),
+        gradient_accumulation_steps=1,
+        **common,
+    )
+    seen.clear()
+    _, found, _ = train(
+        StreamSFTTrainer, StreamSFTConfig, data, tmp_path, model=model, stream_batch_tokens=TOKENS,
+        gradient_accumulation_steps=1000, **common, **STREAMED,
+    )  # fmt: skip
+    assert sum(rows for _, rows in seen) == len(data)
+    assert len(seen) > 4
+    moved, expected = ({name: of[name] - start for name, start in before.items()} for of in (found, whole))
+    assert relative_l2(moved, expected) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "said"),
+    [
+        (texts, {"stream_rows": "as_given"}, 'stream_rows="as_given" computes padding'),
+        (lambda: IterableDataset.from_generator(lambda: iter(texts())), {}, "needs the length of every row"),
+        (texts, {"max_length": None, "stream_batch_tokens": 8}, "truncate rows"),
+    ],
+)
+def test_data_that_cannot_be_counted_is_refused(data, settings, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        train(
+            StreamSFTTrainer, StreamSFTConfig, data(), tmp_path,
+            **{"max_length": 32, "stream_batch_tokens": TOKENS, **STREAMED, **settings},
+        )  # fmt: skip
