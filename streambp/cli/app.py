@@ -125,6 +125,17 @@ Prompt = Annotated[
     Any,
     _option(LENGTH, "of a group's rows; the rest of --seq-len is completion", parser=tokens(), metavar="TOKENS"),
 ]
+Lengths = Annotated[
+    Path | None,
+    _option(
+        LENGTH,
+        "plan --batch-size rows of a data set instead, padded and packed: a file with the tokens of each row, one a line",
+    ),
+]
+MeanLength = Annotated[
+    Any,
+    _option(LENGTH, "the same, of rows up to --seq-len with so many tokens on average", parser=tokens(), metavar="TOKENS"),
+]
 
 app = typer.Typer(
     no_args_is_help=False,
@@ -161,6 +172,8 @@ def plan(
     batch_size: Rows = 1,
     group: Group = None,
     prompt: Prompt = None,
+    lengths: Lengths = None,
+    mean_length: MeanLength = None,
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
     reserve: Reserve = 0.05,

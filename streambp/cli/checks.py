@@ -93,16 +93,53 @@ def _check_plan(arguments: Any) -> None:
         raise ConfigError(
             f"--bits {arguments.bits} is of frozen weights, and full training freezes none. Add --lora 16, or leave it out."
         )
+    _check_batch(arguments)
+
+
+def _check_batch(arguments: Any) -> None:
+    """Of a micro-batch that is planned as rows and packed; `arguments.lengths` are numbers from here on."""
+    ways = ("group", "lengths", "mean_length")
+    named = [f"--{name.replace('_', '-')}" for name in ways if getattr(arguments, name) is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} each describe a micro-batch: pass one of them.")
     if arguments.prompt is not None and arguments.group is None:
         raise ConfigError(
             "--prompt is a part of a group's rows, and there is no --group. Add --group 8, or leave --prompt out."
         )
-    if arguments.group is None:
+    if arguments.group is not None:
+        if arguments.prompt is None or (arguments.seq_len != "max" and arguments.seq_len <= arguments.prompt):
+            raise ConfigError(
+                "--group needs --prompt, tokens of each row such as 32k; --seq-len is longer and has a prompt and a "
+                "completion."
+            )
         return
-    if arguments.prompt is None or (arguments.seq_len != "max" and arguments.seq_len <= arguments.prompt):
+    if named and arguments.batch_size < 2:
+        raise ConfigError(f"{named[0]} plans a micro-batch of several rows: one has no padding. Add --batch-size 8.")
+    if arguments.mean_length is not None:
+        rows, mean, longest = arguments.batch_size, arguments.mean_length, arguments.seq_len
+        if longest == "max" or not longest <= mean * rows - rows + 1 or mean > longest:
+            raise ConfigError(
+                f"--mean-length {mean} needs --seq-len, the tokens of the longest row: {rows} rows with this mean have one "
+                f"of {mean} to {mean * rows - rows + 1} tokens."
+            )
+    if arguments.lengths is not None:
+        arguments.lengths = _lengths(arguments.lengths)
+
+
+def _lengths(file: Path) -> list[int]:
+    """Tokens of each row of a data set."""
+    try:
+        words = re.sub(r"[\[\],]", " ", file.read_text("utf-8")).split()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--lengths {file} cannot be read ({why}). Pass a file of whole numbers, one a line.") from error
+    wrong = next((word for word in words if not re.fullmatch("0*[1-9][0-9]{0,8}", word)), None)
+    if wrong is not None or not words:
+        found = "no number" if wrong is None else shown(wrong)
         raise ConfigError(
-            "--group needs --prompt, tokens of each row such as 32k; --seq-len is longer and has a prompt and a completion."
+            f"--lengths {file} has {found}. It needs the tokens of each row, whole numbers from 1, one a line."
         )
+    return [int(word) for word in words]
 
 
 def _check_step(arguments: Any) -> None:

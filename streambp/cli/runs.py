@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from streambp.cli.environment import as_text, environment
 from streambp.device import is_accelerator
 from streambp.errors import StreamBPError
 from streambp.fields import shown
+from streambp.planner.batches import COMPLETIONS, Batch, batches_table, both_ways
 from streambp.planner.configuration import TRUST, needs_trust, read_config
 from streambp.planner.measure import compare_step
 from streambp.planner.measure_device import measure_device
@@ -25,7 +26,6 @@ from streambp.planner.plan import Plan, plan
 from streambp.planner.profile import Profile, Setting
 from streambp.planner.remedies import Remedy, Training, remedies, with_options
 from streambp.planner.report import Progress, as_json, comparison_table, plan_table, rates_table, remedies_table
-from streambp.planner.rollouts import COMPLETIONS, Rollouts, Way, both_ways, rollouts_table
 from streambp.rates import DEFAULT, Rates, device_of, rates_of, write_rates
 from streambp.reporting import reason
 from streambp.verify.compare import verify
@@ -90,7 +90,7 @@ def run_plan(arguments: Any) -> int:
         optimizer_on_host=arguments.optimizer_on_host,
         accumulate=arguments.accumulate,
     )
-    said = Progress(sys.stderr, "counting")
+    batches, said = _batches(arguments), Progress(sys.stderr, "counting")
     counted = functools.partial(
         plan,
         read_config(arguments.model, arguments.trust_remote_code),
@@ -99,7 +99,7 @@ def run_plan(arguments: Any) -> int:
         host_memory=arguments.host_memory,
         setting=setting,
         reserve=arguments.reserve,
-        batch_size=arguments.batch_size,
+        batch_size=arguments.batch_size if arguments.lengths is None and arguments.mean_length is None else 1,
         dtype=getattr(torch, arguments.dtype),
         kernels=arguments.kernels,
         mixers=arguments.mixers,
@@ -115,10 +115,10 @@ def run_plan(arguments: Any) -> int:
         switched = [counted(**way) for way in trainings] if arguments.html is not None and arguments.fused_layers else []
     if arguments.html is not None:
         _write_page(arguments, found, *([one.profile for one in some] for some in (others, switched)))
-    if arguments.group is not None:
-        ways = list(_rollouts(arguments, found))
-        print(as_json({"group": ways}) if arguments.json else rollouts_table(found, ways), file=arguments.out)
-        return FITS if all(shared.fits for _, shared in ways) else DOES_NOT_FIT
+    if batches:
+        ways = [both_ways(found.profile, batch, found.memory, found.setting, found.rates) for batch in batches]
+        print(as_json({"batches": ways}) if arguments.json else batches_table(found, ways), file=arguments.out)
+        return FITS if all(packed.fits for _, packed in ways) else DOES_NOT_FIT
     print(as_json(found) if arguments.json else plan_table(found, arguments.modules), file=arguments.out)
     if not arguments.json:
         _print_what_fits(arguments, found, counted)
@@ -144,12 +144,20 @@ def _print_what_fits(arguments: Any, found: Plan, counted: Callable[..., Plan]) 
     print("\n".join(remedies_table(found, others, commands)), file=arguments.out)
 
 
-def _rollouts(arguments: Any, found: Plan) -> Iterator[tuple[Way, Way]]:
-    """A group as rows and with its prompt shared; with the usual completions, or those that --seq-len leaves."""
-    prompt, row = arguments.prompt, arguments.seq_len
-    for completion in COMPLETIONS if row == "max" else (row - prompt,):
-        rollouts = Rollouts(prompt, completion, arguments.group)
-        yield both_ways(found.profile, rollouts, found.memory, found.setting, found.rates)
+def _batches(arguments: Any) -> list[Batch]:
+    """Micro-batches that are planned as rows and packed: a group's, with the usual completions or those that --seq-len
+    leaves; one of a data set's rows, which --seq-len cuts."""
+    row, rows = arguments.seq_len, arguments.batch_size
+    if arguments.group is not None:
+        prompt = arguments.prompt
+        completions = COMPLETIONS if row == "max" else (row - prompt,)
+        return [Batch.of_group(prompt, completion, arguments.group) for completion in completions]
+    if arguments.mean_length is not None:
+        return [Batch.of_mean(row, arguments.mean_length, rows)]
+    if arguments.lengths is not None:
+        cut = arguments.lengths if row == "max" else [min(length, row) for length in arguments.lengths]
+        return [Batch.of_data(cut, rows)]
+    return []
 
 
 def _rates(arguments: Any) -> Rates:

@@ -70,7 +70,8 @@ class TokenBatchSampler(Sampler[list[int]]):
             more = sum(length > self.tokens for length in self.lengths)
             raise ConfigError(
                 f"{more} of {len(self.lengths)} rows have more than tokens={self.tokens} tokens; the longest, row "
-                f"{longest}, has {self.lengths[longest]}. Give tokens={self.lengths[longest]}, or truncate rows (max_length in TRL)."
+                f"{longest}, has {self.lengths[longest]}. Give tokens={self.lengths[longest]}, or truncate rows (in TRL: "
+                "max_length)."
             )
         if min(self.lengths) < 1:
             raise ConfigError(f"Row {self.lengths.index(min(self.lengths))} has no token. Leave such rows out.")

@@ -73,7 +73,8 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
         if self.args.stream_rows == "as_given":
             raise ConfigError(
                 'stream_batch_tokens counts tokens, and stream_rows="as_given" computes padding as well: a batch of one '
-                'long row and many short ones would cost many times its tokens. Leave stream_rows out, or set it to "packed".'
+                "long row and many short ones would cost many times its tokens. Leave stream_rows out, or set it to "
+                '"packed".'
             )
         columns = getattr(dataset, "column_names", None) or ()
         if isinstance(dataset, torch.utils.data.IterableDataset) or "input_ids" not in columns:

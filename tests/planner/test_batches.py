@@ -1,6 +1,7 @@
-"""Groups of rows with one prompt, planned as rows and with the prompt computed once; both against counted steps.
+"""Micro-batches planned as rows and packed, without padding and with a shared prompt once; both against counted steps.
 
-covers: planner/rollouts.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py, head/places.py, cli/runs.py
+covers: planner/batches.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py, head/places.py, cli/checks.py,
+  cli/runs.py
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from streambp.cli import main
 from streambp.errors import ConfigError
 from streambp.head import recipe
 from streambp.head.log_probs import HeadInputs
-from streambp.planner import rollouts
+from streambp.planner import batches
+from streambp.planner.batches import Batch, both_ways, work
 from streambp.planner.plan import Memory
 from streambp.planner.profile import Setting, peak
 from streambp.planner.profile import work as work_of_one_row
-from streambp.planner.rollouts import Rollouts, both_ways, work
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import Counter, streamed, survey
 from streambp.prefixes import calls, spread
@@ -30,7 +31,8 @@ from streambp.prefixes.tree import find_tree
 from tests import zoo
 from tests.seeds import seeded
 
-GROUP = Rollouts(prompt=2**15, completion=2**10, group=16)
+ROWS, PROMPT = 16, 2**15
+GROUP = Batch.of_group(PROMPT, 2**10, ROWS)
 CHUNKS = 6  # of the packed row, and of the rows
 LAYERS, HEAD = ("forward", "backward"), ("head", "head backward")
 
@@ -47,10 +49,10 @@ def skeleton():
 
 @functools.cache
 def tree_and_labels():
-    ids = torch.randint(0, 151936, (GROUP.group, GROUP.row), generator=seeded(0))
-    ids[:, : GROUP.prompt] = ids[0, : GROUP.prompt].clone()
+    ids = torch.randint(0, 151936, (ROWS, GROUP.row), generator=seeded(0))
+    ids[:, :PROMPT] = ids[0, :PROMPT].clone()
     labels = torch.full_like(ids, -100)
-    labels[:, GROUP.prompt - 1 : -1] = ids[:, GROUP.prompt :]  # of the next token
+    labels[:, PROMPT - 1 : -1] = ids[:, PROMPT:]  # of the next token
     return find_tree(ids), labels
 
 
@@ -65,7 +67,7 @@ def count(batch_size, length, chunk_size, shared=False):
     real = recipe._loss_at_places, recipe.taken, recipe.blockwise_loss
 
     def loss_at_places(source, inner, places, target, *more):
-        assert places.shape == target.shape == (GROUP.group * GROUP.row,)
+        assert places.shape == target.shape == (ROWS * GROUP.row,)
         with torch.device("cpu"):
             return real[0](source, inner, tree.places(torch.device("cpu")).flatten(), labels.flatten(), *more)
 
@@ -84,10 +86,10 @@ def count(batch_size, length, chunk_size, shared=False):
 @functools.cache
 def counted():
     """A group's tree, its rows, and a plain row of as many tokens as the tree has."""
-    tokens = GROUP.tokens(shared=True)
+    tokens = GROUP.tokens(packed=True)
     return {
-        "tree": count(GROUP.group, GROUP.row, tokens // CHUNKS, shared=True),
-        "rows": count(GROUP.group, GROUP.row, GROUP.row // CHUNKS),
+        "tree": count(ROWS, GROUP.row, tokens // CHUNKS, shared=True),
+        "rows": count(ROWS, GROUP.row, GROUP.row // CHUNKS),
         "plain": count(1, tokens, tokens // CHUNKS),
     }
 
@@ -130,7 +132,7 @@ def expanded(x, tree):
 
 def test_a_head_that_reads_all_rows_is_seen(monkeypatch):
     monkeypatch.setattr(spread, "_at_places", expanded)
-    found = count(GROUP.group, GROUP.row, GROUP.tokens(True) // CHUNKS, shared=True)
+    found = count(ROWS, GROUP.row, GROUP.tokens(True) // CHUNKS, shared=True)
     assert taken_by_the_head(found) > 1.5 * taken_by_the_head(counted()["plain"])
 
 
@@ -148,7 +150,7 @@ def whole(works, field, names):
 def test_a_groups_work_and_peak_are_those_counted(way):
     """Attention's pairs of a tree have a closed form; the count takes documents of one varlen call for one long one."""
     shared, spans = way == "tree", counted()[way]
-    rows = 1 if shared else GROUP.group
+    rows = 1 if shared else ROWS
     size = GROUP.tokens(shared) // rows // CHUNKS
     (method,) = profile().methods
     found = work(method, GROUP, shared, size)
@@ -167,7 +169,7 @@ def test_a_groups_work_and_peak_are_those_counted(way):
 
 def test_pairs_of_a_group_are_those_of_its_tree():
     """Counted one by one, with each query's own key."""
-    asked = Rollouts(prompt=70, completion=9, group=3)
+    asked = Batch.of_group(70, 9, 3)
     ids = torch.randint(3, 1000, (3, 79), generator=seeded(1))
     ids[:, :70] = ids[0, :70].clone()
     tree = find_tree(ids)
@@ -182,7 +184,7 @@ def test_a_group_of_one_row_is_a_row():
     (method,) = profile().methods
     alone = work_of_one_row(method, 2**16, 2**13)
     for shared in (False, True):
-        found = work(method, Rollouts(prompt=7 * 2**13, completion=2**13, group=1), shared, 2**13)
+        found = work(method, Batch.of_group(7 * 2**13, 2**13, 1), shared, 2**13)
         for name in LAYERS:
             assert found[name] == pytest.approx(alone[name])
         assert found["head"].products == pytest.approx(alone["head"].products / 8)  # of which it scores an eighth
@@ -201,11 +203,12 @@ def test_the_fastest_way_that_fits():
     assert shared.fits
     assert not rows.fits
     for wrong in ({"profile": dataclasses.replace(profile(), batch_size=2)}, {"setting": Setting(gpus=2, ulysses=2)}):
-        given = {"profile": profile(), "rollouts": GROUP, "memory": small, "setting": Setting()}
+        given = {"profile": profile(), "batch": GROUP, "memory": small, "setting": Setting()}
         with pytest.raises(ConfigError, match="one row on one rank"):
             both_ways(**{**given, **wrong})
-    with pytest.raises(ConfigError, match="group is 0"):
-        Rollouts(prompt=1, completion=1, group=0)
+    for lengths, prompt in (((), 0), ((5, 0), 0), ((5, 4), 4)):
+        with pytest.raises(ConfigError, match="each longer than the prompt"):
+            Batch(lengths, prompt)
 
 
 def test_groups_on_the_command_line(tmp_path, capsys, monkeypatch):
@@ -215,14 +218,84 @@ def test_groups_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert main([*ask, "--prompt", "32k"]) == 0
     table = capsys.readouterr().out
     assert "A group of 16 rows with a prompt of 32,768 tokens" in table
-    for length, ratio in zip(rollouts.COMPLETIONS, ("11.00", "6.00", "2.67"), strict=True):
-        assert f"{length:,}: rows" in table
+    for length, ratio in zip(batches.COMPLETIONS, ("11.00", "6.00", "2.67"), strict=True):
+        assert f"{length:,}: as given" in table
         assert ratio in table
     assert main([*ask, "--prompt", "1k", "--seq-len", "1280", "--json"]) == 0
-    ((rows, shared),) = json.loads(capsys.readouterr().out)["group"]
+    ((rows, shared),) = json.loads(capsys.readouterr().out)["batches"]
     assert (rows["tokens"], shared["tokens"]) == (16 * 1280, 1024 + 16 * 256)
     assert main([*ask, "--prompt", "32k", "--gpu-memory", "16GiB"]) == 1
     assert "does not fit" in capsys.readouterr().out
     for wrong in ([], ["--prompt", "1k", "--seq-len", "512"]):
         assert main([*ask, *wrong]) == 2
         assert "needs --prompt" in capsys.readouterr().err
+
+
+def test_pairs_of_a_padded_batch_are_those_of_its_tree():
+    lengths = (79, 31, 5, 64)
+    ids = torch.randint(3, 1000, (len(lengths), 79), generator=seeded(2))
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    batch, tree = Batch(lengths), find_tree(ids, mask)
+    depths = [range(s.own.at, s.own.at + s.own.stop - s.own.start) for s in tree.segments]
+    pairs = sum(depth + 1 for segment in depths for depth in segment)
+    assert batch.tokens(True) == tree.tokens == sum(lengths)
+    assert batch.reach(True) * batch.tokens(True) == 2 * pairs - tree.tokens
+    assert (batch.tokens(False), batch.reach(False)) == (4 * 79, 79)
+
+
+def test_a_micro_batch_of_a_data_set():
+    lengths = [100, 10, 30, 20, 50, 40, 60, 90, 70, 80]
+    assert Batch.of_data(lengths, 5).lengths == (20, 40, 60, 80, 100)
+    assert Batch.of_data(lengths, 1).lengths == (100,)
+    assert Batch.of_data([7, 9], 4).lengths == (7, 7, 9, 9)
+    assert Batch.of_mean(512, 190, 8).lengths == (144,) * 7 + (512,)
+
+
+def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
+    zoo.tiny_config("llama").save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr(
+        sys.modules["streambp.planner.plan"], "counted", lambda asking, *_: asked.append(asking) or profile()
+    )
+    ask = ["plan", str(tmp_path), "--gpu-memory", "640GiB", "--batch-size", "4"]
+    file = tmp_path / "lengths"
+    file.write_text("".join(f"{1024 * row}\n" for row in range(1, 65)))
+    assert main([*ask, "--lengths", str(file)]) == 0
+    table = capsys.readouterr().out
+    assert "4 rows of 16,384 to 65,536 tokens, 38% padding" in table
+    assert asked[-1].batch_size == 1
+    assert main([*ask, "--lengths", str(file), "--seq-len", "32k", "--json"]) == 0
+    ((rows, packed),) = json.loads(capsys.readouterr().out)["batches"]
+    assert (rows["tokens"], packed["tokens"]) == (4 * 32768, 16384 + 3 * 32768)
+    assert main([*ask, "--mean-length", "10k", "--seq-len", "32k", "--json"]) == 0
+    ((rows, packed),) = json.loads(capsys.readouterr().out)["batches"]
+    assert rows["tokens"] == 4 * 32768
+    assert packed["tokens"] == pytest.approx(40960, abs=4)
+    assert 2 < rows["seconds"] / packed["seconds"] < 3.2  # the head scores the same tokens in both
+    assert main([*ask, "--lengths", str(file), "--gpu-memory", "14GiB"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--lengths", "absent"], "--lengths absent cannot be read"),
+        (["--lengths", "{words}"], "has 'long'"),
+        (["--lengths", "{empty}"], "has no number"),
+        (["--lengths", "{numbers}", "--batch-size", "1"], "one has no padding. Add --batch-size 8"),
+        (["--lengths", "{numbers}", "--mean-length", "4"], "--lengths and --mean-length each describe a micro-batch"),
+        (["--mean-length", "4"], "--mean-length 4 needs --seq-len"),
+        (["--mean-length", "4", "--seq-len", "14"], "4 rows with this mean have one of 4 to 13 tokens"),
+        (["--mean-length", "4", "--seq-len", "3"], "one of 4 to 13 tokens"),
+    ],
+)
+def test_batches_that_cannot_be(given, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = {"words": "3 long", "empty": "\n", "numbers": "3\n5\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    ask = ["plan", "Qwen/Qwen3-8B", "--gpu-memory", "80GiB", "--batch-size", "4"]
+    assert main([*ask, *(word.format(**{name: name for name in files}) for word in given)]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
