@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import streambp
 from streambp.attention import prefix
 from streambp.config import StreamConfig
 from streambp.model import unpatched
@@ -76,6 +77,18 @@ def pytest_unconfigure() -> None:
 def _seeded() -> None:
     """What a test draws without a seed of its own does not depend on the tests before it."""
     seeds.seed_torch()
+
+
+@pytest.fixture(autouse=SHARING)
+def _sees_padding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests with this mark have rows where others have packed ones: they ask for what packed rows do not hand out."""
+    real = streambp.patch
+
+    def patch(model: Any, config: StreamConfig | None = None, **kwargs: Any) -> Any:
+        return real(model, dataclasses.replace(config or StreamConfig(), rows="as_given"), **kwargs)
+
+    if request.node.get_closest_marker("sees_padding"):
+        monkeypatch.setattr(streambp, "patch", patch)
 
 
 @pytest.fixture(autouse=True)

@@ -325,6 +325,7 @@ def test_gradient_checkpointing_switched_on_by_a_trainer():
     check_agree(stock, ours, **make_batch("plain"))
 
 
+@pytest.mark.sees_padding("hidden states of padding are compared")
 def test_output_hidden_states():
     stock, ours = model_pair()
     batch = make_batch("left-padded")

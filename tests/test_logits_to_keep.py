@@ -49,6 +49,7 @@ def gradients_of(model, batch, labels):
 CASES = [("qwen3", form) for form in FORMS] + [("gemma4_text", form) for form in ("last one", "last seven", "positions")]
 
 
+@pytest.mark.sees_padding("its losses of logits have padding in them")
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(("family", "form"), thinned(CASES, lambda family, form: family == "qwen3" or form == "positions"))
 def test_exact(family, form, float64_oracle, attended_chunks):

@@ -70,6 +70,7 @@ def text(mode="left-padded"):
     return batch
 
 
+@pytest.mark.sees_padding("their losses have padding in them")
 @pytest.mark.usefixtures("float64_everywhere")
 @pytest.mark.parametrize(
     ("auto_class", "run"),

@@ -207,6 +207,7 @@ def scaled_errors(seed):
     return relative_l2(found[1], truth), relative_l2(found[0], truth)
 
 
+@pytest.mark.sees_padding("logits of padding are compared")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("labels", [True, False])
 def test_no_grad_streams(training, labels, attended_chunks, float64_oracle):

@@ -22,6 +22,7 @@ from tests.test_contract import CONFIG, check_agree, model_pair
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 
 
+@pytest.mark.sees_padding("no layer of a packed row reads the mask")
 @pytest.mark.parametrize(("name", "changed"), [("lfm2", "attention_mask"), ("gptj", "position_ids")])
 def test_arguments_changed_between_forward_and_backward_raise(name, changed):
     """As when the next batch is written into the same buffers; lfm2's layers with states read the padding mask."""

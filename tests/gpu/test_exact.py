@@ -33,6 +33,7 @@ def _as_unpatched(monkeypatch):
     monkeypatch.setattr(unpatched, "SHARE", 0.25)
 
 
+@pytest.mark.sees_padding("a packed row never runs as unpatched")
 @pytest.mark.fast("float64 qwen3", "default short", "default long full", "dropout")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_run_without_a_gpu(name):

@@ -219,6 +219,7 @@ def left_padded():
     return batch
 
 
+@pytest.mark.sees_padding("the trial has to look behind it")
 def test_a_rotation_is_seen_behind_padding(float64, monkeypatch):
     """At position 0 it changes nothing, and the first tokens of the batch are all there."""
     stock = model_with(monkeypatch, "llama", "rotation")
