@@ -1,4 +1,4 @@
-"""TRL's trainers with shared prefixes against TRL's own, ten steps, with the tokens that are computed counted by hand.
+"""TRL's trainers with packed rows against TRL's own, ten steps, with the tokens that are computed counted by hand.
 
 covers: launch/groups.py, launch/process.py, integrations/trl/trainer.py, integrations/trl/grpo.py, integrations/trl/dpo.py
 """
@@ -32,9 +32,18 @@ from trl import (
     KTOTrainer,
     RLOOConfig,
     RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
 )
 
-from streambp.integrations.trl import StreamDPOConfig, StreamDPOTrainer, StreamGRPOConfig, StreamGRPOTrainer
+from streambp.integrations.trl import (
+    StreamDPOConfig,
+    StreamDPOTrainer,
+    StreamGRPOConfig,
+    StreamGRPOTrainer,
+    StreamSFTConfig,
+    StreamSFTTrainer,
+)
 from tests.families import build
 from tests.integrations import test_ppo
 from tests.integrations.test_trl import (  # noqa: F401  # the fixtures
@@ -45,6 +54,7 @@ from tests.integrations.test_trl import (  # noqa: F401  # the fixtures
     pairs,
     prompts,
     reward,
+    texts,
     train,
     words,
 )
@@ -114,6 +124,40 @@ def as_counted(computed):
     assert computed
     assert all(here == different for _, different, here in computed)
     return sum(rows for rows, _, _ in computed) / sum(here for _, _, here in computed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", ["auto", "packed"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_sft_computes_no_padding(accumulation, rows, tmp_path, computed):
+    """Rows of 5 to 29 tokens, four in a micro-batch: what they have in common at their beginning is chance."""
+    settings = {"max_length": 32, "max_steps": 10, "per_device_train_batch_size": 4}
+    settings["gradient_accumulation_steps"] = accumulation
+    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, **settings)
+    assert not computed
+    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **settings, **STREAMED, stream_rows=rows)
+    compare(expected, found, ("loss", "entropy", "mean_token_accuracy", "num_tokens"))
+    assert len(computed) == 10 * accumulation
+    as_counted(computed)
+
+
+@pytest.mark.full
+def test_by_default_no_trainer_computes_padding(tmp_path, computed, cut, checkpoint):  # noqa: F811
+    """DPO and GRPO with their rows as TRL cuts them; what these share is computed once, too."""
+    for theirs, ours, data, more in (
+        ((DPOTrainer, DPOConfig), (StreamDPOTrainer, StreamDPOConfig), pairs(), {}),
+        (
+            (GRPOTrainer, GRPOConfig),
+            (StreamGRPOTrainer, StreamGRPOConfig),
+            prompts(),
+            {**GRPO, "trainer": {"reward_funcs": reward}},
+        ),
+    ):
+        settings = {**checkpoint, "max_steps": 10, **more}
+        computed.clear()
+        compare(train(*theirs, data, tmp_path, **settings), train(*ours, data, tmp_path, **settings, **STREAMED))
+        assert as_counted(computed) > 1.1
+    assert not cut
 
 
 @pytest.mark.full
@@ -229,7 +273,7 @@ def test_ppo_shares_its_prompts(tmp_path, computed, cut):
         trainer.train()
         return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
-    expected = run()
+    expected = run(stream_rows="as_given")
     assert not computed
     found = run(stream_rows="packed")
     assert cut
