@@ -5,9 +5,13 @@ covers: fingerprint/hooks.py, model/patching.py
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from scripts import exactness_table
+from streambp.admission import checkpointed
+from streambp.layer.site import LayerSite
 from tests.what_programs_do import PROGRAMS, WRONG, outcome
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
@@ -23,3 +27,21 @@ def test_the_outcome_is_what_the_docs_say(program):
 
 def test_the_docs_have_no_other_rows():
     assert set(exactness_table.documented()) == {(program.when, program.what) for program in PROGRAMS}
+
+
+@pytest.mark.parametrize(
+    ("mutant", "words"),
+    [
+        ("nothing is compared", "replaces a function that a modeling file holds"),
+        ("nothing is compared", "changes a number in a global, which a module inside reads"),
+        ("torch's error stays", "which changes no value yet"),
+    ],
+)
+def test_mutants_are_found(mutant, words, monkeypatch):
+    if mutant == "nothing is compared":
+        monkeypatch.setattr(LayerSite, "witness", lambda *_: None)
+    else:
+        whole = next(each for each in vars(checkpointed).values() if hasattr(each, "_mismatch_named"))
+        monkeypatch.setattr(whole, "_mismatch_named", lambda _: contextlib.nullcontext())
+    (program,) = (each for each in PROGRAMS if words in each.what)
+    assert outcome(program)[0].startswith(WRONG)

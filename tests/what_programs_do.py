@@ -378,6 +378,20 @@ def _(t: Trial) -> None:
         loss.backward()
 
 
+@program(WITHIN, "replaces a function that a modeling file holds (`apply_rotary_pos_emb`), around the forward alone")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    own = modeling_llama.apply_rotary_pos_emb
+    modeling_llama.apply_rotary_pos_emb = lambda *args, **kwargs: tuple(0.5 * x for x in own(*args, **kwargs))
+    try:
+        loss = t.forward()
+    finally:
+        modeling_llama.apply_rotary_pos_emb = own
+    loss.backward()
+
+
 @program(WITHIN, "makes a step of a fused optimizer, which marks no change")
 def _(t: Trial) -> None:
     t.patch()

@@ -1,4 +1,4 @@
-"""Calls of CUDA's kernels over the packed row of a group of completions, on meta tensors.
+"""Calls of CUDA's kernels over the packed row of a group of completions, or of rows without padding, on meta tensors.
 
 covers: attention/spans.py, prefixes/tree.py
 """
@@ -6,14 +6,17 @@ covers: attention/spans.py, prefixes/tree.py
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter
 
 import pytest
 import torch
 
 from streambp.attention import spans
+from streambp.attention.spans import Spans
 from streambp.prefixes.tree import Tree, find_tree
 from tests.attention.meta_runs import run
+from tests.seeds import seed_of
 
 CHUNK = 8192
 PROMPT = 33_000
@@ -60,3 +63,43 @@ def test_a_block_for_each_branch_is_found(monkeypatch):
     monkeypatch.setattr(spans, "_is_packed", lambda runs: False)
     with pytest.raises(AssertionError):
         check_counts(monkeypatch)
+
+
+@functools.cache
+def padded(rows, mean):
+    """The packed row of a padded batch, whose rows have nothing in common."""
+    draw = random.Random(seed_of(0))
+    half = [draw.randint(-mean // 2, mean // 2) for _ in range(rows // 2)]
+    lengths = [mean + way * more for more in half for way in (1, -1)]
+    starts = torch.tensor([sum(lengths[:row]) for row in range(rows)])[:, None]
+    column = torch.arange(max(lengths))
+    tree = find_tree(starts + column, (column < torch.tensor(lengths)[:, None]).long())
+    assert isinstance(tree, Tree)
+    assert tree.length == rows * mean
+    return tree
+
+
+def launches(monkeypatch, layout, chunk_size):
+    """(attention kernels, operators and all) of forward and backward of one layer's attention."""
+    recorder, counted = run(monkeypatch, layout, chunk_size)
+    assert counted.syncs == 0
+    return len(recorder.calls), counted.calls
+
+
+def check_launches(monkeypatch, chunk_size):
+    """64 rows of 500 tokens beside one of 32,000."""
+    many = launches(monkeypatch, padded(64, 500).spans(), chunk_size)
+    one = launches(monkeypatch, Spans.causal(1, 32_000), chunk_size)
+    print(f"chunks of {chunk_size}: attention {many[0]} and {one[0]} calls, with merges and copies {many[1]} and {one[1]}")
+    assert many[0] <= 1.1 * one[0]
+
+
+@pytest.mark.parametrize("chunk_size", [4096, 8192, 16384])
+def test_many_short_rows_launch_no_more_than_a_long_one(monkeypatch, chunk_size):
+    check_launches(monkeypatch, chunk_size)
+
+
+def test_a_call_for_each_row_is_found(monkeypatch):
+    monkeypatch.setattr(spans, "_is_packed", lambda runs: False)
+    with pytest.raises(AssertionError):
+        check_launches(monkeypatch, 8192)
