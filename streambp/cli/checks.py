@@ -119,8 +119,8 @@ def _check_batch(arguments: Any) -> None:
         rows, mean, longest = arguments.batch_size, arguments.mean_length, arguments.seq_len
         if longest == "max" or not longest <= mean * rows - rows + 1 or mean > longest:
             raise ConfigError(
-                f"--mean-length {mean} needs --seq-len, the tokens of the longest row: {rows} rows with this mean have one "
-                f"of {mean} to {mean * rows - rows + 1} tokens."
+                f"--mean-length {mean} needs --seq-len, the tokens of the longest row: with --batch-size {rows} pass a "
+                f"number from {mean} to {mean * rows - rows + 1}."
             )
     if arguments.lengths is not None:
         arguments.lengths = _lengths(arguments.lengths)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import streambp
 from streambp.errors import ConfigError
 from streambp.integrations import TokenBatchSampler
 from tests.families import build
-from tests.oracle import lift_float32_casts, relative_l2, worst_error
+from tests.oracle import relative_l2, worst_error
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -21,15 +22,9 @@ from datasets import IterableDataset
 from trl import SFTConfig, SFTTrainer
 
 from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
-from tests.integrations.test_trl import STREAMED, FullLogits, texts, train
+from tests.integrations.test_trl import STREAMED, exact_stock_head, texts, train  # noqa: F401  # a fixture
 
 TOKENS = 48
-
-
-@pytest.fixture(autouse=True)
-def exact_stock_head(monkeypatch):
-    lift_float32_casts(monkeypatch)
-    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", FullLogits)
 
 
 class BySameTokens(SFTTrainer):
@@ -70,6 +65,21 @@ def test_sft_by_tokens(tmp_path, seen):
     assert made.accelerator.even_batches  # for the loaders that come after
 
 
+def test_training_goes_on_where_it_was_left(tmp_path, seen):
+    """In the middle of the second epoch, which has another order than the first."""
+    settings = {"max_length": 32, "stream_batch_tokens": TOKENS, "max_steps": 14, "gradient_accumulation_steps": 1}
+    settings |= {"save_strategy": "steps", "save_steps": 12}
+    _, expected, made = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **settings, **STREAMED)
+    epoch = len(made.get_train_dataloader())
+    assert epoch < 12 < 14 <= 2 * epoch
+    assert seen[: 14 - epoch] != seen[epoch:]
+    left = seen[12:]
+    seen.clear()
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    assert seen == left
+    assert worst_error(dict(made.model.named_parameters()), expected) <= 1e-9
+
+
 def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
     """One step over the whole data set, in micro-batches of unlike sizes, is that of a single batch of all rows."""
     data, model = texts(), build("qwen3", torch.float64)
@@ -95,10 +105,16 @@ def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
     assert relative_l2(moved, expected) <= 1e-9
 
 
+def test_a_model_that_computes_padding_is_refused(tmp_path):
+    ours = streambp.patch(build("qwen3", torch.float64))  # before the trainer, whose settings it does not take
+    with pytest.raises(ConfigError, match='needs StreamConfig\\(rows="auto"\\)'):
+        train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=ours, max_length=32, stream_batch_tokens=TOKENS)
+
+
 @pytest.mark.parametrize(
     ("data", "settings", "said"),
     [
-        (texts, {"stream_rows": "as_given"}, 'stream_rows="as_given" computes padding'),
+        (texts, {"stream_rows": "as_given"}, 'rows="as_given", which computes padding'),
         (lambda: IterableDataset.from_generator(lambda: iter(texts())), {}, "needs the length of every row"),
         (texts, {"max_length": None, "stream_batch_tokens": 8}, "truncate rows"),
     ],

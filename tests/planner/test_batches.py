@@ -287,8 +287,8 @@ def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
         (["--lengths", "{numbers}", "--batch-size", "1"], "one has no padding. Add --batch-size 8"),
         (["--lengths", "{numbers}", "--mean-length", "4"], "--lengths and --mean-length each describe a micro-batch"),
         (["--mean-length", "4"], "--mean-length 4 needs --seq-len"),
-        (["--mean-length", "4", "--seq-len", "14"], "4 rows with this mean have one of 4 to 13 tokens"),
-        (["--mean-length", "4", "--seq-len", "3"], "one of 4 to 13 tokens"),
+        (["--mean-length", "4", "--seq-len", "14"], "with --batch-size 4 pass a number from 4 to 13"),
+        (["--mean-length", "4", "--seq-len", "3"], "a number from 4 to 13"),
     ],
 )
 def test_batches_that_cannot_be(given, said, tmp_path, capsys, monkeypatch):

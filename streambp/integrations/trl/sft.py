@@ -13,6 +13,7 @@ from streambp.errors import ConfigError
 from streambp.integrations.token_batches import TokenBatchSampler
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
+from streambp.model.patching import patch_of
 
 
 @dataclasses.dataclass
@@ -70,11 +71,12 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
 
     def _lengths(self, dataset: Any) -> list[int]:
         """Of each row, in tokens."""
-        if self.args.stream_rows == "as_given":
+        patched = patch_of(self.model)  # its user may have patched the model before, with other settings
+        if patched is not None and patched[1].state.config.rows == "as_given":
             raise ConfigError(
-                'stream_batch_tokens counts tokens, and stream_rows="as_given" computes padding as well: a batch of one '
-                "long row and many short ones would cost many times its tokens. Leave stream_rows out, or set it to "
-                '"packed".'
+                'stream_batch_tokens counts tokens, and this model has rows="as_given", which computes padding as well: a '
+                "batch of one long row and many short ones would cost many times its tokens. Leave stream_rows out, or set "
+                'it to "packed"; a model that you patch yourself needs StreamConfig(rows="auto").'
             )
         columns = getattr(dataset, "column_names", None) or ()
         if isinstance(dataset, torch.utils.data.IterableDataset) or "input_ids" not in columns:
