@@ -28,6 +28,7 @@ SETTINGS = {
     "auto": {"offload": "auto", "gpu_memory": 1},
 }
 SLOW = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}  # seconds a copy, or a kernel
+LONGER = (1, 5, 25)  # a wait that is left out may show itself only in the second or third: the host can be late as well
 NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in fetch": "back", "6 in _let_go": "out"}
 IMPLIED = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
 BROKEN_OFF = "4 in _retire"  # reached where a step ends before its backward does
@@ -60,7 +61,8 @@ def step(model, batch):
     return {name: p.grad.cpu() for name, p in model.named_parameters()}
 
 
-def slow_down(engine, out, back, compute):
+def slow_down(engine, out, back, compute, times=1):
+    out, back, compute = times * out, times * back, times * compute
     c = backend.extension()
     c.set_delays(0, 0, 0.0, compute)
     c.set_delays(0, engine._streams[engines.OUT].stream_id, out, 0.0)
@@ -109,14 +111,14 @@ def break_off(model, batch):
     raise AssertionError("nothing broke off")
 
 
-def found(run, wait, slow, broken_off=False):
+def found(run, wait, slow, broken_off=False, times=1):
     """Whether a step has the gradients of one without offloading, and how many waits it left out.
 
-    broken_off: after one whose backward raised.
+    broken_off: after one whose backward raised. times: how much longer than in SLOW a copy or a kernel takes.
     """
     _, model, batch, expected, engine = run
     assert type(engine) is Leaky
-    slow_down(engine, *SLOW[slow])
+    slow_down(engine, *SLOW[slow], times)
     Leaky.line, Leaky.left_out = WAITS.get(wait), 0
     try:
         if broken_off:
@@ -140,9 +142,12 @@ def test_with_all_waits_a_step_is_right(run, slow, broken_off):
 
 @pytest.mark.parametrize("wait", NEEDED)
 def test_a_wait_that_is_needed(run, wait):
-    same, left_out = found(run, wait, NEEDED[wait])
-    assert left_out > 0
-    assert not same
+    for times in LONGER:
+        same, left_out = found(run, wait, NEEDED[wait], times=times)
+        assert left_out > 0
+        if not same:
+            return
+    raise AssertionError(f"nothing shows that the wait {wait} was left out")
 
 
 @pytest.mark.parametrize("slow", thinned(SLOW, lambda slow: slow == "out"))
@@ -153,11 +158,10 @@ def test_a_wait_that_others_imply(run, wait, slow):
     assert same
 
 
-@pytest.mark.parametrize("wait", [None, BROKEN_OFF])
-def test_the_wait_of_a_step_that_breaks_off(run, wait):
-    """What is on its way back when a backward raises has memory that compute gets next: the copy must not come after."""
-    name, model, batch, _, engine = run
-    slow_down(engine, *SLOW["back"])
+def after_breaking_off(run, wait, times):
+    """Whether tensors made after a step that broke off keep their values, and how many waits it left out."""
+    _, model, batch, _, engine = run
+    slow_down(engine, *SLOW["back"], times)
     Leaky.line, Leaky.left_out = WAITS.get(wait), 0
     try:
         break_off(model, batch)
@@ -166,5 +170,21 @@ def test_the_wait_of_a_step_that_breaks_off(run, wait):
     finally:
         Leaky.line = None
         slow_down(engine, 0.0, 0.0, 0.0)
-    assert Leaky.left_out > 0 or wait is None or name == "gpu_memory=1"  # layer inputs alone: none is on its way there
-    assert all(bool((x.cpu() == 7).all()) for x in taken) == (Leaky.left_out == 0)
+    return all(bool((x.cpu() == 7).all()) for x in taken), Leaky.left_out
+
+
+def test_the_wait_of_a_step_that_breaks_off(run):
+    """What is on its way back when a backward raises has memory that compute gets next: the copy must not come after."""
+    assert after_breaking_off(run, None, times=1) == (True, 0)
+
+
+def test_the_wait_of_a_step_that_breaks_off_is_needed(run):
+    for times in LONGER:
+        kept, left_out = after_breaking_off(run, BROKEN_OFF, times)
+        if run[0] == "gpu_memory=1":  # layer inputs alone: none is on its way there
+            assert (kept, left_out) == (True, 0)
+            return
+        assert left_out > 0
+        if not kept:
+            return
+    raise AssertionError("nothing shows that the wait was left out")

@@ -109,11 +109,11 @@ def run(device):
     return model, batch, expected, weights_of(model)._engine
 
 
-def found(run, wait, slow):
+def found(run, wait, slow, times=1):
     """Whether a step gives the gradients of weights on the device, and how many waits it left out."""
     model, batch, expected, engine = run
     assert type(engine) is Leaky
-    c, (back, compute) = backend.extension(), SLOW[slow]
+    c, (back, compute) = backend.extension(), (times * seconds for seconds in SLOW[slow])
     Leaky.line, Leaky.left_out = WAITS.get(wait), 0
     try:
         c.set_delays(0, 0, 0.0, compute)
@@ -133,9 +133,12 @@ def test_with_all_waits_a_step_is_right(run, slow):
 
 @pytest.mark.parametrize("wait", NEEDED)
 def test_a_wait_that_is_needed(run, wait):
-    is_same, left_out = found(run, wait, NEEDED[wait])
-    assert left_out > 0
-    assert not is_same
+    for times in (1, 5, 25):  # the host can be late as well
+        is_same, left_out = found(run, wait, NEEDED[wait], times)
+        assert left_out > 0
+        if not is_same:
+            return
+    raise AssertionError(f"nothing shows that the wait {wait} was left out")
 
 
 def test_the_device_holds_two_layers(run, device):
