@@ -26,18 +26,17 @@ from streambp.accumulate import HALF
 from streambp.admission.agreement import SCORES, choosing
 from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
-from streambp.device import autocast_dtype, has_data, is_out_of_memory
+from streambp.device import autocast_dtype, is_out_of_memory
 from streambp.errors import UnsharedError
-from streambp.known_names import LABELS, NOISY_EMBEDDINGS, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS, Z_LOSS
+from streambp.known_names import EMBEDS, LABELS, NOISY_EMBEDDINGS, SHARED_INPUTS, Z_LOSS
 from streambp.layer.choices import Choices
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
+from streambp.prefixes.arguments import TRIAL, known_by, packed, tokens_of, trial_of, why_not_packed
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
-TRIAL = (3, 24)  # rows and tokens
-PADS = (4, 3)  # of a trial with padding: on the left of all rows, and on the right of the last
 BAR, BAR_IN_HALF = 1e-4, 3e-2  # relative: what rounding may make of a trial
 Over = Callable[..., Any]  # a backbone's forward: its arguments, None or a tree, on trial a list for what layers raise
 
@@ -53,21 +52,11 @@ def why_not(
     """Why a backbone's call with these arguments computes its rows; None if a tree of them may be tried."""
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
         return "NEFTune adds noise to the embeddings, which depends on how many tokens a row has"
-    ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-    if mask is not None and getattr(module.config, Z_LOSS, False):
+    if kwargs.get(SHARED_INPUTS[1]) is not None and getattr(module.config, Z_LOSS, False):
         return f"the loss takes padding in: the config has {Z_LOSS}"
-    known = {*SHARED_INPUTS, *SAYS_NOTHING_OF_TOKENS, *LABELS}
-    foreign = next((name for name, value in kwargs.items() if name not in known and value is not None), None)
-    if foreign is not None:
-        return f"the call has {foreign}, which may say more of a token than its id and its position"
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not has_data(ids):
-        return "the call has no input_ids [B, T]"
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
-        return "the attention mask is not [B, T]"
-    if positions is not None and (
-        not isinstance(positions, Tensor) or positions.shape not in (ids.shape, (1, *ids.shape[1:]))
-    ):
-        return "position_ids are not [B, T]"
+    reason = why_not_packed(kwargs)
+    if reason is not None:
+        return reason
     for site in sites:
         name = type(site.layer).__name__
         if site.kind.attention.reads_a_mask and not takes_positions:
@@ -124,9 +113,10 @@ class Trials:
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """How a call with these arguments, as `why_not` admits them, is made."""
         said = (name for name, value in kwargs.items() if value is not None and value is not False and name not in LABELS)
-        given = tuple(sorted(said))
+        positions = kwargs.get(SHARED_INPUTS[2])
+        given = (*sorted(said), 0 if positions is None else positions.dim())
         dtype = next((parameter.dtype for parameter in self.module.parameters()), None)
-        return given, autocast_dtype(kwargs[SHARED_INPUTS[0]].device.type), dtype
+        return given, autocast_dtype(tokens_of(kwargs).device.type), dtype
 
     def knows(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether the kind of a call with these arguments was tried."""
@@ -140,11 +130,12 @@ class Trials:
             over: the backbone's forward. sites: its layers.
             apart: as of `find_tree`. together: with other ranks.
         """
-        plain = self._try(_trial_of(kwargs, self._vocabulary, padded=False), over, sites, apart, together)
-        padded = plain
-        if kwargs.get(SHARED_INPUTS[1]) is not None:
-            padded = self._try(_trial_of(kwargs, self._vocabulary, padded=True), over, sites, apart, together)
-        self.verdicts[self.kind_of(kwargs)] = plain, padded
+        shares, padded = kwargs.get(EMBEDS) is None, kwargs.get(SHARED_INPUTS[1]) is not None
+        found = [
+            self._try(trial_of(kwargs, self._vocabulary, with_padding), over, sites, apart, together)
+            for with_padding in (False,) * shares + (True,) * padded
+        ]
+        self.verdicts[self.kind_of(kwargs)] = found[0], found[-1]
 
     def settle(self, reason: str) -> None:
         """All kinds that were tried compute rows from now on."""
@@ -155,8 +146,8 @@ class Trials:
         return int(getattr(_embeddings(self.module), "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
     def _try(self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> str | None:
-        ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-        assert ids is not None
+        _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+        ids = known_by(kwargs)
         tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
         assert isinstance(tree, Tree), tree
         here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
@@ -218,41 +209,6 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
         return found
     last = found[:, -1:]
     return torch.cat([found, torch.full_like(last, float("nan")) if last.is_floating_point() else last], 1)
-
-
-def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:
-    """A call's arguments for the packed row: ids, mask and, if it takes any, positions [1, N]; and no labels."""
-    ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-    assert ids is not None
-    if positions is None:
-        positions = torch.arange(tree.width, device=ids.device)[None]
-    ids, positions = tree.packed(ids), tree.packed(positions.expand(len(tree.rows), -1))
-    if tree.furthest is not None:
-        ids = nn.functional.pad(ids, (0, 1))
-        positions = nn.functional.pad(positions, (0, 1), value=tree.furthest)
-    # A mask, lest transformers looks for documents in the positions.
-    mask = torch.ones_like(ids) if mask is None else mask.new_ones(ids.shape)
-    changed = dict(zip(SHARED_INPUTS[: 2 + takes_positions], (ids, mask, positions), strict=False))
-    return {**{name: value for name, value in kwargs.items() if name not in LABELS}, **changed}
-
-
-def _trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
-    """A call of the same kind, of random rows that part twice; with padding on both sides or without."""
-    ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-    assert ids is not None
-    length = TRIAL[1]
-    tokens = torch.randint(vocabulary, TRIAL, generator=torch.Generator().manual_seed(0), device="cpu")
-    tokens[1, : length // 2] = tokens[0, : length // 2]
-    tokens[2, : length * 5 // 6] = tokens[1, : length * 5 // 6]
-    real = torch.ones_like(tokens)
-    if padded:
-        real[:, : PADS[0]], real[2, -PADS[1] :] = 0, 0
-    changed = {SHARED_INPUTS[0]: tokens.to(ids)}
-    if mask is not None:
-        changed[SHARED_INPUTS[1]] = real.to(mask)
-    if positions is not None:
-        changed[SHARED_INPUTS[2]] = (real.cumsum(1) - 1).clamp(min=0).to(positions)
-    return {**{name: value for name, value in kwargs.items() if name not in LABELS}, **changed}
 
 
 @contextlib.contextmanager

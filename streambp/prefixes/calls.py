@@ -14,9 +14,10 @@ from streambp.admission.insides import why_rows
 from streambp.device import is_out_of_memory
 from streambp.distributed.agreement import everyones_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
-from streambp.known_names import LABELS, SHARED_INPUTS
+from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
 from streambp.layer.site import LayerSite
-from streambp.prefixes.admission import Over, Trials, packed, why_not
+from streambp.prefixes.admission import Over, Trials, why_not
+from streambp.prefixes.arguments import known_by, packed
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
@@ -141,16 +142,17 @@ class SharedPrefixes:
     ) -> Tree | str:
         """The packed row of a call that may have one; or why its rows are computed. The tensors of one call are looked at
         once."""
-        ids, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-        assert ids is not None
+        _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         if self.trials.knows(kwargs):
             plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
             if plain is not None and padded is not None:
                 return plain
         labels = _labels_of(labels, kwargs)
-        given = [x for x in (ids, mask, positions, *labels) if isinstance(x, Tensor)]
+        said = (kwargs.get(name) for name in (*SHARED_INPUTS, EMBEDS, *PER_TOKEN))
+        given = [x for x in (*said, *labels) if isinstance(x, Tensor)]
         key = [(x, None if x.is_inference() else x._version) for x in given]
         if self._looked is None or not _same(self._looked[0], key):
+            ids = known_by(kwargs)
             self._looked = key, find_tree(ids, mask, positions, _labelled(*labels, ids), apart=_apart(sites))
         tree = self._looked[1]
         if self.rows == "auto" and not padding_unseen and isinstance(tree, Tree) and any(tree.padding()):

@@ -116,9 +116,10 @@ class Tree:
         return found.to(device)
 
     def packed(self, batch: Tensor) -> Tensor:
-        """The packed row [1, tokens] of a batch [B, T]."""
+        """The packed row [1, tokens, ...] of a batch [B, T, ...]."""
         columns = ((s.row, self.rows[s.row].column + s.own.at, s.own.stop - s.own.start) for s in self.segments)
-        return torch.cat([batch[row, start : start + size] for row, start, size in columns])[None]
+        rows = batch.unbind()  # whose gradients are stacked; that of batch[row] is as large as the batch
+        return torch.cat([rows[row][start : start + size] for row, start, size in columns])[None]
 
     def spans(self, window: int | None = None) -> Spans:
         """What the packed row's queries read.
@@ -179,7 +180,7 @@ def find_tree(
     Args:
         ids: [B, T], integers.
         mask: [B, T], zero for padding; None: there is none.
-        positions: [1 or B, T]; None: the columns.
+        positions: [1 or B, T], or [axes, 1 or B, T], where axes are 3 or first is that of text; None: the columns.
         labelled: [B, T] in bool, whose outputs are scored; None: nobody says.
         least: tokens that a branch shares at least. saves: of B * T tokens, padding among them, what has to be saved.
         apart: tokens between two places where rows part, and before their ends, at least; for that a branch may share a few
@@ -192,8 +193,7 @@ def find_tree(
         return found
     known, furthest = found
     segments, rows = _write_down(_aligned(ids, known), known, least, apart)
-    last = max((k.position + k.length - 1 for k in known if k.length), default=furthest)
-    tree = Tree(ids.shape[1], rows, segments, None if last == furthest else furthest)
+    tree = Tree(ids.shape[1], rows, segments, furthest)
     if not tree.tokens:
         return "the last call's batch is padding alone"
     if ids.numel() - tree.tokens < max(saves * ids.numel(), 1):
@@ -203,12 +203,13 @@ def find_tree(
 
 def _look_at(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
-) -> tuple[list[_Known], int] | str:
-    """What is known of each row, and the highest position that the batch has; or why rows cannot share."""
+) -> tuple[list[_Known], int | None] | str:
+    """What is known of each row, and the highest position of the batch if padding alone has it; or why rows stay apart."""
     batch_size, width = ids.shape
-    columns = torch.arange(width, device=ids.device)
-    positions = columns[None] if positions is None else positions
-    positions = positions.expand(batch_size, -1)
+    columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)
+    given = columns[None] if positions is None else positions.reshape(-1, *positions.shape[-2:])  # [axes, B, T]
+    given = given.to(ids.device).expand(-1, batch_size, -1)
+    positions = columns if len(given) == 3 else given[0]  # [B, T], of text
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) != 0  # [B, T]
     first = real.int().argmax(1)
     last = width - 1 - real.flip(1).int().argmax(1)
@@ -217,16 +218,18 @@ def _look_at(
     grows = ((positions[:, 1:] - positions[:, :-1] == 1) | ~both).all(1)
     scored = (torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)).to(first.dtype)
     start = positions.gather(1, first[:, None])[:, 0]
-    table = torch.stack([first, last - first + 1, length, grows.to(first.dtype), scored, start, positions.amax(1)])
+    highest = given.amax((0, 2)), given.amax(0).masked_fill(~real, -1).amax(1)  # [B], of all tokens and of real ones
+    table = torch.stack([first, last - first + 1, length, grows.to(first.dtype), scored, start, *highest])
     rows = table.T.tolist()
-    for index, (_, extent, tokens, steady, outside, _, _) in enumerate(rows):
+    for index, (_, extent, tokens, steady, outside, *_) in enumerate(rows):
         if tokens and extent != tokens:
             return f"the attention mask of the last call's row {index} leaves out tokens between others"
         if not steady:
             return f"position_ids of the last call's row {index} do not grow by one"
         if outside:
             return f"padding of the last call's row {index} predicts a label"
-    return [_Known(row[0], row[2], row[5]) for row in rows], max(row[6] for row in rows)
+    furthest, read = (max(row[at] for row in rows) for at in (6, 7))
+    return [_Known(row[0], row[2], row[5]) for row in rows], None if read in (furthest, -1) else furthest
 
 
 def _aligned(ids: Tensor, known: list[_Known]) -> Tensor:

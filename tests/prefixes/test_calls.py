@@ -308,7 +308,7 @@ def changed(what):
         batch["attention_mask"][:, :2] = 0
         batch["labels"] = ids.masked_fill(batch["attention_mask"] == 0, -100)
     elif what == "an unknown argument":
-        batch["token_type_ids"] = torch.zeros_like(ids)
+        batch["mm_token_type_ids"] = torch.zeros_like(ids)
     return batch
 
 
@@ -321,7 +321,7 @@ def changed(what):
         ("a hole", "leaves out tokens"),
         ("one row", "one row"),
         ("a label after padding", "predicts a label"),
-        ("an unknown argument", "token_type_ids"),
+        ("an unknown argument", "mm_token_type_ids"),
     ],
 )
 def test_calls_that_compute_rows(what, why):

@@ -51,8 +51,8 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
 
     monkeypatch.setattr(torch, "topk", topk)
     monkeypatch.setattr(admission, "packed", lambda *given: now.append(True) or packed(*given))
-    trial_of = admission._trial_of
-    monkeypatch.setattr(admission, "_trial_of", lambda *given, **named: now.clear() or trial_of(*given, **named))
+    trial_of = admission.trial_of
+    monkeypatch.setattr(admission, "trial_of", lambda *given, **named: now.clear() or trial_of(*given, **named))
     over = admission.Trials._try
     monkeypatch.setattr(admission.Trials, "_try", lambda *given: (over(*given), now.clear())[0])
     step(model, precision, **batch)
