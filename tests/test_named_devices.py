@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from streambp.device import is_accelerator, tells_memory
@@ -35,7 +36,7 @@ PLACES = {
         head/triton_fold.py:on_device
         head/triton_fold.py:serves
         model/describe.py:_describe_attention
-        offload/engines.py:PinnedMemory
+        offload/engines.py:PinnedMemory.buffer
         offload/engines.py:pin
         planner/auto.py:rates_here
         planner/measure.py:_measured
@@ -45,10 +46,12 @@ PLACES = {
         planner/auto.py:_skeleton
         planner/counted.py:Asked
         planner/estimate.py:estimate
+        planner/layer_costs.py:
+        planner/measure.py:compare_default
         planner/plan.py:plan
         planner/skeleton.py:
-        planner/skeleton.py:Skeleton
-        planner/survey.py:Counter
+        planner/skeleton.py:Skeleton.__init__
+        planner/survey.py:Counter._prepared
         planner/tree.py:_activations
     """,
     TEXT: """
@@ -65,7 +68,7 @@ PLACES = {
 
 
 class Places(ast.NodeVisitor):
-    """Names of the functions and classes in which a name, or a text that is no docstring, says "cuda"."""
+    """Qualified names of the functions and classes in which a name, or a text that is no docstring, says "cuda"."""
 
     def __init__(self) -> None:
         self.scope: list[str] = []
@@ -75,10 +78,10 @@ class Places(ast.NodeVisitor):
         """Go through a tree, but for docstrings."""
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return
-        said = (getattr(node, name, None) for name in ("id", "attr", "value", "arg", "name"))
+        said = (getattr(node, name, None) for name in ("id", "attr", "value", "arg", "name", "module"))
         if any(isinstance(text, str) and "cuda" in text.lower() for text in said):
-            self.found.add(self.scope[0] if self.scope else "")
-        scoped = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            self.found.add(".".join(self.scope))
+        scoped = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         if scoped:
             self.scope.append(node.name)
         super().generic_visit(node)
@@ -86,11 +89,16 @@ class Places(ast.NodeVisitor):
             self.scope.pop()
 
 
+def places_in(text: str) -> set[str]:
+    finder = Places()
+    finder.visit(ast.parse(text))
+    return finder.found
+
+
 def places() -> Iterator[str]:
     for path in sorted(SOURCE.rglob("*.py")):
-        finder = Places()
-        finder.visit(ast.parse(path.read_text("utf-8")))
-        yield from (f"{path.relative_to(SOURCE).as_posix()}:{scope}" for scope in sorted(finder.found))
+        name = path.relative_to(SOURCE).as_posix()
+        yield from (f"{name}:{scope}" for scope in sorted(places_in(path.read_text("utf-8"))))
 
 
 def test_each_place_that_names_cuda_has_its_reason():
@@ -98,6 +106,25 @@ def test_each_place_that_names_cuda_has_its_reason():
     known = [place for listed in PLACES.values() for place in listed.split()]
     assert len(known) == len(set(known))
     assert sorted(places()) == sorted(known)
+
+
+NEW = {
+    "a comparison": "return x.device.type == 'cuda'",
+    "an attribute": "return x.is_cuda",
+    "a module": "return torch.cuda.current_stream()",
+    "an import": "import torch.cuda",
+    "names of a module": "from torch.cuda import Stream",
+    "an argument": "return torch.zeros(1, device=f'cuda:{x}')",
+    "a pattern": "match x:\n            case 'cuda': return 1",
+}
+
+
+@pytest.mark.parametrize("new", NEW)
+def test_a_new_place_is_found(new):
+    """Wherever it stands, in a class and function that have other such places, too; a docstring's word is none."""
+    text = f"class Engine:\n    def copy(self, x):\n        'Of a CUDA device.'\n        {NEW[new]}\n"
+    assert places_in(text) == {"Engine.copy"}
+    assert places_in(text.replace(NEW[new], "return x")) == set()
 
 
 def test_the_host_is_no_accelerator():

@@ -13,10 +13,9 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_real_native.h>
@@ -262,8 +261,15 @@ struct DeviceMemory {
   int64_t fail_after = -1;  // this many allocations from now on one fails; -1: none
   c10::CachingDeviceAllocator::DeviceStats stats;
 };
+struct Mutex : std::recursive_mutex {  // who waits for it has let go of Python's lock: its holder may be waiting for that in `drain`
+  void lock() {
+    if (try_lock()) return;
+    Unlocked unlocked;
+    std::recursive_mutex::lock();
+  }
+};
 struct Allocator final : c10::DeviceAllocator {
-  std::recursive_mutex mutex;
+  Mutex mutex;
   std::array<DeviceMemory, MAX_DEVICES> memory;
   std::map<char*, Block> blocks;
   size_t top = 0;
@@ -303,7 +309,7 @@ struct Allocator final : c10::DeviceAllocator {
     map_arena();
     size_t size = (n + GRAIN - 1) / GRAIN * GRAIN;
     StreamId s = current_stream[d];
-    std::lock_guard<std::recursive_mutex> lock(mutex);
+    std::lock_guard<Mutex> lock(mutex);
     auto& m = memory[d];
     bool fail = m.fail_after >= 0 && m.fail_after-- == 0;
     refresh(m);
@@ -341,7 +347,7 @@ struct Allocator final : c10::DeviceAllocator {
     return {p, p, &remove, device};
   }
   void free(char* p) {
-    std::lock_guard<std::recursive_mutex> lock(mutex);
+    std::lock_guard<Mutex> lock(mutex);
     auto it = blocks.find(p);
     if (it == blocks.end()) return;
     Block b = it->second;
@@ -364,28 +370,28 @@ struct Allocator final : c10::DeviceAllocator {
     memcpy(seen_by_kernels(to), seen_by_kernels(from), n);
   }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {
-    std::lock_guard<std::recursive_mutex> lock(mutex);
+    std::lock_guard<Mutex> lock(mutex);
     release(current_device);
   }
   void recordStream(const c10::DataPtr& ptr, c10::Stream s) override {
-    std::lock_guard<std::recursive_mutex> lock(mutex);
+    std::lock_guard<Mutex> lock(mutex);
     auto it = blocks.find(static_cast<char*>(ptr.get()));
     if (it != blocks.end()) it->second.used_by.insert(s.id());
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex d) override {
-    std::lock_guard<std::recursive_mutex> lock(mutex);
+    std::lock_guard<Mutex> lock(mutex);
     auto s = memory[d].stats;
     s.active_bytes = s.requested_bytes = s.allocated_bytes;
     return s;
   }
   void resetAccumulatedStats(DeviceIndex d) override {}
   void resetPeakStats(DeviceIndex d) override {
-    std::lock_guard<std::recursive_mutex> lock(mutex);
+    std::lock_guard<Mutex> lock(mutex);
     memory[d].stats.allocated_bytes[0].reset_peak();
     memory[d].stats.reserved_bytes[0].reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex d) override {
-    std::lock_guard<std::recursive_mutex> lock(mutex);
+    std::lock_guard<Mutex> lock(mutex);
     auto& m = memory[d];
     size_t reserved = m.stats.reserved_bytes[0].current;
     return {m.limit > reserved ? m.limit - reserved : 0, m.limit};
@@ -619,6 +625,21 @@ int which_argument(const c10::FunctionSchema& schema, const c10::Argument& resul
   TORCH_CHECK(false, "emulated device: ", schema.name(), " returns an argument that is not found");
 }
 
+// As on a GPU: the storage grows in the stream; the CPU's own `resize_` would copy what it holds on the host.
+const at::Tensor& resized(const at::Tensor& t, at::IntArrayRef size, std::optional<at::MemoryFormat> format = std::nullopt) {
+  auto* impl = t.unsafeGetTensorImpl();
+  auto before = int64_t(t.storage().nbytes());
+  if (t.sizes() != size) {  // else its strides stay, as torch's do
+    impl->set_sizes_contiguous(size);
+    auto needed = at::detail::computeStorageNbytesContiguous(size, t.dtype().itemsize(), t.storage_offset());
+    if (t.numel() > 0 && int64_t(needed) > before) Hooks().resizePrivateUse1Bytes(t.storage(), needed);
+  }
+  if (format) impl->empty_tensor_restride(*format);
+  if (at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory())
+    at::native::fill_resize_deterministic_(t, before);
+  return t;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t n = schema.arguments().size();
@@ -678,7 +699,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         auto& t = args[i].toTensor();
         if (wanted.sizes() != t.sizes()) {
           if (t.numel() != 0) { async = false; break; }
-          at::native::resize_(t, wanted.sizes());
+          resized(t, wanted.sizes());
         }
         if (empty_out && schema.arguments()[i].is_out()) cpu[i] = view_of(t);
       }
@@ -756,6 +777,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto make = [&](const at::Tensor& made) {
     if (!made.defined()) return made;
     auto t = device_like(made, *device);
+    queue.drain();  // another thread may have freed its memory since, which is overwritten in the stream
     view_of(t).copy_(made);
     return t;
   };
@@ -763,7 +785,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (size_t i = 0; i < n; ++i)
       if (schema.arguments()[i].is_out() && args[i].isTensor() && args[i].toTensor().numel() == 0) {
         auto made = cpu[i].toTensor();
-        at::native::resize_(args[i].toTensor(), made.sizes());
+        resized(args[i].toTensor(), made.sizes());
+        queue.drain();  // deterministic algorithms have it fill what is new, in the stream
         view_of(args[i].toTensor()).copy_(made);
       }
   for (size_t i = 0; i < schema.returns().size(); ++i) stack->push_back(result_of(i, results[i], make));
@@ -866,6 +889,7 @@ at::Tensor on_cpu(const at::Tensor& t) { return t.defined() ? view_of(t) : t; }
 at::Tensor from_cpu(const at::Tensor& t, c10::Device device) {
   if (!t.defined()) return t;
   auto made = device_like(t, device);
+  current_queue(device.index()).drain();
   view_of(made).copy_(t);
   return made;
 }
@@ -899,7 +923,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
   m.impl("view_as_real", at::native::view_as_real);
-  m.impl("resize_", at::native::resize_);
+  m.impl("resize_", resized);
   m.impl("set_.source_Storage_storage_offset", set_source);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Tensor", set_tensor);

@@ -15,6 +15,7 @@ from streambp.device import counted_bytes, is_accelerator, memory_limit, tells_m
 from streambp.offload import engines
 from streambp.planner.measure_device import CPU, measure_device
 from tests.emulated import backend
+from tests.hangs import HANG
 from tests.seeds import seed_torch
 
 pytestmark = pytest.mark.emulated
@@ -105,6 +106,33 @@ def test_a_number_of_allocations_from_now_one_fails(device):
     torch.empty(8, device=device)
 
 
+def results(device):
+    """Of operators whose outputs grow, whose shapes are in the data, and that add where indices meet."""
+    x = torch.linspace(-1, 1, 24, device=device).view(4, 6)  # [4, 6]
+    index = torch.tensor([0, 2, 2, 1], device=device)
+    out = torch.empty(0, device=device)
+    torch.add(x, 1.0, out=out)
+    return [
+        torch.arange(5, device=device), torch.arange(5.0, device=device), out, x[index], x[x > 0], x.nonzero(), x.cumsum(0),
+        torch.zeros(4, 6, device=device).index_add_(0, index, x), x.sort(descending=True)[0], torch.cat([x, x.flip(0)]),
+        torch.zeros(4, 6, device=device).index_put_((index,), x, accumulate=True), x.masked_fill(x > 0, 2.0), x @ x.T,
+        torch.nn.functional.pad(x, (1, 2)), x.resize_(5, 6)[:4],
+    ]  # fmt: skip
+
+
+def test_deterministic_algorithms_give_the_same(device):
+    """torch fills what is new in a tensor that grows then."""
+    expected = results(torch.device("cpu"))
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            found = results(device)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs)
+
+
 def test_random_numbers_are_the_devices_own(device):
     seed_torch(1)
     outer = torch.get_rng_state()
@@ -153,5 +181,5 @@ for _ in range(20):
     y = (x @ x).sum()
     y.backward()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

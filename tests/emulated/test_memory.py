@@ -146,7 +146,7 @@ def started(way):
 
 def after(steps, tried):
     """What a step that went wrong has left: bytes, without a collection; the next step's outcome, and what it tries."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := steps.allocated() - steps.start) and time.monotonic() < deadline:
         time.sleep(0.001)  # autograd's thread lets go of what failed once it gets Python's lock
     tried.clear()

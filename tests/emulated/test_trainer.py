@@ -1,4 +1,4 @@
-"""HF's Trainer on the emulated device: it trains as the unpatched model does there, through all that a run has.
+"""HF's Trainer on the emulated device: it trains as the unpatched model does on the CPU, through all that a run has.
 
 covers: model/patching.py, model/wrappers.py
 """
@@ -18,6 +18,11 @@ pytestmark = pytest.mark.emulated
 ROWS = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1, device="cpu").items()} for seed in range(8)]
 
 
+EPSILON = 1e-3  # AdamW divides by the gradient's size plus this: where that is rounding alone, a step is what rounding says
+PARAMETERS = {"rtol": EXACT, "atol": EXACT}
+FLOAT = torch.Tensor.float  # torch's own, beside `float64_oracle`
+
+
 def train(folder, device, config, resume=False, **arguments):
     """The trainer after 4 steps of 2 micro-batches, or after 2 and their checkpoint's other 2."""
     model = build("qwen3", torch.float64, device="cpu")
@@ -27,10 +32,13 @@ def train(folder, device, config, resume=False, **arguments):
         "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "max_grad_norm": 0.5, "learning_rate": 1e-3,
         "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "report_to": [], "seed": 3, "disable_tqdm": True,
     }  # fmt: skip
-    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **arguments}
-    trainer = Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=ROWS, eval_dataset=ROWS[:3])
-    assert trainer.args.device.type == device.type
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "adam_epsilon": EPSILON, **arguments}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_TORCH_DEVICE", device.type)
+        trainer = Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=ROWS, eval_dataset=ROWS[:3])
+        assert trainer.args.device.type == device.type
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    assert {p.device.type for p in model.parameters()} == {device.type}
     return trainer
 
 
@@ -40,45 +48,62 @@ def told(trainer):
     return [float(entry[name]) for entry in trainer.state.log_history for name in names if name in entry]
 
 
+def parameters(model):
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("offload", thinned(["none", "cpu"], lambda offload: offload == "cpu"))
 def test_it_trains_as_unpatched_and_goes_on_from_a_checkpoint(offload, device, tmp_path):
     config = streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload=offload)
-    plain = train(tmp_path / "plain", device, None)
+    plain = train(tmp_path / "plain", torch.device("cpu"), None)
     ours = train(tmp_path / "ours", device, config)
     again = train(tmp_path / "ours", device, config, resume=True)
     assert len(told(plain)) == 12
     for found in (ours, again):
         torch.testing.assert_close(told(found), told(plain), rtol=EXACT, atol=0)
-        for ours_, theirs in zip(found.model.parameters(), plain.model.parameters(), strict=True):
-            assert ours_.device.type == device.type
-            # AdamW divides by the gradient's size: where that is nothing but rounding, a step is what rounding says.
-            torch.testing.assert_close(ours_.detach().cpu(), theirs.detach().cpu(), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(parameters(found.model), parameters(plain.model), **PARAMETERS)
 
 
-def scaled(device, config):
-    """Losses and norms of 3 steps of 2 micro-batches under float16 autocast, by hand: accelerate knows makers by name."""
-    model = build("qwen3")
+def scaled(device, config, half):
+    """Losses, norms and parameters of 3 steps of 2 micro-batches, by hand: accelerate knows makers by name.
+
+    half: under float16 autocast; without, in float64.
+    """
+    model = build("qwen3", torch.float32 if half else torch.float64, device=device)
     if config is not None:
         streambp.patch(model, config)
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), torch.amp.GradScaler(device.type)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=EPSILON)
+    scaler = torch.amp.GradScaler(device.type)
     found = []
     for number in range(3):
         for part in range(2):
-            batch = make_batch("left-padded", seed=2 * number + part)
-            with torch.autocast(device.type, torch.float16):
+            batch = make_batch("left-padded", seed=2 * number + part, device=device)
+            with torch.autocast(device.type, torch.float16, enabled=half):
                 loss = model(**batch, use_cache=False).loss / 2
             scaler.scale(loss).backward()
             found.append(loss.item())
-        scaler.unscale_(optimizer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "float", FLOAT)  # the kernel takes no factor but one in float32
+            scaler.unscale_(optimizer)
         found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     assert scaler.get_scale() == 2.0**16  # no step was left out
-    return found
+    return found, parameters(model)
 
 
-def test_a_gradient_scaler(device):
-    ours = scaled(device, streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload="cpu"))
-    torch.testing.assert_close(ours, scaled(device, None), rtol=2e-3, atol=0)
+CONFIG = streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload="cpu")
+
+
+def test_a_gradient_scaler_in_half_precision(device):
+    ours, theirs = scaled(device, CONFIG, half=True), scaled(device, None, half=True)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-3, atol=0)
+
+
+@pytest.mark.usefixtures("float64_oracle")
+def test_a_gradient_scaler_is_exact(device):
+    ours, truth = scaled(device, CONFIG, half=False), scaled(torch.device("cpu"), None, half=False)
+    torch.testing.assert_close(ours[0], truth[0], rtol=EXACT, atol=0)
+    torch.testing.assert_close(ours[1], truth[1], **PARAMETERS)

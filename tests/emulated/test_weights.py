@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from streambp.device import counted_bytes
 from streambp.offload import engines, weights
+from tests.device import limit_memory
 from tests.emulated import backend
 from tests.families import make_batch
 from tests.offload.weights_runs import made, weights_of
@@ -150,3 +151,54 @@ def test_the_device_holds_two_layers(run, device):
     largest = max(layer.memory.numel() for layer in weights_of(model).ranges.layers.values())
     assert weights_of(model).device_bytes == 2 * largest
     assert held >= on_device + 2 * largest
+
+
+def test_as_many_layers_stay_as_have_room(device):
+    """weights="auto": all of them, some, none; and fewer for a longer batch."""
+    batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
+    expected = trained(made(weights="device").to(device), batch)
+    model = made(weights="auto").to(device)
+    held, room = weights_of(model), []
+    frozen = [p for site in held.ranges.sites.values() for p in site.layer.parameters() if not p.requires_grad]
+    assert {p.device.type for p in frozen} == {"cpu"}  # nothing is known of a step yet
+    size = max(held.ranges._frozen_bytes(index) for index in held.ranges.sites)
+    held.room = lambda device, rows, length: room[-1]
+    room.append(4 * size - 1)
+    for _ in range(2):
+        assert same(trained(model, batch), expected)
+    assert held.ranges.staying == {3}
+    assert sorted(held.ranges.layers) == [0, 1, 2]
+    assert {p.device.type for p in held.ranges.sites[3].layer.parameters()} == {device.type}
+    room.append(0)
+    assert same(trained(model, batch), expected)
+    assert held.ranges.staying == {3}  # the batch is no longer than before
+    longer = {name: torch.cat([x, x], 1) for name, x in batch.items()}
+    assert same(trained(model, longer), trained(made(weights="device").to(device), longer))
+    assert not held.ranges.staying
+    assert {p.device.type for p in frozen} == {"cpu"}
+    assert same(trained(model, batch), expected)
+
+
+def test_a_limit_decides_what_stays(device):
+    """By the device's free memory and the step's law: without a limit all layers stay, with one of a GiB none does."""
+    batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
+    expected = trained(made(weights="device").to(device), batch)
+    for limit, staying in ((None, {0, 1, 2, 3}), (2**30, set())):
+        limit_memory(torch.device(device.type, 0), limit)
+        try:
+            model = made(weights="auto").to(device)
+            assert same(trained(model, batch), expected)
+        finally:
+            limit_memory(torch.device(device.type, 0), None)
+        assert weights_of(model).ranges.staying == staying
+
+
+def test_merging_after_the_model_went_to_the_host(device):
+    batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
+    models = [made().to(device), made(weights="device").to(device)]
+    merged = []
+    for model in models:
+        trained(model, batch)
+        merged.append(model.to("cpu").merge_and_unload())
+    pairs = zip(*(one.named_parameters() for one in merged), strict=True)
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
