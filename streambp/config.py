@@ -21,36 +21,35 @@ class StreamConfig:
     """How a patched model streams (DESIGN.md section 8).
 
     Args:
-        chunk_size: positions per row of the batch that are recomputed and differentiated at a time, as a number or as "8k",
-            or "auto".
-        saves: what backward keeps on the device instead of recomputing it, out of "attn_out" (the attention output
-            with its logsumexp, 2 * h bytes a token and layer in bf16), "kv" (the keys and values) and globs of the names
-            of Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), whose outputs are kept where backward reads
-            them. "attn_out@12": the last 12 layers alone, whose backward comes first; the others have none of it. "auto":
-            as much as fits into the device's free memory, by layer, decided anew in each forward; a micro-batch of one
-            chunk that fits four times over runs as unpatched, see `unpatched_runs`. With offloading, as much as the link to
-            the host can carry behind the compute.
-        attention: the kernels that attend one block. "auto" takes the fastest that fits; "flash" is FlashAttention on
-            CUDA and the fused kernel on CPU; "math" is plain matrix products on any device.
+        chunk_size: tokens of each row in one chunk, as a number or as "8k", or "auto".
+        saves: tensors that forward keeps so that backward need not recompute them: "attn_out" (the attention output with
+            its logsumexp, 2 * h bytes a token and layer in bf16), "kv" (the keys and values), and globs of the names of
+            Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), for their outputs where backward reads them.
+            "attn_out@12" saves in the last 12 layers alone, whose backward comes first. "auto" saves as much as the
+            device's free memory allows, by layer, decided anew in each forward; a micro-batch of one chunk that needs less
+            than a quarter of that memory runs unpatched, see `unpatched_runs`. With offloading, "auto" saves as much as
+            the link to the host can carry behind the compute.
+        attention: the kernels of attention. "auto" takes the fastest that fits; "flash" is FlashAttention on CUDA and the
+            fused kernel on CPU; "math" is plain matrix products on any device.
         head: with labels, compute the loss block by block and never build the logits.
         eval_logits: in eval mode, build the logits as well when labels are given (for `compute_metrics`).
-        lazy_logits: return logits that are computed where they are used, with labels beside the loss: log-probabilities,
-            logsumexp, losses and metrics of each token block by block, anything else from real logits.
+        lazy_logits: return a stand-in for logits, with labels beside the loss. Log-probabilities, logsumexp, losses and
+            metrics of each token are computed from it block by block; any other use builds the logits.
         offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
             ahead of its use. "auto" does too, and chooses `gpu_memory` if it is not given.
-        host_memory: bytes of host memory for that on each rank, as a number or as "96GiB"; None: nine tenths of what is
-            available, shared by the ranks of a machine.
-        gpu_memory: bytes of device memory for what lives longer than a chunk, as a number or as "8GiB": the keys and values
-            of the layer at work with their gradients, which beyond it are streamed from and to the host; and with what is
-            left, the saved tensors of the last layers, whose backward comes first. Weights, gradients and a chunk's own
-            computation come on top. None: keys and values stay, and all saved tensors leave; with offload="auto", what the
-            device had left in the first step.
-        on_host_full: what happens to a tensor that does not fit: "keep" it on the device, "recompute" it in backward (a
+        host_memory: bytes of host memory for offloading on each rank, as a number or as "96GiB"; None: nine tenths of the
+            available memory, shared by the ranks of a machine.
+        gpu_memory: with offloading, bytes of device memory for tensors that live longer than a chunk, as a number or as
+            "8GiB". Keys and values of the layer at work, with their gradients, come first; those beyond the budget are
+            streamed from and to the host. The rest of the budget keeps saved tensors of the last layers. Weights, gradients
+            and a chunk's own computation come on top. None: keys and values stay, and all saved tensors leave; with
+            offload="auto", the budget is the memory that the device had left in the first step.
+        on_host_full: a tensor that does not fit into `host_memory`: "keep" it on the device, "recompute" it in backward (a
             layer's input is kept), or "raise".
-        documents: where recurrences and convolutions start anew in packed rows. "from_positions": where position_ids do not
-            grow by one, as attention's mask has it, unless the call has an attention_mask, seq_idx or cu_seq_lens_q.
-            "as_given": where seq_idx and cu_seq_lens_q tell their kernels to, as unpatched; with position_ids alone they
-            go on from one document to the next.
+        documents: packed documents in recurrences and convolutions. "from_positions": they start anew where position_ids do
+            not grow by one, as attention does, unless the call has an attention_mask, seq_idx or cu_seq_lens_q.
+            "as_given": they start anew where seq_idx and cu_seq_lens_q say so, as in the unpatched model; with position_ids
+            alone they go on from one document to the next.
         rows: how a batch [B, T] is computed. "as_given": its rows as they are. "packed": as one packed row without padding,
             in which tokens stand once that rows have in common at their beginning (completions of one prompt, chosen and
             rejected), where the model was tried on it and enough is saved; outputs are those of [B, T], but for values at
@@ -64,7 +63,8 @@ class StreamConfig:
             where they differ. [Note: witness]
         share_prefixes: the former name. True is rows="packed", False rows="as_given"; it warns, and will go.
         weights: "cpu": the layers' frozen weights live in host memory, within `host_memory`, and come to the device a layer
-            ahead of their use, once in each direction. Weights that train (adapters) stay on the device.
+            ahead of their use, once in each direction. Weights that train (adapters) stay on the device. "auto": of as many
+            of the first layers as the device has no room for beside a step; the first forward decides.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -86,7 +86,7 @@ class StreamConfig:
     unpatched_runs: bool = True
     compare_backward: bool = True
     share_prefixes: bool | None = None
-    weights: Literal["device", "cpu"] = "device"
+    weights: Literal["device", "cpu", "auto"] = "device"
 
     @property
     def products(self) -> tuple[str, ...]:

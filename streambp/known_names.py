@@ -40,9 +40,13 @@ CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 PAGED_CACHE = "cache"  # the cache of continuous batching
 STATE = "state"  # xLSTM and RWKV: the layer takes its states there, and returns them behind its hidden states
 PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], the keys that an earlier layer picked
-# Of backbones: all that a token of a tree of prefixes is known by, arguments that say nothing of tokens, and of language
-# models those that say which are scored.
+# Of backbones: all that a token of a tree of prefixes is known by, what may stand in place of its id, what is said beside
+# it [B, T], what is given in the order of the tokens that another one marks; arguments that say nothing of tokens, and of
+# language models those that say which are scored.
 SHARED_INPUTS = ("input_ids", "attention_mask", "position_ids")
+EMBEDS = "inputs_embeds"
+PER_TOKEN = ("token_type_ids", "visual_pos_masks")
+IN_ORDER = {"deepstack_visual_embeds": "visual_pos_masks"}  # Qwen3-VL: of each layer [visual tokens, h]
 HIDDEN_STATES, ROUTER_LOGITS = "output_hidden_states", "output_router_logits"
 SAYS_NOTHING_OF_TOKENS = (
     "use_cache", HIDDEN_STATES, "output_attentions", ROUTER_LOGITS, "return_dict", "num_items_in_batch",

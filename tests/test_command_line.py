@@ -23,6 +23,7 @@ from streambp import cli, libraries
 from streambp.errors import ConfigError, DeviceMemoryError, MissingLibraryError
 from streambp.fields import parse_bytes, parse_tokens
 from tests.families import build
+from tests.hangs import HANG
 
 ROOT = Path(__file__).parents[1]
 PLAN = "plan m --gpu-memory 8GiB"
@@ -86,7 +87,7 @@ print(json.dumps(found))
 
 def run_lines(lines):
     words = [sys.executable, "-W", "error::UserWarning", "-c", RUN_LINES, json.dumps(lines)]
-    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG)
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout)
 
@@ -148,7 +149,7 @@ IMPORTED = re.compile(r"^\s*(?::::|from|import|python -m|.* -m) .*$", re.MULTILI
 
 def written_names():
     """Dotted names of the package in its documentation, and in texts of its sources."""
-    texts = [page.read_text("utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+    texts = [page.read_text("utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))]
     for path in ROOT.glob("streambp/**/*.py"):
         nodes = ast.walk(ast.parse(path.read_text("utf-8")))
         strings = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
@@ -168,7 +169,7 @@ def test_every_name_that_is_written_resolves_after_import_streambp_alone():
     names = written_names()
     assert len(names) > 5
     result = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(names)], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", program, json.dumps(names)], capture_output=True, text=True, check=False, timeout=HANG
     )
     assert result.returncode == 0, result.stderr[-2000:]
     wrong = json.loads(result.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Every causal family that a tiny config can build, against the unpatched model in float64: docs/families.md.
+"""Every causal family that a tiny config can build, against the unpatched model in float64: docs/reference/families.md.
 
 covers: admission/stacks.py, attention/own.py, layer/gradients.py, layer/outputs.py, model/patching.py
 """

@@ -132,7 +132,7 @@ attention   auto; cpu flash in 2 layers
 head        blockwise loss, no logits
 """
 UNPATCHED = """
-last step: 46 tokens (2 rows) in one chunk, ran unpatched: it needs 200.9 KiB of 8.0 GiB free
+last step: 46 tokens (2 rows) in one chunk, ran unpatched: it needs 198.0 KiB of 8.0 GiB free
 layers      ran unpatched: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1), longer steps stream
 chunk_size  the whole sequence (auto: an 8th of the sequence, at least 2,048 and at most 8,192 tokens over all rows of the \
 batch, rounded down to a power of two in each row)
@@ -142,11 +142,11 @@ attention   the model's own; where layers stream: auto; cpu flash in 2 layers
 head        as unpatched, from logits [B, T, V]: they fit many times over
 """
 GRAPH = """
-last step: 46 tokens (2 rows) in one chunk, kept its graph: backward recomputed nothing, the graph took 154.5 KiB of 8.0 \
+last step: 46 tokens (2 rows) in one chunk, kept its graph: backward recomputed nothing, the graph took 151.7 KiB of 8.0 \
 GiB free
 layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
 chunk_size  23
-saves       the graph of 2 layers (154.5 KiB)
+saves       the graph of 2 layers (151.7 KiB)
             auto: a step without saves leaves 8.0 GiB free; at least 8.0 GiB stayed free
 offload     nothing leaves the device
 attention   auto; cpu flash in 2 layers
@@ -227,9 +227,9 @@ def test_short_steps(machine, lines, monkeypatch):
     assert fields(model, callback)["stream_unpatched"] == 1.0
     assert lines() == logged(
         f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
-        f"2: {ONE}, kept its graph: backward recomputed nothing, the graph took 154.5 KiB of 8.0 GiB free{HEAD}",
+        f"2: {ONE}, kept its graph: backward recomputed nothing, the graph took 151.7 KiB of 8.0 GiB free{HEAD}",
         f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
-        f"2: {ONE}, ran unpatched: it needs 200.9 KiB of 8.0 GiB free; head: as unpatched, from logits [B, T, V]: they fit "
+        f"2: {ONE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as unpatched, from logits [B, T, V]: they fit "
         "many times over",
     )
 

@@ -1,4 +1,4 @@
-"""Whatever a program does to a model comes out exact, or raises: the table of docs/exactness.md, row by row.
+"""Whatever a program does to a model comes out exact, or raises: the table of docs/explanation/exactness.md, row by row.
 
 covers: fingerprint/hooks.py, model/patching.py
 """

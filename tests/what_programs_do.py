@@ -2,8 +2,8 @@
 
 Every program runs twice, on an unpatched model and on one that it patches itself. Its outcome is `exact` (all gradients
 within 1e-10, all layers stream), `exact, whole` (the same, but a layer runs under a checkpoint), `raises NAME`, or `WRONG`,
-which a crash counts as. The table in docs/exactness.md lists them: `python scripts/exactness_table.py` writes it,
-`tests/test_what_programs_do.py` compares.
+which a crash counts as. The table in docs/explanation/exactness.md lists them: `python scripts/exactness_table.py`
+writes it, `tests/test_what_programs_do.py` compares.
 """
 
 from __future__ import annotations

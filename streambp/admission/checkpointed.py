@@ -103,7 +103,8 @@ class Repeatable:
     """
 
     def __init__(self, site: LayerSite, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        self._layer, self._run, self._fingerprint, self._notes = site.layer, run, site.fingerprint, site.notes
+        self._layer, self._run, self._fingerprint = site.layer, run, site.fingerprint
+        self._backward_begins = site.backward_begins
         self._look = self._fingerprint.look(site.layer)
         self._generators, self._training = generators_of(site, self._look), site.layer.training
         given = [(name, x) for name, value in {"input": args, **kwargs}.items() for x in tree_leaves(value)]
@@ -124,8 +125,8 @@ class Repeatable:
             self._buffers = written_since(before)
             self._see(_first_tensor(args, kwargs), result, again=False)
             return result
-        if self._notes is not None:
-            self._notes.in_backward()
+        if self._backward_begins is not None:
+            self._backward_begins()
         check_mode(self._layer, self._training)
         self._parameters.check_unchanged()
         refuse_written(self._seen_arguments)

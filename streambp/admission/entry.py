@@ -144,7 +144,7 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
         call.hidden_states = hidden_states.detach()
         if site.chooser is not None:
             call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
-        if site.weights is not None:
+        if site.weights is not None and site.on_host:
             site.weights.refuse_trained(site.index)
         if site.offloader is not None:
             call.kept.save_to(site.offloader)

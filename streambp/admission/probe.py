@@ -96,7 +96,7 @@ def can_stream(call: LayerCall) -> Verdict:
             site.verdicts[kind] = because
         return Verdict.of(because)
     if x.shape[-2] == 1:
-        return Verdict(site.weights is not None)
+        return Verdict(site.on_host)
     try:
         call.arguments.check_lengths()
     except StreamBPError as error:

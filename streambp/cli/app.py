@@ -34,9 +34,9 @@ Planned = Annotated[
     typer.Argument(metavar="MODEL", help="an id on the Hub, a checkpoint's folder, or a config.json", show_default=False),
 ]
 Trust = Annotated[bool, _option(MODEL, "run the Python code that comes with the model", "--trust-remote-code")]
-Loaded = Annotated[Any, _option(MODEL, "of the weights (auto: as stored)", **one_of(*DTYPES))]
-Counted = Annotated[Any, _option(MODEL, "of the weights", **one_of(*DTYPES[1:]))]
-Device = Annotated[str, _option(MODEL, "cpu, cuda or another of torch's (default: this machine's GPU, else cpu)")]
+Loaded = Annotated[Any, _option(MODEL, "dtype of the weights (auto: as stored)", **one_of(*DTYPES))]
+Counted = Annotated[Any, _option(MODEL, "dtype of the weights", **one_of(*DTYPES[1:]))]
+Device = Annotated[str, _option(MODEL, "torch's device, such as cpu or cuda (default: this machine's GPU, else cpu)")]
 Json = Annotated[bool, _option(OUTPUT, "print JSON instead of tables", "--json")]
 Length = Annotated[Any, _option(LENGTH, "tokens, such as 512 or 8k", parser=tokens(), metavar="TOKENS")]
 Longest = Annotated[
@@ -47,18 +47,24 @@ ChunkSize = Annotated[
     Any, _option(LENGTH, "tokens of a chunk (default: streambp's choice)", parser=tokens(), metavar="TOKENS")
 ]
 Saves = Annotated[
-    str, _option(TRAINING, "what backward need not recompute: attn_out, kv, and globs of Linears; separated by commas")
+    str, _option(TRAINING, "tensors that backward need not recompute: attn_out, kv, globs of Linears; separated by commas")
 ]
-Seed = Annotated[Any, _option(LENGTH, "of the random tokens", parser=whole(0), metavar="N")]
+Seed = Annotated[Any, _option(LENGTH, "seed of the random tokens", parser=whole(0), metavar="N")]
 Padding = Annotated[Any, _option(LENGTH, "tokens of padding at the start", parser=whole(0), metavar="N")]
 Top = Annotated[Any, _option(OUTPUT, "parameters to list, 0 for all", parser=whole(0), metavar="N")]
-GpuMemory = Annotated[Any, _option(MEMORY, "of each GPU, such as 24GiB", parser=size, metavar="BYTES", show_default=False)]
+GpuMemory = Annotated[
+    Any, _option(MEMORY, "memory of each GPU, such as 24GiB", parser=size, metavar="BYTES", show_default=False)
+]
 HostMemory = Annotated[
     Any,
-    _option(MEMORY, "of the machine, for all its GPUs (default: no limit)", parser=size, metavar="BYTES"),
+    _option(MEMORY, "memory of the machine, for all its GPUs (default: no limit)", parser=size, metavar="BYTES"),
 ]
-Reserve = Annotated[Any, _option(MEMORY, "part of each GPU left alone", parser=real(0, 0.99), metavar="PART")]
-Gpus = Annotated[Any, _option(GPUS, "all ranks (default: 1, or those that share a sequence)", parser=whole(1), metavar="N")]
+Reserve = Annotated[
+    Any, _option(MEMORY, "part of each GPU's memory that is kept free", parser=real(0, 0.99), metavar="PART")
+]
+Gpus = Annotated[
+    Any, _option(GPUS, "number of GPUs (default: 1, or those that share a sequence)", parser=whole(1), metavar="N")
+]
 Ulysses = Annotated[Any, _option(GPUS, "ranks that share each sequence by DeepSpeed Ulysses", parser=whole(1), metavar="N")]
 ContextParallel = Annotated[
     Any, _option(GPUS, "ranks that share each sequence by context parallelism", parser=whole(1), metavar="N")
@@ -69,25 +75,38 @@ Lora = Annotated[
     Any, _option(TRAINING, "train adapters of this rank on every Linear of the layers", parser=whole(1), metavar="RANK")
 ]
 Full = Annotated[bool, _option(TRAINING, "train every parameter (default: plan full training and LoRA)", "--full")]
-Bits = Annotated[Any, _option(TRAINING, "of the frozen weights beside adapters", **one_of(4, 8, 16))]
+Bits = Annotated[Any, _option(TRAINING, "bits of the frozen weights beside adapters", **one_of(4, 8, 16))]
 OptimizerBytes = Annotated[
     Any,
     _option(
         TRAINING,
-        "of each trained parameter: 12 is Adam with float32 weights, 16 with float32 gradients too (ZeRO-Offload), 4 Adam "
-        "in bf16, 0 none",
+        "optimizer state of each trained parameter: 12 is Adam with float32 weights, 16 with float32 gradients too "
+        "(ZeRO-Offload), 4 Adam in bf16, 0 none",
         parser=real(0, 1024),
         metavar="BYTES",
     ),
 ]
-OptimizerOnHost = Annotated[bool, _option(TRAINING, "its state waits in host memory (ZeRO-Offload)", "--optimizer-on-host")]
-Accumulate = Annotated[bool, _option(TRAINING, "steps add to gradients that exist", "--accumulate")]
+OptimizerOnHost = Annotated[
+    bool, _option(TRAINING, "keep the optimizer's state in host memory (ZeRO-Offload)", "--optimizer-on-host")
+]
+Weights = Annotated[
+    Any,
+    _option(
+        TRAINING,
+        "where the layers' frozen weights live: on the GPU, in host memory (cpu), or there for as many layers as it takes "
+        "to fit (auto)",
+        **one_of("device", "cpu", "auto"),
+    ),
+]
+Accumulate = Annotated[
+    bool, _option(TRAINING, "plan a step that adds to existing gradients (gradient accumulation)", "--accumulate")
+]
 Kernels = Annotated[Any, _option(TIME, "attention kernels on the GPU", **one_of("cudnn", "flash"))]
 Mixers = Annotated[
     Any,
     _option(
         TIME,
-        "what recurrent and convolutional layers run: the kernels of fla, mamba_ssm and causal_conv1d, plain torch, or the "
+        "code of recurrent and convolutional layers: the kernels of fla, mamba_ssm and causal_conv1d, plain torch, or the "
         "kernels that are installed here",
         **one_of("kernels", "torch", "installed"),
     ),
@@ -96,7 +115,7 @@ Rated = Annotated[
     str | None,
     _option(
         TIME,
-        f"the GPU, for seconds: {', '.join(DEVICES)}, or a file of --measure-device (default: a usual one with so much "
+        f"GPU, for seconds: {', '.join(DEVICES)}, or a file of --measure-device (default: a usual one with so much "
         f"memory, else {DEFAULT})",
         metavar="NAME",
     ),
@@ -113,8 +132,7 @@ Html = Annotated[
     Path | None,
     _option(
         OUTPUT,
-        "also write a page that plans anew for other lengths and memory; with --lora, for full training as well, with "
-        "--fused-layers without them, with --ulysses or --context-parallel for any number of ranks",
+        "also write an interactive page that plans anew for other lengths, memory, trainings and ranks",
     ),
 ]
 Modules = Annotated[
@@ -123,7 +141,7 @@ Modules = Annotated[
 Group = Annotated[Any, _option(LENGTH, "plan that many completions of one prompt instead", parser=whole(1), metavar="ROWS")]
 Prompt = Annotated[
     Any,
-    _option(LENGTH, "of a group's rows; the rest of --seq-len is completion", parser=tokens(), metavar="TOKENS"),
+    _option(LENGTH, "prompt of a group's rows; the rest of --seq-len is completion", parser=tokens(), metavar="TOKENS"),
 ]
 Lengths = Annotated[
     Path | None,
@@ -134,7 +152,12 @@ Lengths = Annotated[
 ]
 MeanLength = Annotated[
     Any,
-    _option(LENGTH, "the same, of rows up to --seq-len with so many tokens on average", parser=tokens(), metavar="TOKENS"),
+    _option(
+        LENGTH,
+        "plan --batch-size rows of up to --seq-len tokens, with so many on average",
+        parser=tokens(),
+        metavar="TOKENS",
+    ),
 ]
 
 app = typer.Typer(
@@ -186,6 +209,7 @@ def plan(
     bits: Bits = 16,
     optimizer_bytes: OptimizerBytes = 12,
     optimizer_on_host: OptimizerOnHost = False,
+    weights: Weights = "auto",
     accumulate: Accumulate = False,
     device: Rated = None,
     measure_device: Measured = None,
@@ -237,7 +261,7 @@ def profile(
     seq_len: Length = 8192,
     chunk_size: ChunkSize = None,
     saves: Saves = "",
-    offload: Annotated[Any, _option(TRAINING, "where layer inputs wait", **one_of("none", "cpu"))] = "none",
+    offload: Annotated[Any, _option(TRAINING, "place where layer inputs wait", **one_of("none", "cpu"))] = "none",
     snapshot: Annotated[Path | None, _option(OUTPUT, "write torch's memory snapshot of the step (CUDA)")] = None,
     json: Json = False,
 ) -> SimpleNamespace:

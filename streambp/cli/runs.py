@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shlex
 import sys
@@ -19,13 +20,21 @@ from streambp.errors import StreamBPError
 from streambp.fields import shown
 from streambp.planner.batches import COMPLETIONS, Batch, batches_table, both_ways
 from streambp.planner.configuration import TRUST, needs_trust, read_config
-from streambp.planner.measure import compare_step
+from streambp.planner.measure import compare_default, compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
 from streambp.planner.profile import Profile, Setting
 from streambp.planner.remedies import Remedy, Training, remedies, with_options
-from streambp.planner.report import Progress, as_json, comparison_table, plan_table, rates_table, remedies_table
+from streambp.planner.report import (
+    Progress,
+    as_json,
+    comparison_table,
+    default_table,
+    plan_table,
+    rates_table,
+    remedies_table,
+)
 from streambp.rates import DEFAULT, Rates, device_of, rates_of, write_rates
 from streambp.reporting import reason
 from streambp.verify.compare import verify
@@ -89,6 +98,7 @@ def run_plan(arguments: Any) -> int:
         optimizer=arguments.optimizer_bytes,
         optimizer_on_host=arguments.optimizer_on_host,
         accumulate=arguments.accumulate,
+        weights=arguments.weights,
     )
     batches, said = _batches(arguments), Progress(sys.stderr, "counting")
     counted = functools.partial(
@@ -108,26 +118,23 @@ def run_plan(arguments: Any) -> int:
         said=said,
         every_split=arguments.html is not None and setting.ranks > 1,
     )
-    trainings: list[dict[str, Any]] = [{"lora": arguments.lora, "bits": arguments.bits}]
-    trainings += [{}] if arguments.lora is not None and arguments.html is not None else []
+    training = Training(arguments.lora, arguments.bits)
     with said:
-        found, *others = (counted(**way, fused_layers=arguments.fused_layers) for way in trainings)
-        switched = [counted(**way) for way in trainings] if arguments.html is not None and arguments.fused_layers else []
-    if arguments.html is not None:
-        _write_page(arguments, found, *([one.profile for one in some] for some in (others, switched)))
+        found = counted(lora=training.lora, bits=training.bits, fused_layers=arguments.fused_layers)
+        if arguments.html is not None:
+            _write_page(arguments, found, training, counted)
     if batches:
         ways = [both_ways(found.profile, batch, found.memory, found.setting, found.rates) for batch in batches]
         print(as_json({"batches": ways}) if arguments.json else batches_table(found, ways), file=arguments.out)
         return FITS if all(packed.fits for _, packed in ways) else DOES_NOT_FIT
     print(as_json(found) if arguments.json else plan_table(found, arguments.modules), file=arguments.out)
     if not arguments.json:
-        _print_what_fits(arguments, found, counted)
+        _print_what_fits(arguments, found, training, counted)
     return FITS if found.choice is not None else DOES_NOT_FIT
 
 
-def _print_what_fits(arguments: Any, found: Plan, counted: Callable[..., Plan]) -> None:
+def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]) -> None:
     """Commands with which a plan fits that does not; beside one that does, LoRA where no training was named."""
-    training = Training(arguments.lora, arguments.bits)
 
     def count(how: Training) -> Profile:
         return counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers).profile
@@ -171,14 +178,18 @@ def _rates(arguments: Any) -> Rates:
     return rates
 
 
-def _write_page(arguments: Any, found: Plan, others: list[Profile], switched: list[Profile]) -> None:
-    base = f", {arguments.bits}-bit base" if arguments.bits < 16 else ""
-    training = "every parameter" if arguments.lora is None else f"LoRA, rank {arguments.lora}{base}"
+def _write_page(arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]) -> None:
+    """With the other trainings that this model can have, for its switch and for what would help."""
     path = Path(arguments.model).resolve()
     name = path.parent.name if path.is_file() else path.name if path.is_dir() else arguments.model
-    labels = [training, "every parameter"]
-    unfused = dict(zip(labels, switched, strict=False))
-    arguments.html.write_text(page(found, name, dict(zip(labels[1:], others, strict=False)), training, unfused), "utf-8")
+    profiles = {training: found.profile}
+    for how in (Training(), *training.smaller()):
+        if how not in profiles:
+            with contextlib.suppress(StreamBPError):  # adapters do not fit every model
+                profiles[how] = counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers).profile
+    unfused = {str(how): counted(lora=how.lora, bits=how.bits).profile for how in profiles if arguments.fused_layers}
+    others = {str(how): profile for how, profile in profiles.items() if how != training}
+    arguments.html.write_text(page(found, name, others, str(training), unfused), "utf-8")
 
 
 def run_profile(arguments: Any) -> int:
@@ -193,7 +204,14 @@ def run_profile(arguments: Any) -> int:
         vocabulary = model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(0, vocabulary, (1, length), device=device)  # [B, T]
         rows = compare_step(model, ids, config, chunk, arguments.snapshot)
-    print(as_json({"phases": rows}) if arguments.json else comparison_table(rows, length, chunk), file=arguments.out)
+        said("a step by default", 0.75)
+        default = compare_default(model, ids)
+    if arguments.json:
+        found = None if default is None else dict(zip(("predicted", "measured"), default, strict=True))
+        print(as_json({"phases": rows, "default": found}), file=arguments.out)
+    else:
+        tables = [comparison_table(rows, length, chunk), *([] if default is None else [default_table(*default)])]
+        print("\n\n".join(tables), file=arguments.out)
     return FITS
 
 

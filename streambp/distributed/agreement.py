@@ -4,8 +4,8 @@
 its micro-batch is computed, and no collective may depend on that: a rank that is alone in one waits for ever. Under DDP,
 ZeRO-1 and ZeRO-2 collectives are in backward alone, for each gradient, whatever it was computed from. Under ZeRO-3 and
 FSDP2 each call of a unit is one, forward and backward: there a rank may neither begin a forward again nor make one that
-nobody asked for, unless all do. docs/distributed.md lists every decision. Where sequences are split, `sharded/shards.py`
-agrees on all that decides an exchange.
+nobody asked for, unless all do. docs/explanation/distributed.md lists every decision. Where sequences are split,
+`sharded/shards.py` agrees on all that decides an exchange.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
             kind = Annotated[str | None, typer.Option(f"--{flag}", help=told, rich_help_panel="Settings")]
         flags.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     told = (
-        '"trainer" (the default): what HF Trainer and its subclasses train; "train": any transformers model too whose '
+        '"trainer" (the default): models of HF Trainer and its subclasses; "train": any transformers model too whose '
         "train() is called, for programs with a loop of their own"
     )
     place = Annotated[str | None, typer.Option(help=told, metavar="trainer|train")]

@@ -200,8 +200,8 @@ class StreamedLayer(torch.autograd.Function):
         use = ctx.owner.enter(ctx.began)
         try:
             call, parameters = _begin_backward(ctx)
-            if call.site.notes is not None:
-                call.site.notes.in_backward()
+            if call.site.backward_begins is not None:
+                call.site.backward_begins()
             grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
             needs_input, wanted = call.wanted
             sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)

@@ -107,7 +107,7 @@ def can_keep_graph(call: LayerCall) -> bool:
         or call.autocast.on
         or hooked
         or held(call.layer).weights  # the graph would keep them gathered
-        or site.weights is not None  # it would hold a slot, where those of other layers come next
+        or site.on_host  # it would hold a slot, where those of other layers come next
         or site.overwritten.inputs
         or site.kind.states.carries
         or site.kind.attention.picks_keys
@@ -137,11 +137,13 @@ def computed_with_graph(
 
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iterator[None]:
-    """Within, what graphs save is told to the call's watch, in bytes: without tensors [...] that are there anyway."""
+    """Within, what graphs save is told to the call's watch, in bytes: without known tensors [...] and the call's arguments,
+    such as cosines and sines, which are there anyway."""
     if not call.site.repeats:
         yield
         return
-    there = {x.untyped_storage()._cdata for x in known}
+    arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
+    there = {tensor.untyped_storage()._cdata for tensor in (*known, *arguments)}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

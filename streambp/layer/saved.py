@@ -29,52 +29,11 @@ from streambp.layer.carried import Carried
 from streambp.layer.products import See, Sums, captured, known, matching, never_read, output_bytes
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.site import LayerSite
-from streambp.layer.store import Access, SavedTensors
+from streambp.layer.store import InMemory, SavedTensors
 from streambp.offload.costs import Cost, LayerSeen, Product
 from streambp.offload.manager import OffloadManager
+from streambp.offload.stores import Access
 from streambp.recurrent.states import Key, States
-
-
-class InMemory:
-    """Keeps the tensors where they are."""
-
-    copies = False
-
-    def __init__(self) -> None:
-        self._tensors: dict[Access, Tensor] = {}
-
-    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Keep the tensor [...] itself."""
-        self._tensors[name, chunk] = tensor
-
-    def has(self, name: str, chunk: int) -> bool:
-        """True from `put` to `take`."""
-        return (name, chunk) in self._tensors
-
-    def keep_only(self, needed: Callable[[str], bool]) -> None:
-        """Let go of the tensors whose names are not needed."""
-        self._tensors = {access: tensor for access, tensor in self._tensors.items() if needed(access[0])}
-
-    def reserve(self, size: int) -> None:
-        """Nothing: a tensor that is kept needs no room of its own."""
-
-    def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
-        """Nothing: no tensor has to come back."""
-
-    def load(self, name: str, chunk: int) -> None:
-        """Nothing: the tensor is where it was."""
-
-    def borrow(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...] itself, so that a change of it is kept at once."""
-        return self._tensors[name, chunk]
-
-    def peek(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...] itself."""
-        return self._tensors[name, chunk]
-
-    def take(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...] itself, which is not kept any longer."""
-        return self._tensors.pop((name, chunk))
 
 
 class Kept:

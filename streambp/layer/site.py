@@ -25,7 +25,6 @@ from streambp.layer.choices import Choices
 from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.recompute import Autocast
-from streambp.layer.store import Notes
 from streambp.layer.witness import (
     TOLERANCE,
     Source,
@@ -153,7 +152,7 @@ class LayerSite:
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         choices: what its chunks chose, or are to choose; None: they choose freely. [Note: choices]
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
-        notes: on the steps of its model.
+        backward_begins: is told when the backward of one of its calls begins. [Note: notes on a step]
         attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
         warm: of a model that was warmed up. adopted: kinds of calls whose verdict is that of the same without some hooks.
         hooks_tried: the inner hooks that were there when the layer was tried. shown: of others' hooks, by name, the modules
@@ -190,7 +189,7 @@ class LayerSite:
     foreign_until: int | None = None
     choices: Choices | None = None
     previous: Callable[..., Any] | None = None
-    notes: Notes | None = None
+    backward_begins: Callable[[], None] | None = None
     attended: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
     warm: Warm | None = None
@@ -205,6 +204,11 @@ class LayerSite:
         """What the layer computes unpatched."""
         return self.previous or functools.partial(type(self.layer).forward, self.layer)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the layer's weights live on the host."""
+        return self.weights is not None and self.index not in self.weights.ranges.staying
+
     def weights_here(self, direction: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Within, the layer's weights are on the device, wherever they live."""
         return contextlib.nullcontext() if self.weights is None else self.weights.here(self.index, direction, device)
@@ -218,7 +222,7 @@ class LayerSite:
         Raises:
             UnsupportedModelError: it would.
         """
-        if self.weights is None:
+        if not self.on_host:
             return contextlib.nullcontext()
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layer.parameters())):
@@ -228,6 +232,7 @@ class LayerSite:
                 "weights='cpu' out."
             )
         self.fingerprint.look(self.layer)
+        assert self.weights is not None
         return self.weights.here(self.index, "forward", given[0].device)
 
     @property

@@ -1,31 +1,55 @@
-"""Where tensors wait between a layer's forward and its backward."""
+"""Where tensors wait between a layer's forward and its backward: where they are, or on the host."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
-from streambp.attention.kv import TileStore
+from torch import Tensor
 
-Access = tuple[str, int]
+from streambp.offload.stores import Access, LayerTensors
 
 
-class SavedTensors(TileStore, Protocol):
-    """One layer's saved tensors; chunks are taken last to first. copies: what was put may be changed afterwards."""
+class InMemory:
+    """Keeps the tensors where they are."""
 
-    @property
-    def copies(self) -> bool:
-        """Whether what was put may be changed afterwards."""
-        ...
+    copies = False
+
+    def __init__(self) -> None:
+        self._tensors: dict[Access, Tensor] = {}
+
+    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+        """Keep the tensor [...] itself."""
+        self._tensors[name, chunk] = tensor
+
+    def has(self, name: str, chunk: int) -> bool:
+        """True from `put` to `take`."""
+        return (name, chunk) in self._tensors
+
+    def keep_only(self, needed: Callable[[str], bool]) -> None:
+        """Let go of the tensors whose names are not needed."""
+        self._tensors = {access: tensor for access, tensor in self._tensors.items() if needed(access[0])}
+
+    def reserve(self, size: int) -> None:
+        """Nothing: a tensor that is kept needs no room of its own."""
 
     def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
-        """Forward is over. Backward will read in this order, `ahead` tensors of a chunk at a time, and needs `workspace`
-        bytes on the device beside."""
-        ...
+        """Nothing: no tensor has to come back."""
+
+    def load(self, name: str, chunk: int) -> None:
+        """Nothing: the tensor is where it was."""
+
+    def borrow(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...] itself, so that a change of it is kept at once."""
+        return self._tensors[name, chunk]
+
+    def peek(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...] itself."""
+        return self._tensors[name, chunk]
+
+    def take(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...] itself, which is not kept any longer."""
+        return self._tensors.pop((name, chunk))
 
 
-class Notes(Protocol):
-    """Notes on the steps of a model. [Note: notes on a step]"""
-
-    def in_backward(self) -> None:
-        """The backward of a layer begins."""
-        ...
+SavedTensors: TypeAlias = InMemory | LayerTensors

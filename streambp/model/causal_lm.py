@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import is_initialized
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.own import biases_positions
@@ -28,6 +27,7 @@ from streambp.head.recipe import HeadOutcome, HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
+from streambp.layer.oom import explaining
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
@@ -330,6 +330,7 @@ class CausalLMForward(InstanceForward):
         self.state.check_cache(self.module.config.get_text_config(), kwargs)  # type: ignore[operator, union-attr]
         kwargs["use_cache"] = False
 
+    @explaining("in the model around its layers")
     def _run(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
         hidden_wanted = kwargs.get("output_hidden_states") or getattr(self.module.config, "output_hidden_states", False)
         output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
@@ -371,8 +372,7 @@ class CausalLMForward(InstanceForward):
         fields = {name: real(value) for name, value in output.items()}
         if self._trains:
             self.use.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
-        result: ModelOutput = type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
-        return result
+        return type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
 
 
 @functools.cache

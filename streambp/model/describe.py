@@ -304,13 +304,17 @@ def _beside(found: Patch) -> str:
 
 
 def _weights(weights: HostWeights) -> str:
-    layers = weights.ranges.layers
-    if not layers:
+    layers, staying = weights.ranges.layers, len(weights.ranges.staying)
+    if not layers and not staying:
         return f"weights of layers go to the host in the first forward ({NOT_TRIED})"
+    if not layers:
+        return f"weights of all {staying} layers have room on the device"
+    beside = f"; those of {staying} layers have room on the device" if staying else ""
     return (
         f"{sized(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, beside two layers' memory "
         f"({sized(weights.device_bytes)}) on the device: {sum(weights.loads.values()):,} copies of a layer so far, for "
         f"which the device waited {weights.seconds_waited:.1f} s; a token that is generated takes one of each layer"
+        f"{beside}"
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TypeVar
 
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 from transformers import PreTrainedModel
 
 from streambp.admission.registry import refuse_foreign_attention
@@ -60,7 +61,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
     state = PatchState(config, root=model, shares_through_cache=shared)
     state.offloader = None if config.offload == "none" else _offloader(config, len(layers))
-    state.weights = None if config.weights == "device" else HostWeights(model, config.host_memory)  # type: ignore[arg-type]
+    resident = config.weights == "device" or (config.weights == "auto" and is_initialized())
+    state.weights = None if resident else HostWeights(model, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
     _add_wrappers(state, model, found.stacks, layers)
     for wrapper in state.wrappers:
@@ -95,7 +97,7 @@ def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...]
             left = len(stack.layers) - stack.layers.index(layer)
             wrapper = LayerForward(layer, state, layers.index(layer), norm if left == 1 else None)
             wrapper.site.config = state.config.of_layer(left)
-            wrapper.site.notes = state.steps
+            wrapper.site.backward_begins = state.steps.in_backward
             state.steps.sites.append(wrapper.site)
             state.wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}

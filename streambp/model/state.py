@@ -121,6 +121,8 @@ class PatchState:
         """
         if self.unpatched is None:
             return None
+        if self.weights is not None and self.weights.ranges.layers:
+            return None  # its graph would hold slots, where other layers' weights come next
         if not self.unpatched.within:
             # It may be begun again, on this rank alone. [Note: what a rank decides alone]
             if self.root is not None and any(held(self.root)):

@@ -103,9 +103,8 @@ class UnpatchedRuns:
         if not self._can(given, config):
             return None
         tokens = given.shape[0] * given.shape[1]
-        predicted = self.predicted(tokens, given.shape[1], given.device, config)
-        spare = self.chooser.spare(given.device, tokens, tokens)
-        if predicted is None or spare is None or predicted > SHARE * spare or packs():
+        found = self.predicted(tokens, given.shape[1], given.device, config)
+        if found is None or found.bytes > SHARE * found.room or packs():
             return None
         random, before = RandomState.capture(given.device), self.chooser.free(given.device)
         self.within, allocators = True, True
@@ -122,13 +121,13 @@ class UnpatchedRuns:
         finally:
             self.within = False
         # Not above: the error's frames hold tensors.
-        if result is None or self._took(predicted, given.device, before) > 2 * SHARE * spare:
+        if result is None or self._took(found.bytes, given.device, before) > 2 * SHARE * found.room:
             result, self.most = None, tokens // 2
             make_room(given.device, allocators)
             random.restore()
             return None
         self.chooser.ended()
-        self.chooser.latest = AsUnpatched(tokens, predicted, spare)
+        self.chooser.latest = found
         self._watch(result, tokens)
         return result
 
@@ -141,19 +140,12 @@ class UnpatchedRuns:
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise ComputedAgainError
 
-    def predicted(self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig) -> float | None:
-        """Bytes that the graphs of all layers and the logits [B, T, V] take; None where a layer's are not known.
-
-        Args:
-            tokens: of all rows. length: of a row.
-        """
-        if len({site.index for site in self.sites}) < len(self.sites):  # several stacks count their layers from 0
+    def predicted(self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig) -> AsUnpatched | None:
+        """As `kept_unpatched`; None also where several stacks count their layers from 0."""
+        if len({site.index for site in self.sites}) < len(self.sites):
             return None
-        graphs = self.chooser.graphs(tokens, device)
-        if graphs is None:
-            return None
-        keys = sum(MASK + SCORES * site.sdpa.heads for site in self.sites) * length
-        return self.factor * (graphs + tokens * (keys + LOGITS * getattr(config, "vocab_size", 0)))
+        heads, vocabulary = [site.sdpa.heads for site in self.sites], getattr(config, "vocab_size", 0)
+        return kept_unpatched(self.chooser, tokens, length, device, heads, vocabulary, self.factor)
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
         """Whether the micro-batch is one chunk and the unpatched model computes the same, in memory that grows with T."""
@@ -165,7 +157,9 @@ class UnpatchedRuns:
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        if (is_initialized() and find_split(config, True) is not None) or not all(map(_is_plain, self.sites)):
+        if is_initialized() and find_split(config, True) is not None:
+            return False
+        if not all(site.looked_at and is_plain(site) for site in self.sites):
             return False
         size = self.chooser.size(batch_size, length, given.device) if self.chooser.sizes else self.config.chunk_size
         return len(plan_chunks(length, batch_size, size)) == 1
@@ -227,12 +221,32 @@ def _tensors(result: Any) -> Iterable[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 
-def _is_plain(site: LayerSite) -> bool:
-    """Whether a layer was streamed, does the same unpatched without building its scores by itself, and no engine's hooks
-    are inside it."""
+def kept_unpatched(
+    chooser: SavesPolicy,
+    tokens: int,
+    length: int,
+    device: torch.device,
+    heads: Iterable[int],
+    vocabulary: int,
+    factor: float = 1.0,
+) -> AsUnpatched | None:
+    """What a micro-batch keeps as unpatched: graphs of all layers and logits [B, T, V]; None where that is not known.
+
+    Args:
+        tokens: of all rows. length: of a row. heads: whose scores each layer builds. factor: of all that is kept.
+    """
+    graphs, spare = chooser.graphs(tokens, device), chooser.spare(device, tokens, tokens)
+    if graphs is None or spare is None:
+        return None
+    keys = sum(MASK + SCORES * built for built in heads) * length
+    return AsUnpatched(tokens, factor * (graphs + tokens * (keys + LOGITS * vocabulary)), spare)
+
+
+def is_plain(site: LayerSite) -> bool:
+    """Whether a layer that was streamed does the same unpatched without building its scores by itself, and no engine's
+    hooks are inside it."""
     return not (
-        not site.looked_at
-        or site.last.because is not None
+        site.last.because is not None
         or site.kind.states.carries
         or site.kind.attention.picks_keys
         or site.of(engine_hooks)

@@ -185,7 +185,7 @@ class BackboneForward(InstanceForward):
     def _call(self, kwargs: dict[str, Any]) -> Any:
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if self.state.weights is not None:
-            self.state.weights.begin(given.device if isinstance(given, Tensor) else torch.device("cpu"))
+            self.state.weights.begin(given)
         before = self.state.bypass, self.state.shards, self.state.packed_rows
         self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
         try:

@@ -289,8 +289,8 @@ class SavesPolicy:
             if candidate.name == GRAPH:  # in place of all that is named
                 if len(chosen) < count[index]:
                     continue
-                there = sum(one.bytes for one in chosen)
-                candidate, chosen = Candidate(index, GRAPH, max(size, there), 0.0), []
+                there, spared = sum(one.bytes for one in chosen), sum(one.bytes * one.worth for one in chosen)
+                candidate, chosen = Candidate(index, GRAPH, max(size, there), spared / max(size, there, 1.0)), []
                 size = max(0.0, size - there)
             if all(size <= room for upto, room in rooms if index <= upto):
                 for entry in rooms:

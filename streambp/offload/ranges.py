@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -92,19 +92,33 @@ class Layer(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """A layer of a model that is not patched."""
+
+    index: int
+    layer: nn.Module
+
+    def of(self, question: Callable[[nn.Module], T]) -> T:
+        """Asked anew each time."""
+        return question(self.layer)
+
+
 class HostRanges:
     """The weights of a model's layers on the host.
 
     Args:
         root: the model. host_memory: bytes that they may take; None: what is available.
 
-    sites: of the layers, by their index. layers: their ranges.
+    sites: of the layers, by their index. layers: their ranges. staying: those that live on the device. [Note: layers that
+    stay]
     """
 
     def __init__(self, root: nn.Module, host_memory: int | None) -> None:
         self.root, self.host_memory = root, host_memory
         self.sites: dict[int, Layer] = {}
         self.layers: dict[int, LayerRange] = {}
+        self.staying: frozenset[int] = frozenset()
         self._arena: Arena | None = None
         self._maps: list[tuple[nn.Module, Any]] = []
         self._holders: dict[int, tuple[Tensor, set[int]]] = {}  # of each tensor by its id: indices of layers
@@ -140,8 +154,30 @@ class HostRanges:
         for module, places in self._maps:
             module.__dict__[MAP] = places
 
+    def stay(self, room: float, slots: int) -> None:
+        """Have as many of the last layers live on the device as have room there, and no more than before.
+
+        Args:
+            room: bytes for layers' weights. slots: layers besides whose weights come there from the host, if any do.
+        """
+        sizes = {index: self._frozen_bytes(index) for index in self.sites}
+        most = room if sum(sizes.values()) <= room else room - slots * max(sizes.values())
+        staying, taken = {index for index, size in sizes.items() if not size}, 0
+        for index in sorted(sizes.keys() - staying, reverse=True):
+            taken += sizes[index]
+            if taken > most or (self.layers and index not in self.staying):
+                break
+            staying.add(index)
+        self.staying = frozenset(staying)
+        self._holders.clear()
+
+    def _frozen_bytes(self, index: int) -> int:
+        """What a layer's frozen weights take of the host."""
+        frozen = [tensor for tensor in self.streamed(index).values() if not tensor.requires_grad]
+        return _laid_out(frozen)[1] if frozen else 0
+
     def streamed(self, index: int) -> dict[int, Tensor]:
-        """The tensors [...] of a layer that live on the host, by their id."""
+        """The tensors [...] of a layer that live on the host if the layer does, by their id."""
         tensors = {id(tensor): tensor for tensor in tensors_inside(self.sites[index].layer)}
         if not tensors.keys() <= self._holders.keys():
             self._look_for_holders()
@@ -165,8 +201,12 @@ class HostRanges:
     def put_all(self, engine: Engine, device: torch.device) -> None:
         """`put` what is not on the host yet, or no more."""
         self._holders.clear()
-        for index in self.sites:
-            if self.known(index) is None:
+        for index, site in self.sites.items():
+            if index in self.staying:
+                for tensor in site.of(tensors_inside):
+                    if tensor.device != device and not tensor.is_meta:
+                        tensor.data = tensor.data.to(device)
+            elif self.known(index) is None:
                 self.put(index, engine, device)
         self._holders.clear()
 
@@ -187,16 +227,14 @@ class HostRanges:
         """
         engine.settle()
         streamed, known = self.streamed(index), self.layers.get(index)
-        places, size = list[tuple[Tensor, int]](), ALIGNMENT
         tensors = self.sites[index].of(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
                 self._check(tensor, index)
                 tensor.data = tensor.data if _dense(tensor) else tensor.data.contiguous()
-                places.append((tensor, size))
-                size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
             elif not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)  # adapters are made where their base is
+        places, size = _laid_out([tensor for tensor in tensors if id(tensor) in streamed])
         memory = known.memory if known is not None and known.may_hold(places, size) else self._range(size, index, engine)
         pieces = [Piece(tensor, offset, _view(memory, offset, tensor)) for tensor, offset in places]
         for piece in pieces:
@@ -255,6 +293,22 @@ def tensors_inside(layer: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
+def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
+    """The place of each tensor [...] in a layer's range, and the bytes of the whole."""
+    places, size = list[tuple[Tensor, int]](), ALIGNMENT
+    for tensor in tensors:
+        places.append((tensor, size))
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, size
+
+
+def frozen_bytes(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[int, ...]:
+    """What the frozen weights of each of a model's layers take of the host; they need no data."""
+    ranges = HostRanges(root, None)
+    ranges.sites = {index: Bare(index, layer) for index, layer in enumerate(layers)}
+    return tuple(map(ranges._frozen_bytes, ranges.sites))
+
+
 def _view(memory: Tensor, offset: int, like: Tensor) -> Tensor:
     """The part of memory [bytes], uint8, at `offset` as a tensor of the shape, strides [...] and dtype of `like`, with a
     storage of its own: `torch.save` writes a tensor's whole storage."""
@@ -285,7 +339,7 @@ class StaysOnHost:
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """As `nn.Module._apply`."""
-        held = self.ranges.streamed(self.site.index)
+        held = {} if self.site.index in self.ranges.staying else self.ranges.streamed(self.site.index)
         held |= {id(tensor.grad): tensor.grad for tensor in list(held.values()) if tensor.grad is not None}
 
         def apply(tensor: Tensor) -> Tensor:

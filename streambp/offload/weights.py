@@ -12,6 +12,10 @@ the slot behind, where other layers' weights come next: with gradients it is ref
 Nothing in a slot outlives a forward of the model. Weights may have changed since, and versions do not tell: whatever writes
 to `.data` (merging adapters) leaves them as they are.
 
+[Note: layers that stay] With weights="auto" the last layers stay on the device, as many as it has room for beside a step;
+the first forward decides, before any weight moves, and a longer batch takes layers off again. Where all of them fit nothing
+is on the host, and every layer is as ever.
+
 [Note: order of weights] Two waits beside those of `engines.py`, with its queues:
 
     7  back waits for compute    before it overwrites a slot: the layer that was there must be done
@@ -22,8 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +40,8 @@ from streambp.offload.engines import BACK, COMPUTE, Engine, make_engine
 from streambp.offload.ranges import HostRanges, LayerRange
 
 FORWARD = "forward"
+SLOTS = 2
+CPU = torch.device("cpu")
 Access = tuple[str, int]
 
 
@@ -61,12 +68,15 @@ class HostWeights:
         root: the model. host_memory: bytes of host memory that they may take; None: what is available.
         engine: for tests; made for the device of the first call if None.
 
-    ranges: where they are. loads: how often each layer's came to the device, in each direction.
+    ranges: where they are. loads: how often each layer's came to the device, in each direction. room: bytes that a device
+    has for weights of layers, those that are there among them, beside a step over so many rows of a length; None: none.
     """
 
     def __init__(self, root: nn.Module, host_memory: int | None = None, engine: Engine | None = None) -> None:
         self.ranges = HostRanges(root, host_memory)
         self.loads: dict[Access, int] = {}
+        self.room: Callable[[torch.device, int, int], float] | None = None
+        self._tokens = -1  # of the longest batch that layers stay beside
         self._given_engine = engine
         self._start_anew()
 
@@ -83,11 +93,12 @@ class HostWeights:
 
     def __getstate__(self) -> Any:
         """A copied or pickled model has nothing on its device."""
-        return self.ranges
+        return self.ranges, self.room
 
-    def __setstate__(self, ranges: HostRanges) -> None:
+    def __setstate__(self, state: Any) -> None:
+        ranges, room = state
         HostWeights.__init__(self, ranges.root)
-        self.ranges = ranges
+        self.ranges, self.room = ranges, room
 
     @property
     def device_bytes(self) -> int:
@@ -105,11 +116,12 @@ class HostWeights:
             self._engine.settle()
         self._start_anew()
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self, given: Any) -> None:
         """A forward of the model begins: what is in slots counts no more.
 
         Args:
-            device: of the model's input. If it is an accelerator, slots are there when this returns.
+            given: its input [B, T, ...], or the device of a layer that is called by itself. On an accelerator slots are
+                there when this returns.
 
         Raises:
             UnsupportedModelError: the process belongs to a process group.
@@ -119,10 +131,14 @@ class HostWeights:
                 "weights='cpu' works in one process, and this one belongs to a process group: each rank would pin a copy "
                 "of all weights. Start a single process without torchrun or accelerate's launcher, or leave weights out."
             )
+        device, shape = getattr(given, "device", given) or CPU, tuple(getattr(given, "shape", ())[:2])
         for slot in self._slots:
             slot.index = -1
         self._device = self._before = None
         self._last_forward = -1
+        if self.room is not None and len(shape) == 2 and math.prod(shape) > self._tokens:
+            self._tokens = math.prod(shape)
+            self.ranges.stay(math.inf if device.type == "cpu" else self.room(device, *shape), SLOTS)
         if device.type != "cpu":
             self._start(device)
 
@@ -134,7 +150,7 @@ class HostWeights:
             UnsupportedModelError: a weight cannot live on the host, or layers are on several devices.
             HostMemoryError: the host has no room for them.
         """
-        if index in self._inside:
+        if index in self._inside or index in self.ranges.staying:
             yield
             return
         if direction == FORWARD:
@@ -182,7 +198,8 @@ class HostWeights:
         size = weights.memory.numel()
         if slot.memory.numel() < size:  # a layer has grown since
             self._engine.settle()
-            slot.memory, slot.left = self._engine.like(weights.memory), self._engine.record(COMPUTE)
+            with torch.inference_mode(False):
+                slot.memory, slot.left = self._engine.like(weights.memory), self._engine.record(COMPUTE)
         self._engine.wait(BACK, slot.left)  # 7
         self._engine.copy(BACK, slot.memory[:size], weights.memory)
         slot.index, slot.filled = index, self._engine.record(BACK)
@@ -202,6 +219,7 @@ class HostWeights:
                 "adapters (peft), or leave weights out."
             )
 
+    @torch.inference_mode(False)  # what is made here is there in training as well
     def _start(self, device: torch.device) -> None:
         """Weights are wanted on a device: make what is not there yet, once for each forward."""
         if device == self._device:
@@ -224,11 +242,12 @@ class HostWeights:
         self.ranges.put_all(self._engine, device)
         for slot in self._slots:
             slot.index = -1
-        if not self._slots:
+        if not self._slots and self.ranges.layers:
             largest = max((one.memory for one in self.ranges.layers.values()), key=Tensor.numel)
-            self._slots = [Slot(self._engine.like(largest), self._engine.record(COMPUTE)) for _ in range(2)]
+            self._slots = [Slot(self._engine.like(largest), self._engine.record(COMPUTE)) for _ in range(SLOTS)]
         self._device = device
 
+    @torch.inference_mode(False)
     def _current(self, index: int) -> LayerRange:
         """A layer's weights on the host."""
         if index in self._inside:

@@ -26,10 +26,11 @@ from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.costs import Known, LayerCost, Need
 from streambp.offload.link import LinkBudget
 from streambp.offload.policy import SavesPolicy
-from streambp.planner.count import StepCount
+from streambp.planner.layer_costs import seen_costs
 from streambp.planner.profile import Method, Phase
 from streambp.planner.seconds import seconds
-from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.step import EMBEDDING_BACKWARD
 from streambp.planner.survey import SurveyRecipe, survey
 from streambp.rates import DEFAULT, DEVICES, Rates
 
@@ -39,7 +40,8 @@ WORK = 8  # how often a chunk's recomputation and its gradients have what a laye
 WIDE = 2.0  # float32 weights under autocast: no tensor takes more than twice what it takes in half precision
 HOST_SHARE = 0.5  # of a machine's free memory: it is not a step's alone, and running out of it raises no error
 FRESH = 0.2  # seconds; looking takes a third of a millisecond
-SEEN = 1024  # tokens of the chunks in which layers without data are seen
+BESIDE = 4096  # tokens of the chunks that have room beside the layers that stay: fewer would be slow
+OPTIMIZER = 12  # bytes a trained parameter, of an optimizer that has not begun
 USABLE, LEFT = 0.95, 2**30  # the rest, or as many bytes, is left to fragmentation and other libraries
 REMEMBERED = 64  # states of a model, and lengths
 HALF = (torch.float16, torch.bfloat16)
@@ -51,15 +53,18 @@ class Law(Need):
 
     Args:
         method: the model's streamed step. factor, casts: a step takes so many times as much as that, and bytes besides.
+        rows: that it was counted with; tokens are those of all rows.
     """
 
     method: Method
     factor: float = 1.0
     casts: float = 0.0
+    rows: int = 1
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
         """Of so many tokens over all rows, in chunks of `chunk`; between both regimes of gradients by the part of them that
         are there."""
+        tokens, chunk = tokens // self.rows, max(1, chunk // self.rows)
         first = _by_layer(self.method.first, tokens, chunk)
         if present and self.method.accumulating:
             again = _by_layer(self.method.accumulating, tokens, chunk)
@@ -68,18 +73,24 @@ class Law(Need):
 
     def at_work(self, chunk: int) -> float:
         """What computing a chunk of so many tokens takes."""
-        return self.factor * chunk * max(phase.per_chunk_token for phase in self.method.first)
+        return self.factor * max(1, chunk // self.rows) * max(phase.per_chunk_token for phase in self.method.first)
 
 
 def _by_layer(phases: Sequence[Phase], tokens: int, chunk: int) -> dict[float, float]:
-    """The largest phase while layers up to one wait for their backward; -1: none does."""
+    """The largest phase while layers up to one wait for their backward."""
     found: dict[float, float] = {}
     for phase in phases:
-        kind, _, number = phase.name.rpartition(" ")
-        upto = float(number) if kind == "backward" and number.isdigit() else math.inf
-        upto = -1.0 if phase.name == "embedding backward" else upto
+        upto = waiting(phase.name)
         found[upto] = max(found.get(upto, 0.0), phase.at(tokens, min(chunk, tokens)))
     return found
+
+
+def waiting(phase: str) -> float:
+    """The last layer that waits for its backward in a phase; -1: none does."""
+    kind, _, number = phase.rpartition(" ")
+    if phase == EMBEDDING_BACKWARD:
+        return -1.0
+    return float(number) if kind == "backward" and number.isdigit() else math.inf
 
 
 def bound(model: nn.Module, layers: Sequence[nn.Module]) -> Law:
@@ -114,16 +125,19 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     sizes, saves = state.config.chunk_size == "auto", state.config.saves == "auto"
     on_device = state.config.offload == "auto" and state.config.gpu_memory is None
     link = LinkBudget(state.offloader, on_device) if state.offloader is not None and (saves or on_device) else None
+    states = ModelStates(model, state.config)
+    if state.weights is not None and state.config.weights == "auto":
+        state.weights.room = RoomForWeights(states)
     if not layers or not (sizes or saves or link is not None):
         return model
     number = 1 + max(wrapper.site.index for wrapper in layers)
-    state.policy = policy = SavesPolicy(number, FreeMemory(), ModelStates(model, state.config), sizes, saves, link)
+    state.policy = policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link)
     for wrapper in layers:
         wrapper.site.chunk_rule = policy.chunk if sizes else None
         wrapper.site.chooser = policy if saves or link is not None else None
     if saves and state.offloader is None:
         state.pending.let_go = policy.let_go
-        if state.config.unpatched_runs and state.config.rows != "packed" and state.weights is None:
+        if state.config.unpatched_runs and state.config.rows != "packed" and state.config.weights != "cpu":
             state.unpatched = UnpatchedRuns(state.config, policy, [wrapper.site for wrapper in layers])
     return model
 
@@ -171,6 +185,8 @@ class ModelStates:
     def __call__(self, device: torch.device) -> tuple[Known, float]:
         """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
         look, present = look_at(self.model)
+        if self.config.weights != "device":  # counted as if they were there
+            look = tuple(entry for entry in look if not isinstance(entry, torch.device))
         key = device, autocast_dtype(device.type), look
         if key not in self._known:
             if len(self._known) == REMEMBERED:
@@ -197,6 +213,31 @@ class ModelStates:
         if not law.method.work:
             return Known(law, costs)
         return Known(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoomForWeights:
+    """Bytes that a device has for the weights of layers. [Note: layers that stay]"""
+
+    states: ModelStates
+
+    def __call__(self, device: torch.device, rows: int, length: int) -> float:
+        """Beside a step of `rows` rows of `length` tokens without saves, in chunks of BESIDE tokens where none are given;
+        infinitely many where no limit is known, none where no step could be counted."""
+        model, config = self.states.model, self.states.config
+        free = free_memory(device)
+        if free is None:
+            return math.inf
+        known, present = self.states(device)
+        if known.need is None:
+            return 0.0
+        layers = {id(p) for site in model._streambp.state.steps.sites for p in site.layer.parameters()}  # type: ignore[union-attr]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        there = sum(p.nbytes for p in model.parameters() if p.device == device and id(p) in layers and not p.requires_grad)
+        coming = sum(p.nbytes for p in trained if p.device != device)
+        states = 0 if present else sum(OPTIMIZER * p.numel() for p in trained)
+        chunk = min(rows * length, BESIDE if config.chunk_size == "auto" else rows * int(config.chunk_size))
+        return free + there - coming - states - known.need(rows * length, chunk, present)
 
 
 def seconds_of(method: Method, rates: Rates) -> Callable[[int, int], float]:
@@ -254,36 +295,19 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> La
 def _costs(
     model: nn.Module, config: StreamConfig, devices: Mapping[int, torch.device], cast: torch.dtype | None
 ) -> dict[int, LayerCost]:
-    """What each layer may save, by its index: seen in a step of two chunks of a model without data. {} where such a step
-    does not run, or has several stacks of layers: then each layer's first step shows it.
+    """What each layer may save, by its index; {} where a model without data does not show it.
 
     Args:
         devices: of the layers. cast: as in `_law`; the residual stream stays in float32 then.
     """
     try:
-        skeleton = _skeleton(model, cast)
-        if len(find_stacks(skeleton.model).stacks) > 1:
-            return {}
-        reduced = reduce_layers(skeleton.model.eval())  # without dropout, whose numbers no tensor without data has
-        patching.patch(
-            skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device")
-        )
-        sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
-        known = Known()
-        for wrapper in skeleton.model._streambp.state.wrappers:  # type: ignore[union-attr]
-            if isinstance(wrapper, LayerForward):
-                wrapper.site.chooser = sees
-        with skeleton.running(), StepCount(None):
-            ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
-            skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found = sees.learn()
-        seen = {index: found[place] for index in devices if (place := reduced.stand_in(index)) in found}
+        found, _ = seen_costs(_skeleton(model, cast), config, devices)
     except Exception:  # what layers may save is seen in their first step as well
         return {}
     if cast is not None:
-        for index, one in seen.items():
-            seen[index] = one._replace(cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0)
-    return {index: one._replace(device=devices[index]) for index, one in seen.items()}
+        for index, one in found.items():
+            found[index] = one._replace(cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0)
+    return {index: one._replace(device=devices[index]) for index, one in found.items()}
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -25,10 +25,11 @@ from torch import nn
 from streambp.fields import check_fields
 from streambp.known_names import NO_PART_OF_A_STEP
 from streambp.planner.configuration import read_config
+from streambp.planner.layer_costs import counted_saves
 from streambp.planner.mixers import KERNELS, Mixers, is_installed
 from streambp.planner.profile import Profile, from_json, to_json
 from streambp.planner.skeleton import Device, Skeleton, Source
-from streambp.planner.survey import SurveyRecipe, survey
+from streambp.planner.survey import STREAMED, SurveyRecipe, survey
 
 PACKAGE = Path(__file__).parent.parent
 VERSIONS = ("torch", "transformers", "peft")
@@ -80,6 +81,8 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return from_json(json.loads(file.read_text("utf-8")))
     profile = survey(asked.skeleton(), recipes, asked.batch_size, None, asked.kernels, said=said)
+    if asked.device != "cpu" and any(recipe.name == STREAMED[0].name for recipe in recipes):
+        profile = dataclasses.replace(profile, saves=counted_saves(asked.skeleton(), profile.layers))
     if file is not None:
         with contextlib.suppress(OSError):  # a plan needs no file
             _write(file, json.dumps(to_json(profile)))

@@ -1,9 +1,10 @@
-"""A real step beside its prediction, phase by phase: what `streambp profile` prints."""
+"""A real step beside its prediction, phase by phase, and by default: what `streambp profile` prints."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from pathlib import Path
 
 import torch
@@ -11,17 +12,23 @@ from torch import Tensor, nn
 
 from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
-from streambp.device import counted_bytes, tells_memory
+from streambp.device import MEMORY_ERRORS, counted_bytes, is_accelerator, is_out_of_memory, tells_memory
 from streambp.errors import StreamBPError
+from streambp.model.last_step import last_step
 from streambp.model.patching import Patch, patch, unpatch
+from streambp.model.record import StepRecord
 from streambp.model.wrappers import LayerForward
 from streambp.offload.manager import OffloadManager
+from streambp.planner import auto
 from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
+from streambp.planner.counted import Asked, counted
+from streambp.planner.default import ByDefault, by_default
 from streambp.planner.host import UncountedHost
+from streambp.planner.profile import Setting, static
 from streambp.planner.skeleton import Device, Skeleton, reduce_layers
 from streambp.planner.step import Span, run_step
-from streambp.planner.survey import Counter, SurveyRecipe
+from streambp.planner.survey import PLAIN, STREAMED, Counter, SurveyRecipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,58 @@ def compare_step(
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
     known = {phase.name: phase.peak for phase in predicted}
     return [Compared(name, known[name], span.peak) for name, span in zip(names, spans, strict=True) if name in known]
+
+
+def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault | None] | None:
+    """What `patch` without settings does, predicted and in a real step of a model whose gradients are None.
+
+    Args:
+        ids: [B, T] tokens, also the labels. A step before it lets layers be tried.
+
+    Returns:
+        No real step where the device has no memory for one. None where nothing is counted ahead: on a device that does not
+        tell what it has free, or for a model that `by_default` has no row for.
+    """
+    device, setting = ids.device, Setting(optimizer=0)
+    free = auto.free_memory(device)
+    if free is None:
+        return None
+    asked = Asked(model, device="cuda", mixers="installed", batch_size=ids.shape[0])
+    profile, rates = counted(asked, (PLAIN, STREAMED[0])), auto.rates_here(device)
+    weights = static(profile, setting).weights
+    predicted = by_default(profile, ids.shape[1], free + weights, setting, rates)
+    if predicted is None:
+        return None
+    count = AllocatedBytes(device) if tells_memory(device) else LiveBytes()
+    auto.patch(model)
+    try:
+        _step(model, ids)
+        with count:
+            count.reset_peak()
+            before = time.perf_counter()
+            step = _step(model, ids)
+            took = time.perf_counter() - before
+    except MEMORY_ERRORS as error:
+        if not is_out_of_memory(error):
+            raise
+        return predicted, None
+    finally:
+        unpatch(model)
+    fits, peak = step.let_go is None, weights + count.peak
+    return predicted, ByDefault(step.way, step.chunk_size, fits, step.saved, peak, took)
+
+
+def _step(model: nn.Module, ids: Tensor) -> StepRecord:
+    """What a step did that leaves no gradients."""
+    try:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if is_accelerator(ids.device):
+            torch.accelerator.synchronize(ids.device)
+    finally:
+        model.zero_grad(set_to_none=True)
+    step = last_step(model)
+    assert step is not None
+    return step
 
 
 def _measured(model: nn.Module, ids: Tensor, recipe: SurveyRecipe, snapshot: Path | None) -> list[Span]:

@@ -10,8 +10,9 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from importlib import resources
+from typing import Any
 
-from streambp.planner.plan import CHUNK_TOKENS, LONGEST, Plan
+from streambp.planner.plan import CHUNK_TOKENS, LONGEST, SLOWER, Plan
 from streambp.planner.profile import Profile, to_json
 from streambp.rates import DEVICES
 
@@ -43,8 +44,8 @@ def page(
     profiles = {training: plan.profile, **(others or {})}
     data = {
         "name": name,
-        "profiles": [{"training": label, "profile": to_json(profile)} for label, profile in profiles.items()],
-        "unfused": [to_json(unfused[label]) for label in profiles] if unfused else [],
+        "profiles": [{"training": label, "profile": _embedded(profile)} for label, profile in profiles.items()],
+        "unfused": [_embedded(unfused[label]) for label in profiles] if unfused else [],
         "setting": dataclasses.asdict(setting),
         "memory": {
             "gpu": memory.gpu,
@@ -55,12 +56,18 @@ def page(
         "chunk_tokens": CHUNK_TOKENS,
         "devices": [dataclasses.asdict(rates) for rates in ({plan.rates.name: plan.rates} | dict(DEVICES)).values()],
         "longest": LONGEST,
+        "slower": SLOWER,
     }
     text = part("page.html")
     for place, files in PLACES.items():
         text = text.replace(place, "\n".join(part(file) for file in files))
     # "<" could end the script element or open a comment in it.
     return text.replace(DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _embedded(profile: Profile) -> dict[str, Any]:
+    """Without what the page's own planner does not read."""
+    return to_json(dataclasses.replace(profile, saves=None))
 
 
 def part(file: str) -> str:

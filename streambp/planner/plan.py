@@ -13,13 +13,16 @@ from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.fields import check_fields, parse_bytes
+from streambp.planner.auto import LEFT
 from streambp.planner.counted import Asked, Said, counted
+from streambp.planner.default import ByDefault, by_default
 from streambp.planner.estimate import UNPATCHED, check_length
 from streambp.planner.exchanges import link_bytes
+from streambp.planner.host_weights import OnHost, fewest, first
 from streambp.planner.mixers import Mixers
 from streambp.planner.points import CHUNKS
 from streambp.planner.profile import FIELDS, Method, Peak, Profile, Setting, available, flops, peak, static
-from streambp.planner.seconds import Seconds, seconds, throughput
+from streambp.planner.seconds import Seconds, hides_from, seconds, throughput
 from streambp.planner.skeleton import Device, Source
 from streambp.planner.survey import SPLIT, STREAMED, SurveyRecipe
 from streambp.rates import DEFAULT, DEVICES, Rates, rates_of
@@ -27,6 +30,7 @@ from streambp.sharded.gathered import SHARE
 
 CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))  # over all rows of the batch, the largest first
 LONGEST = 2**30
+SLOWER = 0.02  # than the fastest choice, for less memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,9 @@ class Memory:
 class Choice:
     """A method with its chunk size at one length. seconds: of its step. gpu_memory: what is left over for keys and values
     that would wait on the host otherwise; None: they stay on the device anyway. link: bytes that a rank sends to those that
-    share its sequences, and receives. chunk_size, peak and link are of each rank, seq_len and flops of whole sequences."""
+    share its sequences, and receives. chunk_size, peak and link are of each rank, seq_len and flops of whole sequences.
+    on_host: layers whose weights live on the host. hidden_from: positions a row from which their copies take no time; None:
+    they always do."""
 
     method: str
     saves: tuple[str, ...]
@@ -63,11 +69,15 @@ class Choice:
     seconds: Seconds
     gpu_memory: int | None = None
     link: float = 0.0
+    on_host: OnHost | None = None
+    hidden_from: int | None = None
 
     @property
     def config(self) -> StreamConfig:
         """For `streambp.patch`."""
-        return StreamConfig(self.chunk_size, self.saves, offload=self.offload, gpu_memory=self.gpu_memory)  # type: ignore[arg-type]
+        weights = "device" if self.on_host is None else "cpu" if self.on_host.layers == self.on_host.of else "auto"
+        where = {"offload": self.offload, "gpu_memory": self.gpu_memory, "weights": weights}
+        return StreamConfig(self.chunk_size, self.saves, **where)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +111,11 @@ class Lever:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """choice: the fastest method that fits `seq_len`; None if none does. binds: what limits `longest`, the longest sequence
-    of any streamed method. levers: what would allow a longer one, least trouble first. times: every method's, on the
-    device with these rates."""
+    """choice: the fastest method that fits `seq_len`; None if none does. safest: the one with least memory, of those that
+    are at most `SLOWER` slower. binds: what limits `longest`, the longest sequence of any streamed method. levers: changes
+    that would allow a longer one, least trouble first. times: every method's, on the device with these rates. by_default:
+    what `patch` without settings does; None where it goes by other rules.
+    """
 
     profile: Profile
     setting: Setting
@@ -115,6 +127,8 @@ class Plan:
     longest: tuple[Longest, ...]
     times: tuple[Timed, ...]
     rates: Rates
+    by_default: ByDefault | None = None
+    safest: Choice | None = None
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
@@ -190,20 +204,48 @@ def recipes(setting: Setting, every_split: bool = False) -> tuple[SurveyRecipe, 
 def plan_profile(
     profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates = DEVICES[DEFAULT]
 ) -> Plan:
-    """`plan` for a model that has been counted.
+    """`plan` for a model that has been counted. With weights="auto" they are on the device if a step fits so; else those of
+    as few of the first layers as it takes are on the host.
 
     Raises:
         ConfigError, UnsupportedModelError: ranks cannot share its sequences as the setting says.
     """
+    moved = with_weights_on_host(profile, setting)
+    resident = dataclasses.replace(setting, on_host=None)
+    if moved is not None and setting.weights == "cpu":
+        return _plan_profile(profile, seq_len, memory, moved, rates)
+    found = _plan_profile(profile, seq_len, memory, resident, rates)
+    if moved is None or setting.weights == "device" or found.choice is not None:
+        return found
+    other = _plan_profile(profile, seq_len, memory, moved, rates)
+    return found if other.choice is None else other
+
+
+def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
+    """The setting with all layers' frozen weights on the host; None where there are none, or several GPUs."""
+    if setting.gpus > 1 or not any(profile.frozen):
+        return None
+    return dataclasses.replace(setting, on_host=first(profile.frozen, len(profile.frozen)))
+
+
+def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates) -> Plan:
     methods = available(profile, setting)
     table = tuple(longest(profile, method, memory, setting) for method in methods)
     best = max((row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len)
     length = best.seq_len if seq_len == "max" else seq_len
     chunked = [m for m in methods if m.chunked]
-    choice = choose(profile, chunked, length, memory, setting, rates) if length else None
+    fitting = fitting_options(profile, chunked, length, memory, setting, rates) if length else []
+    choice = _fastest(fitting)
+    if choice is not None and choice.on_host is not None:
+        used = dataclasses.replace(setting, on_host=choice.on_host)
+        hidden = hides_from(profile.method(choice.method), choice.chunk_size, rates, used)
+        choice = dataclasses.replace(choice, hidden_from=hidden)
     levers = tuple(_levers(profile, best.seq_len, memory, setting))
     times = tuple(timed(profile, m, length, memory, setting, rates) for m in methods) if length else ()
-    return Plan(profile, setting, memory, length, choice, best.binds, levers, table, times, rates)
+    usable = min(memory.usable, memory.gpu - LEFT)
+    default = by_default(profile, length, usable, setting, rates) if length else None
+    found = (choice, best.binds, levers, table, times, rates, default, _safest(fitting))
+    return Plan(profile, setting, memory, length, *found)
 
 
 def timed(profile: Profile, method: Method, seq_len: int, memory: Memory, setting: Setting, rates: Rates) -> Timed:
@@ -227,9 +269,25 @@ def choose(
 ) -> Choice | None:
     """The fastest method and chunk size that fit; of those that are as fast to half a percent, the one that moves least to
     the host, with the largest chunk."""
-    found = [one for one in options(profile, methods, seq_len, memory, setting, rates) if fits(one.peak, memory)]
+    return _fastest(fitting_options(profile, methods, seq_len, memory, setting, rates))
+
+
+def _fastest(found: Sequence[Choice]) -> Choice | None:
     fastest = min((c.seconds.total for c in found), default=0.0)
     return min(found, key=lambda c: (round(_ratio(c, fastest), 2), c.peak.host, -c.chunk_size), default=None)
+
+
+def _safest(found: Sequence[Choice]) -> Choice | None:
+    """Of those that are nearly as fast as the fastest, the one that leaves most of the device free."""
+    bar = (1 + SLOWER) * min((c.seconds.total for c in found), default=0.0)
+    return min((c for c in found if c.seconds.total <= bar), key=lambda c: (c.peak.total, c.seconds.total), default=None)
+
+
+def fitting_options(
+    profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting, rates: Rates
+) -> list[Choice]:
+    """The options that fit."""
+    return [one for one in options(profile, methods, seq_len, memory, setting, rates) if fits(one.peak, memory)]
 
 
 def options(
@@ -241,11 +299,16 @@ def options(
         sizes = chunk_sizes(profile.batch_size) if method.chunked else (seq_len,)
         for size in dict.fromkeys(min(size, seq_len) for size in sizes):
             at = peak(profile, method, seq_len, size, setting)
+            used = setting if method.chunked else dataclasses.replace(setting, on_host=None)
+            if used.on_host is not None and setting.weights == "auto":
+                lacking = at.total + used.on_host.freed - memory.usable
+                used = dataclasses.replace(setting, on_host=fewest(profile.frozen, lacking))
+                at = peak(profile, method, seq_len, size, used)
             how = (method.name, method.saves, method.offload, size, seq_len)
             left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None
-            spent = seconds(method, seq_len, size, rates, setting)
+            spent = seconds(method, seq_len, size, rates, used)
             sent = link_bytes(method, seq_len, setting)
-            yield Choice(*how, at, flops(method, seq_len, size, setting), spent, left, sent)
+            yield Choice(*how, at, flops(method, seq_len, size, setting), spent, left, sent, used.on_host)
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
@@ -296,11 +359,14 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
     options: list[tuple[str, Setting, Memory]] = []
     if setting.optimizer and not setting.optimizer_on_host:
         options.append(("optimizer state on the host", dataclasses.replace(setting, optimizer_on_host=True), memory))
+    moved = with_weights_on_host(profile, setting)
+    if moved is not None and setting.on_host is None and setting.weights != "cpu":
+        options.append(("frozen weights on the host (weights='cpu')", moved, memory))
     if memory.host is not None:
         options.append(("twice the host memory", setting, dataclasses.replace(memory, host=2 * memory.host)))
     if setting.gpus > 1 and setting.zero < 3:
         options.append((f"ZeRO-3 over the {setting.gpus} GPUs", dataclasses.replace(setting, zero=3), memory))
-    more = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3)
+    more = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3, on_host=None)
     halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)  # they share the machine
     if setting.split:
         twice = {FIELDS[setting.split]: 2 * setting.ranks, "gpus": 2 * setting.gpus}

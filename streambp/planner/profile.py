@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from streambp.errors import ConfigError
 from streambp.fields import check_fields
 from streambp.model.split import BOTH
+from streambp.planner.host_weights import OnHost
 from streambp.planner.laws import Part
 from streambp.planner.work import Work
 from streambp.sharded.gathered import GatheredShards
@@ -143,7 +144,9 @@ class Node:
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time. left_out: unpatched
-    methods whose steps could not be counted, and why. mixers: what recurrent and convolutional layers are taken to run."""
+    methods whose steps could not be counted, and why. mixers: what recurrent and convolutional layers are taken to run.
+    saves: what saves="auto" chooses from (`layer_costs.counted_saves`).
+    frozen: bytes of host memory that each layer's frozen weights would take there."""
 
     model: str
     dtype: str
@@ -155,6 +158,8 @@ class Profile:
     tree: Node
     left_out: tuple[str, ...] = ()
     mixers: str = ""
+    saves: Mapping[str, Any] | None = None
+    frozen: tuple[int, ...] = ()
 
     def method(self, name: str) -> Method:
         """The method by that name.
@@ -199,6 +204,8 @@ class Setting:
         accumulate: the step adds to gradients that exist; False: it starts from None.
         room: bytes that a rank gives to gathered keys and their gradients; a plan takes the part of the memory that a
             step would. One key/value head is gathered in any case.
+        weights: as `StreamConfig`'s, of streamed steps on one GPU; "auto" leaves them on the device where a step fits so.
+        on_host: those that are on the host; a plan takes as many as its step needs.
     """
 
     gpus: int = 1
@@ -211,6 +218,8 @@ class Setting:
     optimizer_on_host: bool = False
     accumulate: bool = False
     room: float = 0.0
+    weights: Literal["device", "cpu", "auto"] = "auto"
+    on_host: OnHost | None = None
 
     def __post_init__(self) -> None:
         ranks = dict.fromkeys(("gpus", "ulysses", "context_parallel", "expert_parallel"), 1)
@@ -272,11 +281,15 @@ def static(profile: Profile, setting: Setting) -> Static:
         optimizer += setting.optimizer * group.trainable / expert / (replicas if setting.zero >= 1 else 1)
     if setting.zero >= 3:
         weights = min(weights + profile.unsharded, sum(group.bytes for group in profile.groups))
-    return Static(weights, gradients, *((0.0, optimizer) if setting.optimizer_on_host else (optimizer, 0.0)))
+    host = optimizer if setting.optimizer_on_host else 0.0
+    if setting.on_host is not None:
+        weights, host = weights - setting.on_host.freed, host + setting.on_host.bytes
+    return Static(weights, gradients, 0.0 if setting.optimizer_on_host else optimizer, host)
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
     """The largest phase of a step of `seq_len` positions a row in chunks of `chunk_size`."""
+    setting = setting if method.chunked else dataclasses.replace(setting, on_host=None)
     kept = static(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)
     share = kept.gradients / born if born else 0.0
@@ -375,5 +388,12 @@ def from_json(data: Mapping[str, Any]) -> Profile:
     groups = tuple(Group(**group) for group in data["groups"])
     methods = tuple(method(value) for value in data["methods"])
     return Profile(
-        **{**data, "groups": groups, "methods": methods, "tree": node(data["tree"]), "left_out": tuple(data["left_out"])}
+        **{
+            **data,
+            "groups": groups,
+            "methods": methods,
+            "tree": node(data["tree"]),
+            "left_out": tuple(data["left_out"]),
+            "frozen": tuple(data["frozen"]),
+        }
     )

@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple
 from streambp.planner.plan import Memory, Plan, plan_profile
 from streambp.planner.profile import Profile, Setting, static
 
-RANK, BITS = 16, 4  # of the adapters and the frozen weights that are proposed
+# Of the adapters and the frozen weights that are proposed.
+RANK = 16
+BITS: Literal[4] = 4
 MOST_GPUS = 1024
 
 
@@ -17,7 +19,7 @@ class Training(NamedTuple):
     """The parameters that are trained: adapters of rank `lora` (None: all), beside frozen weights of so many bits."""
 
     lora: int | None = None
-    bits: int = 16
+    bits: Literal[4, 8, 16] = 16
 
     def __str__(self) -> str:
         if self.lora is None:
@@ -51,19 +53,25 @@ class Remedy:
 def remedies(
     found: Plan, seq_len: int | Literal["max"], training: Training, count: Callable[[Training], Profile]
 ) -> Iterator[Remedy]:
-    """What makes a plan fit that does not: on the same GPUs, with more of them, or with fewer tokens; at most one of each.
+    """What makes a plan fit that does not: on the same GPUs, with more of them, or with fewer tokens; at most one of each,
+    and on the same GPUs another one with weights on the host.
 
     Args:
         seq_len: the length that was asked for. count: profiles of the model by training; only those that are needed.
     """
+    on_device = True
     for how, setting in _on_the_same_gpus(found.setting, training):
         profile = found.profile if how == training else count(how)
         plan = plan_profile(profile, seq_len, found.memory, setting, found.rates)
-        if plan.choice is not None:
+        if plan.choice is not None and (on_device or plan.choice.on_host is None):
+            on_device = plan.choice.on_host is None
             on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
             parts = ([str(how)] if how != training else []) + (["the optimizer state on the host"] if on_host else [])
-            yield Remedy(" and ".join(parts), _options(how, training, on_host), plan)
-            break
+            parts += ["the layers' frozen weights on the host"] if plan.choice.on_host is not None else []
+            moved = ("--weights", "auto") if setting.weights != found.setting.weights else ()
+            yield Remedy(" and ".join(parts), (*_options(how, training, on_host), *moved), plan)
+            if on_device:
+                break
     for setting, memory in _with_more_gpus(found.setting, found.memory):
         plan = plan_profile(found.profile, seq_len, memory, setting, found.rates)
         if plan.choice is not None:
@@ -108,12 +116,15 @@ def _options(how: Training, asked: Training, on_host: bool) -> tuple[str, ...]:
 
 
 def _on_the_same_gpus(setting: Setting, training: Training) -> Iterator[tuple[Training, Setting]]:
-    """The least change of the training first; of each, with the optimizer's state on the device and on the host."""
+    """The least change of the training first; of each, with the optimizer's state on the device and on the host, and with
+    the layers' frozen weights there."""
     for how in (training, *training.smaller()):
         if how != training:
             yield how, setting
         if setting.optimizer and not setting.optimizer_on_host:
             yield how, dataclasses.replace(setting, optimizer_on_host=True)
+        if setting.weights == "device":
+            yield how, dataclasses.replace(setting, weights="auto")
 
 
 def _with_more_gpus(setting: Setting, memory: Memory) -> Iterator[tuple[Setting, Memory]]:

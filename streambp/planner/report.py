@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from streambp.model.record import UNPATCHED
+from streambp.offload.costs import GRAPH
+from streambp.planner.default import ByDefault
+from streambp.planner.doors import doors, python
+from streambp.planner.host_weights import SLOTS
 from streambp.planner.measure import Compared
 from streambp.planner.plan import Choice, Plan
 from streambp.planner.profile import Node, Peak, Profile, Setting
@@ -18,6 +23,8 @@ from streambp.rates import Rates
 
 GIB = 2**30
 BAR = 40
+BY_DEFAULT = 'streambp.patch(model) alone (saves="auto")'
+AT_ONCE = ("attn_out", "kv", GRAPH)  # what is saved beside outputs of Linears
 
 
 def plan_table(plan: Plan, modules: bool = True) -> str:
@@ -28,6 +35,9 @@ def plan_table(plan: Plan, modules: bool = True) -> str:
     lines += [*_choice(plan)]
     if not any(row.seq_len for row in plan.longest):
         return "\n".join(lines)  # rows of zeros would say nothing more
+    if plan.choice is not None:
+        lines += ["", "The same settings elsewhere:"]
+        lines += [f"  {door:<10}{text}" for door, text in doors(plan.choice, plan.setting).items()]
     lines += ["", *_methods(plan)]
     if plan.choice is not None:
         lines += ["", f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB on each GPU:"]
@@ -67,24 +77,64 @@ def _choice(plan: Plan) -> list[str]:
         ]
     else:
         choice = plan.choice
-        offload = f", offload={choice.offload!r}" if choice.offload != "none" else ""
-        budget = f", gpu_memory={written(choice.gpu_memory)}" if choice.gpu_memory is not None else ""
         peak = choice.peak
         lines = [
-            f"{choice.seq_len:,} tokens: streambp.StreamConfig(chunk_size={choice.chunk_size}, saves={choice.saves!r}"
-            f"{offload}{budget})",
+            f"{choice.seq_len:,} tokens: {python(choice)}",
             f"  peak {peak.total / GIB:.1f} GiB in {peak.phase}, {peak.host / GIB:.1f} GiB of host memory, "
             f"{choice.flops / 1e15:.1f} PFLOP",
             *_seconds(plan, choice),
+            *_weights(choice),
             *_shares(plan, choice),
         ]
         following = [f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)" for one in plan.next_fastest]
         lines += [f"  next in speed: {', '.join(following)}"] if following else []
+        lines += [*_safest(plan, choice)]
+    lines += _by_default(plan)
     lines.append(
         f"What binds the longest sequence: {plan.binds if plan.binds == 'host memory' else f'GPU memory ({plan.binds})'}"
     )
     lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
+
+
+def _by_default(plan: Plan) -> list[str]:
+    """What `streambp.patch(model)` alone does; nothing where that is not known."""
+    found = plan.by_default
+    if found is None:
+        return []
+    how = f"  {BY_DEFAULT}: chunks of {found.chunk_size:,}"
+    if not found.fits:
+        return [f"{how}, {found.peak / GIB:.1f} GiB: does not fit"]
+    kept = [f"{one.name} of {one.layers} layers" for one in found.saved if one.name in AT_ONCE]
+    linears = [one.layers for one in found.saved if one.name not in AT_ONCE]
+    kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
+    how += ", runs unpatched" if found.way == UNPATCHED else f", saves {', '.join(kept) or 'nothing'}"
+    return [f"{how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step"]
+
+
+def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
+    """What `streambp.patch(model)` alone does beside a real step of it, line by line."""
+    both = (predicted,) if measured is None else (predicted, measured)
+    cells: list[tuple[str, ...]] = [("", "predicted", "measured"), ("step", *(one.way for one in both))]
+    cells.append(("chunk_size", *(f"{one.chunk_size:,}" for one in both)))
+    for name in dict.fromkeys(saved.name for one in both for saved in one.saved):
+        found = [next((saved for saved in one.saved if saved.name == name), None) for one in both]
+        told = ("-" if one is None else f"{one.layers} layers, {(one.bytes or 0.0) / 2**20:.2f}" for one in found)
+        cells.append((name, *told))
+    cells.append(("peak with weights", *(f"{one.peak / 2**20:.2f}" for one in both)))
+    cells.append(("seconds", *(f"{one.seconds:.3g}" for one in both)))
+    missing = ("out of memory",) if measured is None else ()
+    return "\n".join([f"{BY_DEFAULT}, MiB", "", *columns([(*cells[0],), *((*row, *missing) for row in cells[1:])])])
+
+
+def _safest(plan: Plan, choice: Choice) -> list[str]:
+    """Where memory can be had for next to no time: the settings that leave most of it free."""
+    safest = plan.safest
+    if safest is None or safest.peak.total > 0.95 * choice.peak.total:
+        return []
+    return [
+        f"  safest, {safest.peak.total / GIB:.1f} GiB in {duration(safest.seconds.total)}: {python(safest)}",
+    ]
 
 
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
@@ -116,6 +166,20 @@ def _seconds(plan: Plan, choice: Choice) -> list[str]:
     ]
 
 
+def _weights(choice: Choice) -> list[str]:
+    """What lives on the host, and from where on its copies are hidden."""
+    on_host = choice.on_host
+    if on_host is None:
+        return []
+    hidden = "their copies take longer than the layers at any length"
+    if choice.hidden_from is not None:
+        hidden = f"their copies hide behind the layers from {choice.hidden_from:,} tokens a row"
+    return [
+        f"  weights of the first {on_host.layers} of {on_host.of} layers on the host: {on_host.bytes / GIB:.1f} GiB there, "
+        f"{SLOTS * on_host.largest / GIB:.1f} GiB for two layers on the GPU; {hidden}"
+    ]
+
+
 def _shares(plan: Plan, choice: Choice) -> list[str]:
     if not plan.setting.split:
         return []
@@ -124,14 +188,6 @@ def _shares(plan: Plan, choice: Choice) -> list[str]:
         f"chunk_size, the peak, and {choice.link / GIB:.1f} GiB to the others in a step; "
         f"{duration(choice.seconds.exchange)} of exchanges are not hidden (rates of links guessed)"
     ]
-
-
-def written(size: int) -> str:
-    """Bytes as a person writes them in Python, rounded down: "8.2GiB", "640MiB", or a number below a MiB."""
-    for unit, name, digits in ((GIB, "GiB", 10), (2**20, "MiB", 1)):
-        if size >= unit:
-            return f'"{size * digits // unit / digits:g}{name}"'
-    return str(size)
 
 
 def duration(seconds: float) -> str:

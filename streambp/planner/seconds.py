@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from streambp.planner.exchanges import exchange_seconds
+from streambp.planner.host_weights import MOVED, hidden_from, with_copies
 from streambp.planner.profile import Method, Profile, Setting, peak, work
 from streambp.planner.work import Work
 from streambp.rates import Rates
@@ -42,7 +43,8 @@ def seconds(method: Method, seq_len: int, chunk_size: int, rates: Rates, setting
         setting: its ranks share the work evenly; None: one rank.
     """
     ranks = 1 if setting is None else setting.ranks
-    found = seconds_of(work(method, seq_len, chunk_size, setting), rates, ranks)
+    on_host = setting.on_host if setting is not None and method.chunked else None
+    found = seconds_of(with_copies(work(method, seq_len, chunk_size, setting), on_host), rates, ranks)
     exchange = exchange_seconds(method, seq_len, setting, rates, found.attention)
     return dataclasses.replace(found, total=found.total + exchange, exchange=exchange)
 
@@ -71,6 +73,19 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
         part.forward / ranks / rates.forward + part.backward / ranks / rates.backward,
         part.moved / ranks / rates.bandwidth,
     )
+
+
+def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) -> int | None:
+    """The fewest positions a row from which copies of weights from the host cost nothing; None: they always do."""
+
+    def is_hidden(seq_len: int) -> bool:
+        step = with_copies(work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host)
+        parts = [part for name, part in step.items() if name.endswith(MOVED)]
+        return all(
+            part.back / rates.link <= max(sum(kernels(part, rates)), part.dispatches * rates.dispatch) for part in parts
+        )
+
+    return hidden_from(is_hidden)
 
 
 def throughput(found: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from unittest import mock
@@ -28,7 +28,7 @@ from streambp.distributed.engines import drops_masks
 from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
-from streambp.known_names import MODULE_HOOKS
+from streambp.known_names import MODULE_HOOKS, MOVES
 from streambp.libraries import required
 from streambp.model.patching import unpatch
 from streambp.planner.configuration import build, read_config
@@ -179,7 +179,18 @@ def _not_tracing(tensor: Any = None) -> bool:
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     with required("peft"):
         from peft import LoraConfig, get_peft_model
-    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
+    with mock.patch.object(nn.Module, MOVES, _renewed):
+        return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
+
+
+def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """As `nn.Module._apply`, with new parameters: torch swaps fake ones in place, which their weak references forbid."""
+    for each in module.modules() if recurse else (module,):
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                each._parameters[name] = nn.Parameter(fn(parameter.detach()), parameter.requires_grad)
+        each._buffers.update({name: fn(buffer) for name, buffer in each._buffers.items() if buffer is not None})
+    return module
 
 
 class QuantisedLinear(nn.Module):

@@ -20,6 +20,7 @@ from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
+from streambp.offload.ranges import frozen_bytes
 from streambp.planner.compose import Counted, Point, Totals, differing, fit, growth, later, solve, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.host import CountingManager, UncountedHost
@@ -117,6 +118,7 @@ def survey(
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
+    frozen = frozen_bytes(skeleton.model, [layer for stack in find_stacks(skeleton.model).stacks for layer in stack.layers])
     reduced = reduce_layers(skeleton.model)
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods, left_out, refused = [], [], set[str]()
@@ -150,7 +152,7 @@ def survey(
     )
     shape = (name, dtype, len(reduced.kinds), batch_size)
     mixers = assumed(skeleton.model, skeleton.mixers)
-    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out), mixers)
+    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out), mixers, frozen=frozen)
 
 
 @contextlib.contextmanager

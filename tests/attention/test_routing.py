@@ -23,6 +23,7 @@ from streambp.attention import interface
 from streambp.attention.interface import NAME, own_implementation, routed
 from streambp.errors import UnsupportedModelError
 from tests.families import build, make_batch
+from tests.hangs import HANG
 from tests.oracle import gradients, worst_error
 from tests.tiers import thinned
 
@@ -51,13 +52,13 @@ def test_threads_leave_in_any_order():
 
     def first():
         with routed([config]):
-            assert second_entered.wait(10)
+            assert second_entered.wait(HANG)
         first_left.set()
 
     def second():
         with routed([config]):
             second_entered.set()
-            assert first_left.wait(10)
+            assert first_left.wait(HANG)
             return name_of(config), own_implementation(config)
 
     with ThreadPoolExecutor(2) as pool:
@@ -121,7 +122,7 @@ def worst_of_threads(models, batches, expected):
     start = threading.Barrier(len(models))
 
     def train(model, batch, reference):
-        start.wait(10)
+        start.wait(HANG)
         return max(worst_error(gradients(model, **batch)[1], reference) for _ in range(STEPS))
 
     with ThreadPoolExecutor(len(models)) as pool:
@@ -176,11 +177,11 @@ def test_a_thread_beside_ours_attends_as_its_config_says():
     def stream():
         with routed([models[0].config]):
             entered.set()
-            assert done.wait(60)
+            assert done.wait(HANG)
 
     with ThreadPoolExecutor(1) as pool:
         streaming = pool.submit(stream)
-        assert entered.wait(10)
+        assert entered.wait(HANG)
         try:
             found = models[0](**batches[0], use_cache=False).logits
             cached = models[0].eval().generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False)

@@ -101,8 +101,8 @@ class Decision:
 
     stream: dict = dataclasses.field(default_factory=dict)
     one_chunk: bool = False
-    batch: str = "plain"  # or "shared", of which rows begin alike
-    masked: bool = False
+    batch: str = "plain"  # or "shared", of which rows begin alike, or "padded"
+    masked: bool = False  # "padded" always is
     rows: int = 2
     loss: Callable | None = None
     prepare: Callable | None = None
@@ -111,7 +111,7 @@ class Decision:
     says: tuple[tuple[str, str], ...] = ()
 
 
-AUTO, SHARES = {"saves": "auto"}, {"rows": "packed"}
+AUTO, SHARES, PACKS = {"saves": "auto"}, {"rows": "packed"}, {"rows": "auto"}
 EVERY = tuple(ENGINES)
 HELD = ("fsdp2", "zero-3")
 DECISIONS = {
@@ -132,13 +132,26 @@ DECISIONS = {
     "shares, mask": Decision(SHARES, batch="shared", masked=True),
     "one row": Decision(SHARES, rows=1),
 }  # fmt: skip
+COMPUTED = tuple((name, "were computed as") for name in EVERY)
+AS_GIVEN = tuple((name, "rows: computed as given: ") for name in EVERY)
+PADDING = {  # of ranks with padding and without
+    "padded": Decision(PACKS, batch="padded", says=COMPUTED),
+    "padded, offloaded": Decision({**PACKS, "saves": ("kv",), "offload": "cpu"}, batch="padded", says=COMPUTED),
+    "padded, lazy": Decision({**PACKS, "lazy_logits": True}, batch="padded", loss=own_loss),
+    "padded, packed": Decision(SHARES, batch="padded", says=COMPUTED),
+    "full": Decision(PACKS, masked=True, says=AS_GIVEN),
+    "full, packed": Decision(SHARES, masked=True, says=AS_GIVEN),
+    "no mask": Decision(PACKS, says=AS_GIVEN),
+}
+EVERY_DECISION = {**DECISIONS, **PADDING}
 
 
 def batches(rank, decision):
     """A rank's micro-batches; lengths differ between steps and ranks."""
     for step in range(STEPS):
         length = (17, 23)[step] + 6 * rank + (90 if decision.batch == "shared" else 0)
-        batch = make_batch("plain", length=length, seed=10 * step + rank)
+        mode = ("left-padded", "right-padded")[step] if decision.batch == "padded" else "plain"
+        batch = make_batch(mode, length=length, seed=10 * step + rank)
         if decision.batch == "shared":
             for name in ("input_ids", "labels"):
                 batch[name][1, :-6] = batch[name][0, :-6]
@@ -147,11 +160,14 @@ def batches(rank, decision):
         yield {name: value[: decision.rows] for name, value in batch.items()}
 
 
+def rows_of(case):
+    return next((found for name in case["decisions"] if (found := EVERY_DECISION[name].stream.get("rows"))), "as_given")
+
+
 def make_engine(case, rank, decision, patched):
     base, settings = ENGINES[case["engine"]]
     # To share is a setting of the run, as an engine is; what comes of it is decided by each rank.
-    shares = any("rows" in DECISIONS[name].stream for name in case["decisions"])
-    stream = {**decision.stream, "rows": "packed" if shares else "as_given"}
+    stream = {**decision.stream, "rows": rows_of(case)}
     settings = {**settings, "stream": {k: v for k, v in stream.items() if k != "lazy_logits"}}
     settings |= {"one_chunk_on": rank if decision.one_chunk else None, "logits": stream.get("lazy_logits", False)}
     kind = type("Deciding", (base,), {"loss": lambda self, batch: (decision.loss or its_loss)(self.wrapped, batch)})
@@ -288,24 +304,24 @@ MUTANTS = {
 def expected(engine, decisions, rank, projection):
     """What the unpatched engine gives for the same batches and losses."""
     case = {"engine": engine, "decisions": decisions, "projection": projection}
-    return train(case, rank, DECISIONS[decisions[rank]], None, f"unpatched {engine} {decisions} {projection}")
+    return train(case, rank, EVERY_DECISION[decisions[rank]], None, f"unpatched {engine} {decisions} {projection}")
 
 
 def like(name):
     """Of the decisions for which the unpatched engine does the same, the first."""
-    wanted = DECISIONS[name]
+    wanted = EVERY_DECISION[name]
 
     def key(d):
         loss = d.loss if d.loss is not per_token else None
         return d.batch, d.masked, d.rows, loss, d.prepare
 
-    return next(other for other, decision in DECISIONS.items() if key(decision) == key(wanted))
+    return next(other for other, decision in EVERY_DECISION.items() if key(decision) == key(wanted))
 
 
 def run(case, rank, number):
     """A case's row: this rank's error, what it did, and the seconds that it took."""
     begun, name = time.monotonic(), f"case {number}"
-    decision = DECISIONS[case["decisions"][rank]]
+    decision = EVERY_DECISION[case["decisions"][rank]]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for owner, attribute, value in MUTANTS[case["mutant"]]() if "mutant" in case else ():
@@ -314,9 +330,11 @@ def run(case, rank, number):
     row = {"issued": issued, **did}
     stock = expected(case["engine"], tuple(like(other) for other in case["decisions"]), rank, case.get("projection"))
     row["error"], row["projection unpatched"] = distance(found, stock[0]), stock[2]["projection"]
-    shares = any("rows" in DECISIONS[name].stream for name in case["decisions"])
     told = [text for engine, text in decision.says if engine == case["engine"]]
-    told = [] if shares and "as unpatched" in told else told  # where rows may share, nothing runs as unpatched
+    alone = case["engine"] in HELD and "no mask" in case["decisions"]  # no other rank tries that kind of call
+    told = ["a mask on some"] if told and decision.batch == "padded" and alone else told
+    if rows_of(case) != "as_given" and "as unpatched" in told:  # where rows may share, nothing runs as unpatched
+        told = []
     row["done"] = all(text in row["said"] for text in told)
     gc.collect()
     return {**row, "seconds": time.monotonic() - begun}

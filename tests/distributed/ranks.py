@@ -25,6 +25,7 @@ from unittest import mock
 import pytest
 
 from tests.distributed.worker import DONE, SECONDS
+from tests.hangs import HANG
 
 
 def run(engine, cases):
@@ -50,7 +51,7 @@ def run_split(*arguments, ranks=2):
     """What rank 0 of the worker for split sequences prints after RESULT."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    return result_of(*launch("tests.distributed.split_worker", *arguments, ranks=ranks, seconds=180))
+    return result_of(*launch("tests.distributed.split_worker", *arguments, ranks=ranks, seconds=HANG))
 
 
 def result_of(outputs, codes):

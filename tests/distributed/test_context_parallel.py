@@ -17,6 +17,7 @@ from tests.distributed.context_mutants import MUTANTS
 from tests.distributed.ranks import launch, result_of
 from tests.distributed.split_worker import LENGTH
 from tests.families import build
+from tests.hangs import HANG
 from tests.oracle import assert_as_precise, worst_error
 
 GRADIENT_BAR = 1e-10  # float64
@@ -84,7 +85,7 @@ def product(family, ranks):
 
 
 def run(runs, ranks):
-    outputs, codes = launch("tests.distributed.context_worker", json.dumps(runs), str(ranks), ranks=ranks, seconds=900)
+    outputs, codes = launch("tests.distributed.context_worker", json.dumps(runs), str(ranks), ranks=ranks, seconds=HANG)
     results = result_of(outputs, codes)
     assert {what: [row["case"] for row in rows] for what, rows in results.items()} == runs
     return results
@@ -189,7 +190,7 @@ def test_as_precise_as_the_unpatched_ring(dtype):
 @pytest.mark.full
 def test_a_rank_that_does_not_split_its_batch():
     """The one that does says why it cannot go on."""
-    outputs, codes = launch("tests.distributed.context_worker", '{"entered": [{}]}', "2", seconds=400)
+    outputs, codes = launch("tests.distributed.context_worker", '{"entered": [{}]}', "2", seconds=HANG)
     assert codes == [1, 0]
     assert "did not all begin this forward" in outputs[0]
 
@@ -198,7 +199,7 @@ def trained(folder, objective, what):
     """What rank 0 saved of that run of `context_trainer.py`."""
     ranks = {"alone": 1, "stock twice": 4, "streamed twice": 4}.get(what, 2)
     outputs, codes = launch(
-        "tests.distributed.context_trainer", str(folder), objective, what, str(ranks), ranks=ranks, seconds=400
+        "tests.distributed.context_trainer", str(folder), objective, what, str(ranks), ranks=ranks, seconds=HANG
     )
     assert not any(codes), [output[-4000:] for output in outputs]
     found = torch.load(folder / f"{objective}-{what}.pt")

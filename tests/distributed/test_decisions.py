@@ -11,7 +11,7 @@ import json
 
 import pytest
 
-from tests.distributed.decisions import DECISIONS, ENGINES, MUTANTS, SECONDS, fours, pairs
+from tests.distributed.decisions import DECISIONS, ENGINES, MUTANTS, PADDING, SECONDS, fours, pairs
 from tests.distributed.ranks import launch, result_of, run_split
 from tests.distributed.recorded import DifferentError
 from tests.distributed.worker import DONE
@@ -97,6 +97,27 @@ def test_some_decisions(engine):
     chosen = [["short", "own loss, lazy"], ["begun again", "no label"], ["per token", "kept graphs"]]
     cases = [{"engine": engine, "decisions": names} for names in chosen]
     check(cases)
+
+
+@pytest.mark.fast("ddp")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_with_padding_and_one_without(engine):
+    """As rows="packed" and rows="auto" take a batch, with labels and lazy logits; and two ranks with unlike padding."""
+    chosen = [["padded", "full"], ["full", "padded, lazy"], ["padded, offloaded", "padded"]]
+    chosen += [["padded, packed", "full, packed"], ["no mask", "padded"]] if engine != "ddp" else []
+    check([{"engine": engine, "decisions": names} for names in chosen])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_pair_with_padding(engine):
+    chosen = [pair for pair in itertools.combinations_with_replacement(PADDING, 2) if alike(pair)]
+    check([{"engine": engine, "decisions": list(pair)} for pair in chosen])
+
+
+def alike(names):
+    """Whether ranks have the setting of a run: it is one for all of them."""
+    return len({PADDING[name].stream["rows"] for name in names}) == 1
 
 
 @pytest.mark.full

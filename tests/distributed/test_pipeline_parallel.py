@@ -19,6 +19,7 @@ import streambp
 from tests.distributed.context_trainer import mutate
 from tests.distributed.ranks import launch
 from tests.families import build, make_batch
+from tests.hangs import HANG
 from tests.oracle import lift_float32_casts, worst_error
 
 PATH = Path(__file__).parent.parent.parent / "examples" / "pipeline_parallel" / "train.py"
@@ -81,7 +82,7 @@ def main():
 @pytest.mark.full
 def test_gradients():
     """Four micro-batches with different numbers of labels, two steps of accumulation, numbers of chunks that differ."""
-    outputs, codes = launch("tests.distributed.test_pipeline_parallel", json.dumps(CASES), seconds=240)
+    outputs, codes = launch("tests.distributed.test_pipeline_parallel", json.dumps(CASES), seconds=HANG)
     assert codes == [0, 0], [output[-4000:] for output in outputs]
     first, last = (
         json.loads(next(x for x in output.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))

@@ -16,6 +16,7 @@ import torch
 from tests.distributed.ranks import launch
 from tests.distributed.worker import distance
 from tests.families import LENGTH, build
+from tests.hangs import HANG
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
@@ -36,7 +37,7 @@ def train(loop, settings, folder):
     environment.pop("ACCELERATE_USE_CPU", None)  # it would mean DDP
     result = subprocess.run(
         [*command, "tests.distributed.trainer_script", loop, str(config), str(output)],
-        capture_output=True, text=True, check=False, env=environment, timeout=300,
+        capture_output=True, text=True, check=False, env=environment, timeout=HANG,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
     return torch.load(output, weights_only=True)
@@ -71,7 +72,7 @@ def test_under_torchs_engines(engine, tmp_path):
     names = [f"{how} {engine}" for how in ("stock", "streamed", "mutant")]
     names.insert(2, f"streamed {engine} from streamed {engine}")
     outputs, codes = launch(
-        "tests.distributed.context_trainer", str(tmp_path), "trainer", ",".join(names), "2", seconds=400
+        "tests.distributed.context_trainer", str(tmp_path), "trainer", ",".join(names), "2", seconds=HANG
     )
     assert codes == [0, 0], [output[-4000:] for output in outputs]
     stock, streamed, resumed, mutant = (torch.load(tmp_path / f"trainer-{name}.pt") for name in names)

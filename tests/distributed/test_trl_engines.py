@@ -31,6 +31,7 @@ from streambp.integrations.trl import (
     StreamSFTTrainer,
 )
 from streambp.integrations.trl.trainer import StreamedTrainer
+from tests.hangs import HANG
 from tests.integrations import test_trl
 
 BAR = 1e-4  # float32; of the distance that the weights moved
@@ -46,7 +47,7 @@ def run(trainers, objectives, engine, folder):
     arguments = ["-m", "tests.distributed.trl_worker", ",".join(trainers), ",".join(objectives), engine, str(folder)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=600
+        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=HANG
     )
     assert result.returncode == 0, result.stderr[-3000:]
     found = {name: [torch.load(folder / f"{name}-{which}.pt") for which in trainers] for name in objectives}

@@ -27,6 +27,7 @@ from streambp.launch.hook import VARIABLE
 from streambp.launch.place import place, remove
 from streambp.launch.report import Account, Model, collect, leave, table
 from streambp.launch.settings import Settings, from_fields
+from tests.hangs import HANG
 
 OTHERS = {
     "attention": "math", "eval_logits": True, "offload": "cpu", "host_memory": 2**30, "gpu_memory": 2**20,
@@ -123,10 +124,10 @@ def test_signals_reach_the_program(number, tmp_path):
     process.start()
     try:
         waited = time.monotonic()
-        while not (tmp_path / "ready").exists() and time.monotonic() - waited < 60:
+        while not (tmp_path / "ready").exists() and time.monotonic() - waited < HANG:
             time.sleep(0.02)
         os.kill(process.pid, number)
-        process.join(30)
+        process.join(HANG)
         assert process.exitcode == 9
     finally:
         process.kill()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from streambp.cli import main
+from tests.hangs import HANG
 from tests.launch import programs
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ def test_a_program_trains_as_without_launch(kind, flags, tmp_path, capfd):
 def test_a_script_run_by_the_module(tmp_path):
     """`python -m streambp.launch`: the hook comes when transformers is imported already. The loop's models."""
     command = [sys.executable, "-m", "streambp.launch", "--chunk-size", "5", "--at", "train", PROGRAM, "loop", "out"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=HANG)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "streams: 2 x Qwen3DecoderLayer" in result.stderr
     assert_same_training(torch.load(tmp_path / "out"), without("loop", tmp_path / "plain"))

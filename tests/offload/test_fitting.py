@@ -287,6 +287,22 @@ def test_without_saves_it_raises(patched, monkeypatch):
     assert_same(seeded(model), expected)
 
 
+def test_around_the_layers_it_raises_with_advice_too(patched, monkeypatch):
+    """Where transformers shifts the labels, outside of its backbone."""
+    expected = without_saves()
+    model, _ = patched(room=0.0)
+    seeded(model)
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("a test wants it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "pad", full)
+        with pytest.raises(DeviceMemoryError, match=r"in the model around its layers\. Set offload"):
+            seeded(model)
+    assert_same(seeded(model), expected)
+
+
 @pytest.mark.fast("2-Stage.REFILL", "2-Stage.RECOMPUTE")
 @pytest.mark.parametrize("stage", [Stage.REFILL, Stage.RECOMPUTE])
 @pytest.mark.parametrize("at", [2, 9])

@@ -17,6 +17,7 @@ from torch.distributed import pipelining
 import streambp
 from tests.distributed.ranks import launch
 from tests.families import build
+from tests.hangs import HANG
 from tests.seeds import seeded
 
 SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B")
@@ -70,7 +71,7 @@ def main():
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", [SCHEDULES[1], pytest.param(SCHEDULES[0], marks=pytest.mark.full)])
 def test_gradients_are_bitwise_the_same(schedule):
-    outputs, codes = launch("tests.offload.test_pipeline", schedule, seconds=240)
+    outputs, codes = launch("tests.offload.test_pipeline", schedule, seconds=HANG)
     for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
         assert code == 0, output[-3000:]
         assert f"rank {rank}:" in output

@@ -11,6 +11,8 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import streambp
 from streambp.layer import saved
@@ -366,12 +368,23 @@ def lora_afterwards(model):
     return model
 
 
+@contextlib.contextmanager
+def one_rank():
+    """The only rank of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 SET_UPS = {
     "full": lambda: patched(tiny(), chunk_size=5),
     "float32 under autocast": lambda: patched(build("qwen3", num_hidden_layers=3), chunk_size=5),
     "adapters": lambda: patched(lora(tiny()), chunk_size=5),
     "adapters added after patch": lambda: lora_afterwards(tiny()),
     "first layers frozen": lambda: patched(without_gradients(tiny()), chunk_size=5),
+    "bucket views": lambda: DistributedDataParallel(patched(tiny(), chunk_size=5), gradient_as_bucket_view=True),
 }
 
 
@@ -382,25 +395,31 @@ def without_gradients(model):
 
 
 def settled(name, room):
-    """Planned and kept, by layer, in three micro-batches: without gradients, with them, and after an evaluation."""
-    model = SET_UPS[name]()
-    chooser = policy_of(model)
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled="autocast" in name)
-    kept = []
-    for number in range(3):
-        chooser.free = lambda device: room + chooser.known.need(2 * LENGTH, 10, chooser.present)
-        with planned_and_kept(chooser) as found, autocast:
-            loss = model(**make_batch("plain"), use_cache=False).loss
-        kept.append(found)
-        loss.backward()
-        if number == 1:
-            with torch.no_grad():
-                model.eval()(**make_batch("plain"), use_cache=False)
-            model.train()
-    return kept
+    """Planned and kept, by layer, in four micro-batches: without gradients, with them, after an evaluation and
+    `set_to_none=False`, after `set_to_none=True`."""
+    with one_rank() if name == "bucket views" else contextlib.nullcontext():
+        model = SET_UPS[name]()
+        chooser = policy_of(getattr(model, "module", model))
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled="autocast" in name)
+        kept = []
+        for present in (0.0, 1.0, 1.0, 0.0):
+            chooser.free = lambda device: room + chooser.known.need(2 * LENGTH, 10, chooser.present)
+            with planned_and_kept(chooser) as found, autocast:
+                loss = model(**make_batch("plain"), use_cache=False).loss
+            kept.append(found)
+            assert chooser.present == present
+            loss.backward()
+            if len(kept) == 2:
+                with torch.no_grad():
+                    model.eval()(**make_batch("plain"), use_cache=False)
+                model.train()
+                model.zero_grad(set_to_none=False)
+            if len(kept) == 3:
+                model.zero_grad(set_to_none=True)
+        return kept
 
 
-@pytest.mark.fast("adapters added after patch-all fits", "float32 under autocast-some fits")
+@pytest.mark.fast("adapters added after patch-all fits", "bucket views-some fits", "float32 under autocast-some fits")
 @pytest.mark.parametrize("room", [1e9, 6e4], ids=["all fits", "some fits"])
 @pytest.mark.parametrize("name", SET_UPS)
 def test_what_was_planned_is_kept(name, room, card):

@@ -183,7 +183,8 @@ def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, mo
 def test_it_has_to_fit_four_times(share):
     model = patched()
     runs, chooser = model._streambp.state.unpatched, chooser_of(model)
-    kept, need = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config), chooser.known.need(2 * LENGTH, 2 * LENGTH)
+    kept = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
+    need = chooser.known.need(2 * LENGTH, 2 * LENGTH)
     chooser.free = lambda _: need + share * kept
     assert streams(model(**make_batch("plain")).loss) == (share < 4)
 
@@ -262,7 +263,7 @@ def shrinking(share, places=8, **settings):
     with device:
         expected = step(reference)
     need, runs = device.peak, model._streambp.state.unpatched
-    kept = patched(plain)._streambp.state.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config)
+    kept = patched(plain)._streambp.state.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
     chooser_of(model).known.need = Need()
     chooser_of(model).known.need.bytes = need
     free, failed = need + 4.1 * kept, []
@@ -333,11 +334,11 @@ def test_a_device_that_tells_corrects_the_prediction(monkeypatch):
     model = patched()
     runs, device = model._streambp.state.unpatched, Device(limit=2_000_000)
     chooser_of(model).free = lambda _: device.limit - device.live
-    first = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config)
+    first = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
     with device:
         loss = model(**make_batch("plain"), use_cache=False).loss
     assert isinstance(chooser_of(model).latest, AsUnpatched)
-    assert runs.predicted(2 * LENGTH, LENGTH, CPU, model.config) >= max(first, device.live)
+    assert runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes >= max(first, device.live)
     loss.backward()
 
 
@@ -570,14 +571,14 @@ MUTANTS = {
     "logits": (unpatched, "LOGITS", 0, test_the_prediction_holds_what_forward_keeps),
     "graphs": (SavesPolicy, "graphs", lambda *_: 0.0, test_the_prediction_holds_what_forward_keeps),
     "share": (unpatched, "SHARE", math.inf, lambda: test_it_has_to_fit_four_times(3)),
-    "eager": (unpatched, "_is_plain", lambda _: True, lambda: test_else_it_streams("eager")),
+    "eager": (unpatched, "is_plain", lambda _: True, lambda: test_else_it_streams("eager")),
     "backward": (
         unpatched.UnpatchedRuns, "_heed_backward", lambda _: None, test_out_of_memory_in_backward_streams_later_steps,
     ),
     "labels": (unpatched.LossOfLabels, "apply", lambda loss, *_: loss, test_a_batch_without_a_label_has_no_loss),
     "scores": (unpatched, "SCORES", 0, lambda: test_the_prediction_grows_with_scores_and_masks("latent")),
     "mask": (unpatched, "MASK", 0, lambda: test_the_prediction_grows_with_scores_and_masks("window")),
-    "own attention": (unpatched, "_is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
+    "own attention": (unpatched, "is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
     "sdpa": (unpatched, "_otherwise", lambda *_: False, test_what_sdpa_leaves_out_streams),
     "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
     "noise": (unpatched, "SLACK", 0.0, lambda: _with_a_patch(test_what_is_small_does_not_correct_the_prediction)),

@@ -35,6 +35,7 @@ def surveys(tmp_path, monkeypatch):
         return two_methods()
 
     monkeypatch.setattr(module, "survey", survey_made_up)
+    monkeypatch.setattr(module, "counted_saves", lambda *_: None)
     return calls
 
 

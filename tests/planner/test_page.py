@@ -43,6 +43,7 @@ from streambp.planner.seconds import seconds, throughput
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, STREAMED, streamed, survey
 from streambp.rates import DEFAULT, DEVICES
+from tests.hangs import HANG
 from tests.seeds import seed_of
 
 GIB = 2**30
@@ -83,7 +84,7 @@ def browse(path, folder, fragment=""):
     """The document that a browser makes of a file, once its scripts have run."""
     address = path.as_uri() + (f"#{fragment}" if fragment else "")
     command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'browser'}", "--dump-dom", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True).stdout
 
 
 def random_profile(seed, batch_size=1, experts=True, states=False):
@@ -178,7 +179,7 @@ MEMORIES = [
 ]
 LENGTHS = (1, 1000, 4096, 65_537, 262_144, 1_000_003)
 
-COMPARED = ("seq_len", "choice", "binds", "levers", "longest", "times")
+COMPARED = ("seq_len", "choice", "safest", "binds", "levers", "longest", "times")
 PROBE = """
 <script>
 "use strict";
@@ -203,7 +204,7 @@ for (const { profile } of data.profiles) {
     }
     for (const memory of probe.memories) for (const length of probe.plans) {
       const { best, ...plan } = plan_profile(profile, length, memory, setting, rates);
-      if (plan.choice) delete plan.choice.peak.parts;
+      for (const one of [plan.choice, plan.safest]) if (one) delete one.peak.parts;
       plan.levers = plan.levers.map(({ change, seq_len }) => ({ change, seq_len }));
       results.plans.push(plan);
     }
@@ -285,7 +286,7 @@ def compare_in_node():
     given |= {"lengths": LENGTHS, "plans": plans}
     script = [streambp.planner.page.part("plan.js"), f"const data = {block};", COMPUTED]
     script += [f"console.log(JSON.stringify(computed({json.dumps(given)})));"]
-    found = subprocess.run([NODE], input="\n".join(script), capture_output=True, text=True, timeout=240, check=True)
+    found = subprocess.run([NODE], input="\n".join(script), capture_output=True, text=True, timeout=HANG, check=True)
     same(numbers(found.stdout), expected(profiles, plans))
 
 
@@ -564,7 +565,11 @@ def test_the_command_writes_it(config, tmp_path):
     block = re.search(r'(?s)id="data">(.*?)</script>', file.read_text("utf-8"))[1]
     data = json.loads(block)
     assert data["name"] == config.parent.name
-    assert [one["training"] for one in data["profiles"]] == ["LoRA, rank 16", "every parameter"]
+    assert [one["training"] for one in data["profiles"]] == [
+        "LoRA of rank 16",
+        "full training",
+        "LoRA of rank 16 on 4-bit weights",
+    ]
     trained = [sum(group["trainable"] for group in one["profile"]["groups"]) for one in data["profiles"]]
     assert trained[0] < trained[1] / 100
     assert os.path.getsize(file) < 250_000  # bytes: it is sent by mail

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 
 import streambp.planner.page
+from streambp.planner.doors import quoted, written
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, choose, fits, options, plan_profile
 from streambp.planner.profile import Setting, available
-from streambp.planner.report import written
 from streambp.rates import DEFAULT, DEVICES
 from tests.planner.browser import BROWSER, DRIVER, opened
 from tests.planner.test_page import random_profile
@@ -153,7 +153,7 @@ def check_chosen(shown, dot, plan):
     assert ("saves=()" in code) == (not one.saves)
     assert all(f'"{name}"' in code for name in one.saves)
     assert ("offload=" in code) == (one.offload != "none")
-    assert (f"gpu_memory={written(one.gpu_memory)}" if one.gpu_memory else ")") in code
+    assert (f"gpu_memory={quoted(written(one.gpu_memory))}" if one.gpu_memory else ")") in code
     figures = shown.run(FIGURES)
     assert (figures["seconds"], figures["peak"], figures["host"]) == (one.seconds.total, one.peak.total, one.peak.host)
     title = shown.run("return document.getElementById('verdict-title').textContent;")

@@ -1,16 +1,16 @@
 """Plans fit, their limits are limits, and what they recommend works: chunk sizes, levers, errors, the command line.
 
 covers: layer/oom.py, planner/__init__.py, planner/auto.py, planner/plan.py, planner/profile.py, planner/report.py,
-  planner/survey.py
+  planner/survey.py, planner/doors.py
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import json
 import pickle
+import shlex
 import sys
 
 import pytest
@@ -19,12 +19,15 @@ import torch
 import streambp
 from streambp import cli
 from streambp.fields import parse_bytes, parse_tokens
+from streambp.integrations.trl.settings import StreamArguments
+from streambp.launch.settings import from_flags
 from streambp.offload.costs import Known
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
-from streambp.planner.plan import choose, fits, longest, plan_profile
+from streambp.planner.doors import doors, fields_of, python, written
+from streambp.planner.plan import Choice, choose, fits, longest, options, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
-from streambp.planner.report import plan_table, tree_lines, written
+from streambp.planner.report import duration, plan_table, tree_lines
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import streamed
 from streambp.planner.tree import module_tree
@@ -134,12 +137,54 @@ def test_a_plan_of_a_model(monkeypatch):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(8 * GIB, '"8GiB"'), (12_345_678_901, '"11.4GiB"'), (GIB - 1, '"1023MiB"'), (2**20 - 1, "1048575"), (1, "1")],
+    [(8 * GIB, "8GiB"), (12_345_678_901, "11.4GiB"), (GIB - 1, "1023MiB"), (2**20 - 1, 1048575), (1, 1)],
 )
 def test_memory_is_written_as_a_person_does(size, text):
     """And is never more than there is."""
     assert written(size) == text
-    assert 0.9 * size < parse_bytes("gpu_memory", ast.literal_eval(text)) <= size
+    assert 0.9 * size < parse_bytes("gpu_memory", text) <= size
+
+
+def test_the_safest_is_nearly_as_fast_and_takes_less(monkeypatch):
+    monkeypatch.setattr(planning, "STREAMED", (streamed(), streamed(("attn_out", "kv")), streamed((), "cpu")))
+    monkeypatch.setattr(planning, "SLOWER", 1.0)  # a small model's choices are further apart
+    found = plan(SMALL, 16384, gpu_memory="80GiB", setting=Setting(optimizer=4))
+    every = [one for one in options(found.profile, [m for m in found.profile.methods if m.chunked], 16384, found.memory,
+                                    found.setting, found.rates) if one.peak.total <= found.memory.usable]  # fmt: skip
+    bar = 2 * min(one.seconds.total for one in every)
+    allowed = [one.peak.total for one in every if one.seconds.total <= bar]
+    assert found.safest.peak.total == min(allowed) < max(one.peak.total for one in every)
+    told = dataclasses.replace(
+        found, safest=dataclasses.replace(found.choice, peak=dataclasses.replace(found.choice.peak, total=1.0))
+    )
+    assert f"safest, 0.0 GiB in {duration(found.choice.seconds.total)}: streambp.StreamConfig(" in plan_table(told)
+    assert "safest" not in plan_table(dataclasses.replace(found, safest=found.choice))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"saves": (), "offload": "none", "gpu_memory": None},
+        {"saves": ("attn_out", "kv"), "offload": "cpu", "gpu_memory": 12_345_678_901},
+        {"saves": ("mlp.*",), "offload": "cpu", "gpu_memory": None},
+    ],
+)
+def test_every_way_in_takes_the_plans_settings(fields):
+    """Each line is read as its program reads it; all give one configuration."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
+    choice = Choice("streambp", chunk_size=2048, seq_len=8192, peak=None, flops=1.0, seconds=None, **fields)
+    wanted = streambp.StreamConfig(**fields_of(choice))
+    assert (wanted.chunk_size, wanted.saves, wanted.offload) == (2048, fields["saves"], fields["offload"])
+    assert eval(python(choice), {"streambp": streambp}) == wanted
+    ways = doors(choice, Setting(zero=2, gpus=2, optimizer_on_host=True))
+    read = from_flags(cli.parse(shlex.split(ways["launch"])[1:])).config
+    assert [getattr(read, name) for name in fields_of(choice)] == [getattr(wanted, name) for name in fields_of(choice)]
+    told = eval(ways["TRL"], {"StreamSFTConfig": StreamArguments}).stream_config()
+    assert [getattr(told, name) for name in fields_of(choice)] == [getattr(wanted, name) for name in fields_of(choice)]
+    assert streambp.StreamConfig(**yaml.safe_load(ways["axolotl"])["streambp"]) == wanted
+    engine = json.loads(ways["DeepSpeed"])
+    assert streambp.StreamConfig(**engine["streambp"]) == wanted
+    assert engine["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
 def test_the_module_tree_has_no_empty_rows():
@@ -179,6 +224,7 @@ def printed_json(capsys):
 
 def test_plan_on_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(counted, "survey", lambda *_, **__: two_methods())
+    monkeypatch.setattr(counted, "counted_saves", lambda *_: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     SMALL.save_pretrained(tmp_path)
     arguments = ["plan", str(tmp_path), "--gpu-memory", "2GiB", "--host-memory", "1GiB", "--seq-len", "8k"]

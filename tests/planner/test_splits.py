@@ -127,7 +127,7 @@ def shared(by, layers, queries, keys=8):
 
 
 def test_the_table_of_the_docs_is_this_arithmetic():
-    text = (Path(streambp.__file__).parent.parent / "docs" / "distributed.md").read_text("utf-8")
+    text = (Path(streambp.__file__).parent.parent / "docs" / "explanation" / "distributed.md").read_text("utf-8")
     table = [line.split(" | ") for line in text.splitlines() if re.match(r"\| \d+B, \d+[kM], \d+ ", line)]
     assert len(table) == len(ROWS)
     for cells, (name, layers, queries, tokens, ranks) in zip(table, ROWS, strict=True):

@@ -12,25 +12,27 @@ class StreamArguments:
     """How the trainer's models stream.
 
     Args:
-        stream_chunk_size: tokens of each row that are recomputed and differentiated at a time, or "auto".
-        stream_saves: what backward keeps instead of recomputing it ("attn_out", "kv"); "auto": what fits; []: nothing.
-        stream_offload: "cpu" moves what is kept to host memory; "auto" chooses what to keep as well.
-        stream_host_memory: how much of it may be used, such as "96GiB".
-        stream_gpu_memory: how much of the device's may be used for what lives longer than a chunk.
-        stream_rows: "packed" computes a batch without its padding, and once what rows have in common at their beginning;
-            "auto": without its padding where nothing shows it; "as_given": as its rows.
+        stream_chunk_size: tokens of each row in one chunk, or "auto".
+        stream_saves: tensors that backward need not recompute ("attn_out", "kv"); "auto": those that fit; []: none.
+        stream_offload: "cpu" keeps layer inputs and saved tensors in host memory; "auto" chooses `stream_saves` as well.
+        stream_host_memory: host memory that offloading may use, such as "96GiB".
+        stream_gpu_memory: with offloading, device memory for tensors that live longer than a chunk, such as "8GiB".
+        stream_rows: "packed" computes a batch without its padding, and common beginnings of rows once; "auto" does so where
+            the caller gets no value at padding; "as_given" computes the rows as they are.
+        stream_weights: "cpu" keeps the layers' frozen weights (LoRA bases) in host memory; "auto" those that have no room.
         stream_share_prefixes: the former name of "packed"; it will go.
     """
 
     stream_chunk_size: str = dataclasses.field(
-        default="auto", metadata={"help": 'Tokens of each row recomputed and differentiated at a time, or "auto".'}
+        default="auto", metadata={"help": 'Tokens of each row in one chunk, or "auto".'}
     )
     stream_saves: list[str] = dataclasses.field(
         default_factory=lambda: ["auto"],
-        metadata={"help": 'What backward keeps instead of recomputing it ("attn_out", "kv"); "auto": what fits.'},
+        metadata={"help": 'Tensors that backward need not recompute ("attn_out", "kv"); "auto": those that fit.'},
     )
     stream_offload: str = dataclasses.field(
-        default="none", metadata={"help": '"cpu" moves what backward needs to host memory behind the compute.'}
+        default="none",
+        metadata={"help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also chooses the saves.'},
     )
     stream_host_memory: str | None = dataclasses.field(
         default=None, metadata={"help": 'Host memory that may be used, such as "96GiB".'}
@@ -38,11 +40,15 @@ class StreamArguments:
 
     stream_gpu_memory: str | None = dataclasses.field(
         default=None,
-        metadata={"help": 'With offloading, device memory for what lives longer than a chunk, such as "8GiB".'},
+        metadata={"help": 'With offloading, device memory for tensors that live longer than a chunk, such as "8GiB".'},
     )
     stream_rows: str = dataclasses.field(
         default="auto",
-        metadata={"help": '"packed": without padding, and once what rows begin with in common; "auto"; "as_given".'},
+        metadata={"help": '"packed": without padding, and common beginnings of rows once; "auto"; "as_given".'},
+    )
+    stream_weights: str = dataclasses.field(
+        default="device",
+        metadata={"help": 'Where the layers\' frozen weights live: "device", "cpu" (host memory), or "auto".'},
     )
     stream_share_prefixes: bool | None = dataclasses.field(
         default=None, metadata={"help": 'The former name of stream_rows="packed"; it will go.'}
@@ -59,5 +65,6 @@ class StreamArguments:
             host_memory=self.stream_host_memory,
             gpu_memory=self.stream_gpu_memory,
             rows=self.stream_rows,  # type: ignore[arg-type]
+            weights=self.stream_weights,  # type: ignore[arg-type]
             share_prefixes=self.stream_share_prefixes,
         )

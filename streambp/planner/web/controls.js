@@ -91,9 +91,11 @@ function read_controls() {
     reserve: data.memory.reserve,
   };
   const rates = data.devices.find((device) => device.name === form.device.value);
-  const profile = form.fused.checked || !data.unfused.length ? data.profiles[form.training.value].profile : data.unfused[form.training.value];
-  return { profile, seq_len, setting, memory, rates };
+  return { profile: profile_of(form.training.value), seq_len, setting, memory, rates };
 }
+
+/** Of a training, with fused layers or without them. */
+const profile_of = (index) => (form.fused.checked || !data.unfused.length ? data.profiles[index].profile : data.unfused[index]);
 
 /** Everything that the page shows; throws a RangeError if these ranks cannot share sequences. */
 function evaluate({ profile, seq_len, setting: asked, memory, rates }) {

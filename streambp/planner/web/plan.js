@@ -225,23 +225,40 @@ function options(profile, methods, seq_len, memory, setting, rates, only) {
         method: name, saves, offload, chunk_size: size, seq_len, peak: at,
         flops: flops(method, seq_len, size, setting), seconds: seconds(method, seq_len, size, rates, setting),
         gpu_memory: method.prefix_on_host ? Math.max(1, Math.trunc(usable(memory) - at.total)) : null,
-        link: link_bytes(method, seq_len, setting),
+        link: link_bytes(method, seq_len, setting), on_host: null, hidden_from: null, // weights stay on the device
       };
     });
   });
 }
 
+function fitting_options(profile, methods, seq_len, memory, setting, rates, only) {
+  return options(profile, methods, seq_len, memory, setting, rates, only).filter((one) => fits(one.peak, memory));
+}
+
 function choose(profile, methods, seq_len, memory, setting, rates, only) {
-  const found = options(profile, methods, seq_len, memory, setting, rates, only).filter((one) => fits(one.peak, memory));
-  const fastest = Math.min(...found.map((one) => one.seconds.total));
-  const order = (one) => [fastest ? Number((one.seconds.total / fastest).toFixed(2)) : 1, one.peak.host, -one.chunk_size];
+  return fastest_of(fitting_options(profile, methods, seq_len, memory, setting, rates, only));
+}
+
+/** The first with the least order; null if there is none. */
+function least(found, order) {
   let best = null;
   for (const one of found) {
     const [mine, theirs] = [order(one), order(best || one)];
-    const differs = [0, 1, 2].find((place) => mine[place] !== theirs[place]);
-    if (!best || (differs !== undefined && mine[differs] < theirs[differs])) best = one;
+    const differs = mine.findIndex((part, place) => part !== theirs[place]);
+    if (!best || (differs >= 0 && mine[differs] < theirs[differs])) best = one;
   }
   return best;
+}
+
+function fastest_of(found) {
+  const fastest = Math.min(...found.map((one) => one.seconds.total));
+  const ratio = (one) => (fastest ? Number((one.seconds.total / fastest).toFixed(2)) : 1);
+  return least(found, (one) => [ratio(one), one.peak.host, -one.chunk_size]);
+}
+
+function safest_of(found) {
+  const bar = (1 + data.slower) * Math.min(...found.map((one) => one.seconds.total));
+  return least(found.filter((one) => one.seconds.total <= bar), (one) => [one.peak.total, one.seconds.total]);
 }
 
 function timed(profile, method, seq_len, memory, setting, rates, only) {
@@ -298,10 +315,11 @@ function plan_profile(profile, seq_len, memory, setting, rates, only) {
   const streamed = table.filter((row) => chunked.some((method) => method.name === row.method));
   const best = streamed.reduce((one, other) => (other.seq_len > one.seq_len ? other : one));
   const length = seq_len === "max" ? best.seq_len : seq_len;
-  const choice = length ? choose(profile, chunked, length, memory, setting, rates, only) : null;
+  const fitting = length ? fitting_options(profile, chunked, length, memory, setting, rates, only) : [];
+  const choice = fastest_of(fitting);
   const times = length ? methods.map((method) => timed(profile, method, length, memory, setting, rates, only)) : [];
   return {
-    seq_len: length, choice, best, binds: best.binds, longest: table,
+    seq_len: length, choice, safest: safest_of(fitting), best, binds: best.binds, longest: table,
     levers: levers(profile, best.seq_len, memory, setting, only),
     times, next_fastest: next_fastest(profile, times, choice),
   };

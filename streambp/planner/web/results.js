@@ -81,21 +81,35 @@ function show_next() {
   const found = next_fastest(shown.profile, shown.rows.map((row) => ({
     method: row.method.name, fits: row.fits, seconds: row.spent.total, row,
   })), shown.plan.choice);
-  by_id("next-title").hidden = !found.length;
-  by_id("next-title").textContent = `Next in speed (what is as fast to half a percent comes by what it moves to the host):`;
+  const { choice, safest } = shown.plan, saving = safest && safest.peak.total <= 0.95 * choice.peak.total;
+  by_id("next-title").hidden = !found.length && !saving;
+  by_id("next-title").textContent = "Other settings that fit:";
   by_id("next-fastest").replaceChildren(...found.map(({ method, seconds: spent, row }, place) =>
     offer(method, [figure(`next ${place}`, spent, time_text(spent)), `, ${memory_text(row.at.total)}`],
       () => apply_setting(method, row.chunk_size))));
+  if (saving) {
+    const method = shown.profile.methods.find(({ name }) => name === safest.method);
+    by_id("next-fastest").append(offer(`Safest: ${method.name}`,
+      [gib("safest", safest.peak.total), ` in ${time_text(safest.seconds.total)}`], () => apply_setting(method, safest.chunk_size)));
+  }
 }
 
 function show_levers() {
-  const { plan } = shown;
+  const { plan, memory, setting } = shown;
+  const trainings = data.profiles.flatMap(({ training }, index) => {
+    if (index === Number(form.training.value)) return [];
+    const profile = profile_of(index), chunked = available(profile, setting).filter((method) => method.chunked);
+    const seq_len = Math.max(...chunked.map((method) => longest(profile, method, memory, setting).seq_len));
+    return seq_len > 1.05 * plan.best.seq_len ? [{ change: `train ${training}`, seq_len, setting, memory, index }] : [];
+  });
+  const found = [...trainings, ...plan.levers];
   by_id("binds").replaceChildren(
     plan.best.seq_len ? "What binds the longest sequence: " : "Not even one token fits. What binds: ",
     element("strong", { "data-key": "binds", "data-value": plan.binds }, binds_text(plan.binds)),
-    plan.levers.length ? `. What would ${plan.best.seq_len ? "allow a longer one" : "help"}:` : ".");
-  by_id("levers").replaceChildren(...plan.levers.map((lever) => offer(
+    found.length ? `. What would ${plan.best.seq_len ? "allow a longer one" : "help"}:` : ".");
+  by_id("levers").replaceChildren(...found.map((lever) => offer(
     lever.change[0].toUpperCase() + lever.change.slice(1), ["up to ", figure(`lever ${lever.change}`, lever.seq_len, whole(lever.seq_len)), " tokens"], () => {
+      if (lever.index !== undefined) form.training.value = lever.index;
       for (const name of ["gpus", "ulysses", "context_parallel"]) form[name].value = lever.setting[name];
       form.zero.value = lever.setting.zero;
       form.on_host.checked = lever.setting.optimizer_on_host;

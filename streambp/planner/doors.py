@@ -1,0 +1,56 @@
+"""A plan's settings as each way into streambp takes them, to paste."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from streambp.planner.plan import Choice
+from streambp.planner.profile import Setting
+
+UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
+
+
+def fields_of(choice: Choice) -> dict[str, Any]:
+    """`StreamConfig`'s fields that the choice sets, as JSON has them."""
+    fields: dict[str, Any] = {"chunk_size": choice.chunk_size, "saves": list(choice.saves)}
+    fields |= {"offload": choice.offload} if choice.offload != "none" else {}
+    fields |= {"gpu_memory": written(choice.gpu_memory)} if choice.gpu_memory is not None else {}
+    return fields | ({"weights": choice.config.weights} if choice.on_host is not None else {})
+
+
+def python(choice: Choice) -> str:
+    """For `streambp.patch`, and every training loop."""
+    fields = fields_of(choice) | {"saves": choice.saves}
+    return f"streambp.StreamConfig({', '.join(f'{name}={quoted(value)}' for name, value in fields.items())})"
+
+
+def doors(choice: Choice, setting: Setting) -> dict[str, str]:
+    """One line for each other way in, by its name."""
+    fields = fields_of(choice)
+    flags = [f"--{name.replace('_', '-')}={','.join(v) if isinstance(v, list) else v}" for name, v in fields.items()]
+    trl = ", ".join(f"stream_{name}={quoted(str(v) if name == 'chunk_size' else v)}" for name, v in fields.items())
+    section = ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
+    engine: dict[str, Any] = {"zero_optimization": {"stage": setting.zero}} if setting.zero else {}
+    if setting.optimizer_on_host:
+        engine = {"zero_optimization": {"stage": max(2, setting.zero), "offload_optimizer": {"device": "cpu"}}}
+    return {
+        "launch": f"{shlex.join(['streambp', 'launch', *flags])} -- PROGRAM ...",
+        "TRL": f"StreamSFTConfig({trl})",
+        "axolotl": f"streambp: {{{section}}}",
+        "DeepSpeed": json.dumps({**engine, "streambp": fields}),
+    }
+
+
+def quoted(value: Any) -> str:
+    """As Python has it, with double quotes."""
+    return repr(value).replace("'", '"')
+
+
+def written(size: int) -> int | str:
+    """Bytes as a person writes them, rounded down: "8.2GiB", "640MiB", or a number below a MiB."""
+    for unit, name, digits in UNITS:
+        if size >= unit:
+            return f"{size * digits // unit / digits:g}{name}"
+    return size

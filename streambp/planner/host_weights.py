@@ -1,0 +1,75 @@
+"""Frozen weights of a model's first layers on the host (`StreamConfig.weights`): bytes, seconds, and how many layers.
+
+Each layer's come to the device once in each direction, one copy ahead of the layer at work. So the device holds two layers
+in place of them, and a phase takes as long as its kernels or as the copies of its layers, whichever is longer. The law has
+all layers compute as long as each other; the first layer of a step, which nothing hides, is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from streambp.planner.work import Work
+
+SLOTS = 2
+MOVED = ", weights from the host"  # behind the name of a phase: the part of it whose layers' weights come
+MOST_TOKENS = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """The first `layers` of `of` layers: bytes of their frozen weights on the host, of the last two of them, and of the
+    largest."""
+
+    layers: int
+    of: int
+    bytes: int
+    last: int
+    largest: int
+
+    @property
+    def freed(self) -> int:
+        """Bytes of the device: without the weights, with the two layers that are there at a time."""
+        return self.bytes - SLOTS * self.largest
+
+
+def first(sizes: Sequence[int], layers: int) -> OnHost:
+    """The first `layers` of layers whose frozen weights have these sizes [bytes]."""
+    found = sizes[:layers]
+    return OnHost(layers, len(sizes), sum(found), sum(found[-SLOTS:]), max(found, default=0))
+
+
+def fewest(sizes: Sequence[int], lacking: float) -> OnHost:
+    """As few of the first layers as leave the device `lacking` bytes more; all of them where no number does."""
+    return next(
+        (on_host for n in range(1, len(sizes)) if (on_host := first(sizes, n)).freed >= lacking), first(sizes, len(sizes))
+    )
+
+
+def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:
+    """A step's work by kind of phase, that of layers whose weights come from the host apart. Backward begins with the last
+    two that are there still."""
+    found = dict(step)
+    for name, back in () if on_host is None else (("forward", on_host.bytes), ("backward", on_host.bytes - on_host.last)):
+        assert on_host is not None
+        part = on_host.layers / on_host.of
+        found[name] = Work().plus(step[name], 1 - part)
+        moved = Work().plus(step[name], part)
+        found[name + MOVED] = moved._replace(back=moved.back + back)
+    return found
+
+
+def hidden_from(is_hidden: Callable[[int], bool]) -> int | None:
+    """The fewest tokens a row from which the copies hide behind the kernels; None: as many are unheard of.
+
+    Args:
+        is_hidden: whether they do at so many tokens, and therefore at more.
+    """
+    if not is_hidden(MOST_TOKENS):
+        return None
+    low, high = 1, MOST_TOKENS
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_hidden(middle) else (middle + 1, high)
+    return low

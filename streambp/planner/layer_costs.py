@@ -1,0 +1,82 @@
+"""What each layer of a model may save for its backward, seen in a step of a model without data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+import streambp.model.patching as patching
+from streambp.admission.stacks import find_stacks
+from streambp.config import StreamConfig
+from streambp.model.unpatched import is_plain
+from streambp.model.wrappers import LayerForward
+from streambp.offload.costs import Cost, Known, LayerCost, Product
+from streambp.offload.policy import SavesPolicy
+from streambp.planner.count import StepCount
+from streambp.planner.skeleton import Skeleton, reduce_layers
+
+SEEN = 1024  # tokens of the chunks in which layers are seen
+HERE = torch.device("cuda", 0)  # where a plan takes all layers to be
+
+
+def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) -> tuple[dict[int, LayerCost], bool]:
+    """Of these layers, by index, in a step of two chunks; and whether all layers may run as if unpatched (`is_plain`).
+    Costs are {} where the model has several stacks of layers. The skeleton is used up."""
+    if len(find_stacks(skeleton.model).stacks) > 1:
+        return {}, False
+    reduced = reduce_layers(skeleton.model.eval())  # without dropout, whose numbers no tensor without data has
+    patching.patch(skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"))
+    sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
+    known = Known()
+    installed: patching.Patch = skeleton.model._streambp  # type: ignore[assignment]
+    wrappers = [wrapper for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
+    for wrapper in wrappers:
+        wrapper.site.chooser = sees
+    with skeleton.running(), StepCount(None):
+        ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
+        skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    found = sees.learn()
+    costs = {index: found[place] for index in layers if (place := reduced.stand_in(index)) in found}
+    return costs, all(is_plain(wrapper.site) for wrapper in wrappers)
+
+
+def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
+    """What `saves="auto"` chooses from, as JSON's types; None where that is not seen without data.
+
+    Args:
+        skeleton: of a model on an accelerator; it is used up. layers: of the model.
+    """
+    vocabulary = getattr(skeleton.causal_lm.config.get_text_config(), "vocab_size", 0)
+    try:
+        costs, plain = seen_costs(skeleton, StreamConfig(), range(layers))
+    except Exception:  # a plan has its other rows then
+        return None
+    if len(costs) < layers:
+        return None
+    kinds: list[dict[str, Any]] = []  # layers are of few kinds
+    numbers = []
+    for index in range(layers):
+        kind = _to_json(costs[index])
+        if kind not in kinds:
+            kinds.append(kind)
+        numbers.append(kinds.index(kind))
+    return {"vocabulary": vocabulary, "plain": plain, "kinds": kinds, "layers": numbers}
+
+
+def _to_json(seen: LayerCost) -> dict[str, Any]:
+    cost = dataclasses.asdict(seen.cost) | {"overwritten": sorted(seen.cost.overwritten)}
+    return seen._asdict() | {"device": str(HERE), "cost": cost}
+
+
+def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:
+    """By layer, from what `counted_saves` gave."""
+    kinds = []
+    for kind in saves["kinds"]:
+        products = {name: Product(**product) for name, product in kind["cost"]["products"].items()}
+        overwritten = frozenset(kind["cost"]["overwritten"])
+        cost = Cost(**{**kind["cost"], "products": products, "overwritten": overwritten})
+        kinds.append(LayerCost(**{**kind, "device": HERE, "cost": cost}))
+    return {index: kinds[number] for index, number in enumerate(saves["layers"])}

@@ -1,0 +1,184 @@
+"""The plan's row for `streambp.patch(model)` alone is the choice that a patched model takes.
+
+covers: planner/default.py, planner/layer_costs.py, planner/measure.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+import streambp
+from scripts.plan_time import configs
+from streambp.model import unpatched
+from streambp.model.record import KEPT_GRAPH, UNPATCHED
+from streambp.model.record import STREAMED as STREAMED_WAY
+from streambp.offload import policy
+from streambp.offload.costs import GRAPH, Chosen
+from streambp.planner import auto, default
+from streambp.planner.counted import Asked, counted
+from streambp.planner.layer_costs import HERE
+from streambp.planner.measure import compare_default
+from streambp.planner.plan import Memory, plan_profile
+from streambp.planner.profile import Setting, from_json, static, to_json
+from streambp.planner.report import default_table, plan_table
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.survey import PLAIN, STREAMED
+from streambp.rates import DEFAULT, DEVICES
+from tests.families import build
+from tests.tiers import thinned
+
+GIB = 2**30
+RATES = DEVICES[DEFAULT]
+
+
+def small():
+    """Ten layers, 0.27 GiB of weights: a GPU of a few GiB has to choose."""
+    config = configs()["Qwen3-8B"]()
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = 10, 1024, 3072, 8192
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 16, 8, 64
+    config.layer_types = config.layer_types[:10]
+    return config
+
+
+def large():
+    return configs()["Qwen3-8B"]()
+
+
+@functools.cache
+def profile_of(lora=None, rows=1, config=small):
+    return counted(Asked(config(), lora=lora, batch_size=rows), (PLAIN, STREAMED[0]))
+
+
+def planned(tokens, memory, lora=None, rows=1, accumulate=False, config=small):
+    """A model's plan without optimizer states."""
+    setting = Setting(optimizer=0, accumulate=accumulate)
+    return plan_profile(profile_of(lora, rows, config), tokens, Memory(memory), setting, RATES)
+
+
+@functools.cache
+def of_a_patched_model(lora):
+    """The policy of a patched model of which so much is known, and its parameters."""
+    model = Skeleton(small(), torch.bfloat16, lora, 16, "cuda").model
+    streambp.patch(model)
+    chooser = model._streambp.state.policy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "free_memory", lambda device: 1.0)
+        chooser.begins(HERE)
+    for index, cost in chooser.known.costs.items():  # a skeleton's layers are nowhere
+        chooser.known.costs[index] = cost._replace(device=HERE)
+    return chooser, list(model.parameters())
+
+
+@pytest.mark.parametrize("present", [0.0, 1.0])
+@pytest.mark.parametrize("lora", thinned([None, 16], lambda lora: lora is None))
+def test_the_row_is_what_a_patched_model_chooses(lora, present):
+    ways = set()
+    chooser, parameters = of_a_patched_model(lora)
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+    for memory, tokens in ((4 * GIB, 4096), (4 * GIB, 16384), (6 * GIB, 32768), (3 * GIB, 32768)):
+        usable = min(0.95 * memory, memory - auto.LEFT)
+        free = usable - sum(p.nbytes for p in parameters) - present * gradients
+        row = planned(tokens, memory, lora, accumulate=bool(present)).by_default
+        chooser.free, chooser.present = lambda device, free=free: free, present
+        size = chooser.size(1, tokens, HERE)
+        fits, found, _ = chooser.predicted(free, tokens, size, HERE, tokens)
+        chosen = Chosen(tokens, tokens, size, free, found)
+        ways.add(row.way)
+        assert (row.chunk_size, row.fits) == (size, fits)
+        assert {one.name: (one.layers, one.bytes) for one in row.saved} == {
+            name: (chosen.layers[name], pytest.approx(chosen.bytes[name])) for name in chosen.bytes
+        }
+        assert row.peak <= usable * (1 + 1e-9)
+    assert STREAMED_WAY in ways
+
+
+def test_a_kept_graph_spares_what_the_tensors_in_its_place_would():
+    """8B at 4,096 tokens on 80 GiB: one chunk that keeps its graph, not two that compute half of it again."""
+    row = planned(4096, 80 * GIB, config=large).by_default
+    assert (row.way, row.chunk_size) == (KEPT_GRAPH, 4096)
+    assert [(one.name, one.layers) for one in row.saved] == [(GRAPH, 36)]
+
+
+def test_where_everything_fits_four_times_over_a_step_runs_unpatched(monkeypatch):
+    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    found = planned(1024, 80 * GIB)
+    assert found.by_default.way == UNPATCHED
+    assert found.by_default.peak < 80 * GIB / 4
+    assert 'saves="auto"): chunks of 1,024, runs unpatched; peak' in plan_table(found, modules=False)
+
+
+def test_where_nothing_fits_the_row_says_so():
+    found = planned(2**20, 3 * GIB)
+    assert not found.by_default.fits
+    assert found.by_default.peak > 3 * GIB
+    assert "GiB: does not fit" in plan_table(found, modules=False)
+
+
+@pytest.mark.full
+def test_rows_of_a_batch_are_tokens():
+    one, four = (planned(16384 // rows, 4 * GIB, rows=rows).by_default for rows in (1, 4))
+    assert four.chunk_size <= one.chunk_size
+    assert sum(s.bytes for s in four.saved) == pytest.approx(sum(s.bytes for s in one.saved), rel=0.05)
+    assert four.peak <= min(0.95 * 4 * GIB, 4 * GIB - auto.LEFT)
+
+
+def test_other_rules_have_no_row():
+    profile = profile_of()
+    for setting in (Setting(gpus=2, zero=3), Setting(gpus=2, ulysses=2)):
+        assert default.by_default(profile, 4096, 3 * GIB, setting, RATES) is None
+    unseen = dataclasses.replace(profile, saves=None)
+    assert default.by_default(unseen, 4096, 3 * GIB, Setting(), RATES) is None
+
+
+@pytest.mark.full
+def test_a_cpu_has_no_row():
+    on_a_cpu = counted(Asked(small(), device="cpu"), (PLAIN, STREAMED[0]))
+    assert plan_profile(on_a_cpu, 4096, Memory(4 * GIB), Setting(), RATES).by_default is None
+
+
+def test_the_row_goes_through_json():
+    profile = profile_of()
+    assert profile.saves is not None
+    again = from_json(to_json(profile))
+    rows = [default.by_default(p, 16384, 3e9, Setting(optimizer=0), RATES) for p in (profile, again)]
+    assert rows[0] == rows[1] is not None
+    assert static(again, Setting()) == static(profile, Setting())
+
+
+@pytest.mark.parametrize("room", [3e8, 8e6])
+def test_a_real_step_does_what_was_predicted(monkeypatch, room):
+    """On a CPU that says what it has free, as a card does: chunk size, and what is saved, name by name and byte by byte."""
+    model = build("qwen3", dtype=torch.bfloat16, num_hidden_layers=3)
+    monkeypatch.setattr(auto, "free_memory", lambda device: room)
+    monkeypatch.setattr(auto, "LEFT", 0)
+    predicted, measured = compare_default(model, torch.randint(0, 50, (1, 2048)))
+    assert (measured.way, measured.chunk_size, measured.fits) == (predicted.way, predicted.chunk_size, True)
+    found = [{one.name: (one.layers, one.bytes) for one in some.saved} for some in (predicted, measured)]
+    assert found[0] == found[1]
+    assert predicted.saved
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not hasattr(model, "_streambp")
+    table = default_table(predicted, measured).splitlines()
+    assert table[2].split() == ["predicted", "measured"]
+    assert [line.split()[0] for line in table[3:5]] == ["step", "chunk_size"]
+    assert "out of memory" in default_table(predicted, None)
+
+
+def test_a_device_that_does_not_tell_has_nothing_to_compare(monkeypatch):
+    monkeypatch.setattr(auto, "free_memory", lambda device: None)
+    assert compare_default(build("llama"), torch.randint(0, 50, (1, 16))) is None
+
+
+def test_a_graph_that_spares_nothing_is_seen(monkeypatch):
+    real = policy.Candidate
+
+    def worthless(index, name, size, worth):
+        return real(index, name, size, 0.0 if name == GRAPH else worth)
+
+    monkeypatch.setattr(policy, "Candidate", worthless)
+    with pytest.raises(AssertionError):
+        test_a_kept_graph_spares_what_the_tensors_in_its_place_would()

@@ -1,0 +1,194 @@
+"""Plans with the layers' frozen weights on the host: bytes and seconds by hand, and against steps that are counted.
+
+covers: planner/host_weights.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from streambp import cli
+from streambp.offload.ranges import frozen_bytes
+from streambp.planner import Memory, Setting
+from streambp.planner.count import StepCount
+from streambp.planner.estimate import estimate
+from streambp.planner.host_weights import MOVED, fewest, first, hidden_from, with_copies
+from streambp.planner.plan import plan_profile
+from streambp.planner.profile import Group, Method, Phase, from_json, peak, static, to_json
+from streambp.planner.remedies import Training, remedies
+from streambp.planner.report import plan_table
+from streambp.planner.seconds import hides_from, seconds
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.work import Work
+from streambp.rates import DEVICES
+from tests.families import build
+from tests.offload.weights_runs import patched, weights_of, with_adapters
+from tests.planner.laws import made_work
+from tests.planner.test_estimates import made_up
+
+GIB = 2**30
+RATES = DEVICES["H200"]
+LAYERS, SIZE = 10, 1_000_000
+SIZES = (SIZE,) * LAYERS
+
+
+def made():
+    """Ten layers of a million bytes each, beside a million of embeddings and head; 8 bytes a token."""
+    work = (*made_work(3, 0.5, "forward"), *made_work(9, 1.5))
+    born = Phase("backward 0", 200_000, 8, 5, gradients=100_000)
+    method = Method("streambp", (), "none", False, True, (born,), (born,), 0, 0, work)
+    group = Group("dense", 5_500_000, (LAYERS + 1) * SIZE, 50_000, 100_000)
+    return dataclasses.replace(made_up(groups=(group,), methods=(method,)), frozen=SIZES)
+
+
+def test_as_few_layers_as_it_takes():
+    assert fewest(SIZES, SIZE).layers == 3  # two more are at work
+    assert fewest(SIZES, SIZE + 1).layers == 4
+    assert fewest(SIZES, 100 * SIZE) == first(SIZES, LAYERS)
+    assert first(SIZES, LAYERS).freed == 8 * SIZE
+    assert first((5, 7, 3), 3).last == 10
+    assert first((5, 7, 3), 3).largest == 7
+
+
+def test_copies_are_those_of_layers_on_the_host():
+    step = {"forward": Work(100.0, moved=10.0, back=4.0), "backward": Work(300.0), "head": Work(5.0)}
+    found = with_copies(step, first(SIZES, 5))
+    assert found["forward"] == Work(50.0, moved=5.0, back=2.0)
+    assert found["forward" + MOVED] == Work(50.0, moved=5.0, back=2.0 + 5 * SIZE)
+    assert found["backward" + MOVED].back == 3 * SIZE  # the last two are there still
+    assert found["head"] == step["head"]
+    assert with_copies(step, None) == step
+
+
+@pytest.mark.parametrize("bar", [1, 2, 4095, 2**24])
+def test_the_fewest_tokens(bar):
+    assert hidden_from(lambda tokens: tokens >= bar) == bar
+    assert hidden_from(lambda tokens: False) is None
+
+
+def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
+    profile, length = made(), 1000
+    resident = plan_profile(profile, length, Memory(14_000_000, None, 0.0), Setting())
+    assert resident.choice.on_host is None
+    assert any("frozen weights on the host" in lever.change for lever in resident.levers)
+    for room, layers in ((11_000_000, 3), (8_000_000, 6), (4_100_000, 10)):
+        memory = Memory(room, None, 0.0)
+        found = plan_profile(profile, length, memory, Setting()).choice
+        assert found.on_host.layers == layers, room
+        assert found.peak.total <= room
+        assert found.config.weights == ("cpu" if layers == LAYERS else "auto")
+        assert found.peak.weights == 11 * SIZE - first(SIZES, layers).freed
+        assert found.peak.host == layers * SIZE
+        assert plan_profile(profile, length, memory, Setting(weights="device")).choice is None
+        assert plan_profile(profile, length, Memory(room, layers * SIZE - 1, 0.0), Setting()).choice is None
+    everywhere = plan_profile(profile, length, Memory(14_000_000, None, 0.0), Setting(weights="cpu"))
+    assert everywhere.choice.on_host.layers == LAYERS
+    assert plan_profile(profile, length, Memory(4_100_000, None, 0.0), Setting(gpus=2)).choice is None
+
+
+def test_seconds_are_the_longer_of_kernels_and_copies():
+    profile = made()
+    method = profile.methods[0]
+    slow = dataclasses.replace(RATES, link=1e6)
+    resident, moved = Setting(), Setting(on_host=first(SIZES, LAYERS))
+    assert seconds(method, 1000, 100, slow, moved).total >= 18.0  # ten layers, and eight of them again
+    hidden = hides_from(method, 100, RATES, moved)
+    assert hidden is not None
+    for length, as_long in ((hidden, True), (max(1, hidden - 1), hidden == 1)):
+        ours = seconds(method, length, min(100, length), RATES, moved).total
+        same = ours == pytest.approx(seconds(method, length, min(100, length), RATES, resident).total, rel=1e-9)
+        assert same == as_long
+
+
+def test_remedies_name_the_host():
+    profile = made()
+    found = plan_profile(profile, 1000, Memory(8_000_000, None, 0.0), Setting(weights="device"))
+    first_of_all = next(remedies(found, 1000, Training(16), lambda how: profile))
+    assert first_of_all.options == ("--weights", "auto")
+    assert "frozen weights on the host" in first_of_all.change
+    read = cli.parse(["plan", "MODEL", "--gpu-memory", "8GiB", "--lora", "16", *first_of_all.options])
+    assert read.weights == "auto"
+
+
+def test_a_profile_goes_through_json():
+    profile = made()
+    assert from_json(json.loads(json.dumps(to_json(profile)))) == profile
+
+
+def test_the_table_says_it():
+    text = plan_table(plan_profile(made(), 1000, Memory(8_000_000, None, 0.0), Setting()))
+    assert 'weights="auto"' in text
+    assert "weights of the first 6 of 10 layers on the host" in text
+
+
+CONFIG = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
+
+
+def counted_step(model, ids):
+    """The most bytes that a step allocates on what stands for the device."""
+    count = StepCount(None)
+    with count:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return count.peak
+
+
+@pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
+def test_the_law_holds_on_a_model():
+    """A plan of all layers on the host, against a step on a CPU: slots, the bytes that it allocates, the host's ranges."""
+    length, chunk = 512, 128
+    config = build("llama", **CONFIG).config
+    profile = estimate(config, length, chunk_size=chunk, lora=4, device="cpu", dtype=torch.float32).profile
+    method = next(method for method in profile.methods if method.name == "streambp")
+    used = Setting(optimizer=0, on_host=first(profile.frozen, len(profile.frozen)))
+    expected = peak(profile, method, length, chunk, used)
+
+    model = with_adapters(build("llama", **CONFIG), rank=4).train()
+    model = patched(model, "cpu", chunk_size=chunk, compare_backward=False)  # a witness is much for so small a model
+    ids = torch.randint(0, config.vocab_size, (1, length))
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad(set_to_none=True)
+    weights = weights_of(model)
+    on_host = {id(piece.tensor) for one in weights.ranges.layers.values() for piece in one.pieces}
+    on_device = sum(p.nbytes for p in model.parameters() if id(p) not in on_host)
+    assert weights.ranges.bytes == pytest.approx(expected.host, rel=0.01)
+    assert static(profile, used).weights == pytest.approx(on_device + weights.device_bytes, rel=0.01)
+    found = on_device + weights.device_bytes + counted_step(model, ids)
+    assert found == pytest.approx(expected.total, rel=0.03)
+
+
+def test_bytes_of_layers_without_data():
+    """Of a 70B model, whose weights are 2 bytes each."""
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256,
+    )  # fmt: skip
+    model = Skeleton(config, torch.bfloat16, 16, 16, "cuda").model
+    layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    frozen = [sum(p.nbytes for p in layer.parameters() if not p.requires_grad) for layer in layers]
+    assert frozen_bytes(model, layers) == tuple(size + 512 for size in frozen)
+    assert not any(frozen_bytes(model.requires_grad_(True), layers))
+
+
+LLAMA_70B = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "intermediate_size": 28672,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.full
+def test_the_command_plans_70b_on_24_gib(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_70B))
+    given = ["plan", str(file), "--lora", "16", "--gpu-memory", "24GiB", "--seq-len", "64k", "--no-cache"]
+    assert cli.main(given) == 0
+    text = capsys.readouterr().out
+    assert "of 80 layers on the host" in text
+    assert cli.main([*given, "--weights", "device"]) == 1
+    text = capsys.readouterr().out
+    assert "--weights auto" in text
