@@ -1,23 +1,22 @@
 """Group-relative policy optimisation with TRL, streamed: TRL generates and scores, the gradient steps run in chunks.
 
-python examples/grpo.py                                   # a small model from scratch, on a CPU, under a minute
-python examples/grpo.py --model Qwen/Qwen3-8B             # a pretrained one on a GPU
+    python examples/grpo.py                                   # a small model from scratch, on a CPU, under a minute
+    python examples/grpo.py --model Qwen/Qwen3-8B             # a pretrained one on a GPU
+
+A row of --data is a prompt, and what the reward needs: {"prompt": [{"role": "user", "content": ...}], "answer": ...}.
 """
 
 from __future__ import annotations
 
-import random
-
-from datasets import Dataset
-from toy import model_and_tokenizer, parse_args, plot, question, share_repeated, trainer_settings
+from toy import DATA, model_and_tokenizer, parse_args, read_rows, repeated, show, trainer_settings
 
 from streambp.integrations.trl import StreamGRPOConfig, StreamGRPOTrainer
 
 
 def main() -> None:
-    args = parse_args("Group-relative policy optimisation, streamed.", steps=300, name="grpo")
+    data, rows = DATA / "prompts.jsonl", 'JSON lines with "prompt" and "answer"'
+    args = parse_args("Group-relative policy optimisation, streamed.", steps=300, name="grpo", data=data, rows=rows)
     model, tokenizer = model_and_tokenizer(args)
-    draw = random.Random(args.seed)
     config = StreamGRPOConfig(
         **trainer_settings(args),
         per_device_train_batch_size=64,
@@ -29,12 +28,12 @@ def main() -> None:
     trainer = StreamGRPOTrainer(
         model=model,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": question(draw)[0]} for _ in range(256)]),
+        train_dataset=read_rows(args.data),
         processing_class=tokenizer,
-        reward_funcs=share_repeated,
+        reward_funcs=repeated,
     )
     trainer.train()
-    plot(trainer.state.log_history, ["reward", "entropy"], args.output / "grpo.png")
+    show(trainer.state.log_history, ["reward", "entropy"], args.output / "grpo.png")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""What the TRL examples share: a task that fits any model, a small model to learn it on a CPU, and a plot.
+"""What the examples share: a task that fits any model, a small model to learn it on a CPU, and a plot.
 
-The task: a prompt names a word among others, and the answer is that word three times. A pretrained model reads it as
-English; the small model has the words as its vocabulary.
+The task: a prompt names a word, and the answer is that word three times. A pretrained model reads it as English; the small
+model has the words as its vocabulary. `python examples/toy.py` writes the files of examples/data.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 WORDS = (
@@ -30,49 +32,76 @@ WORDS = (
     "night",
 )
 FRAME = "Repeat the word ->"
+DATA = Path(__file__).with_name("data")
+# A turn of a conversation is "<user> ... </s>"; the model's own turn begins with "<assistant>".
+CHAT = (
+    "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
 
 
-def parse_args(description: str, **defaults: Any) -> argparse.Namespace:
+def parser_of(description: str, *, steps: int, name: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The arguments of all examples: `defaults` has learning_rate (of the small model), pretrained (that of --model), and,
+    for the examples that have the flags, max_length, data and rows (what a line of it has)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder or hub id; a small model from scratch if left out")
-    parser.add_argument("--steps", type=int, default=defaults["steps"], help="optimizer steps")
-    rate = defaults.get("learning_rate", 3e-3)
-    parser.add_argument("--learning-rate", type=float, help=f"{rate} from scratch, 1e-6 for --model, if left out")
+    if "data" in defaults:
+        parser.add_argument("--data", type=Path, default=defaults["data"], help=defaults["rows"])
+    if "max_length" in defaults:
+        parser.add_argument("--max-length", type=int, default=defaults["max_length"], help="tokens; longer rows are cut")
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
+    rates = (defaults.get("learning_rate", 3e-3), defaults.get("pretrained", 1e-6))
+    parser.add_argument("--learning-rate", type=float, help=f"{rates[0]} from scratch, {rates[1]} for --model, if left out")
     parser.add_argument("--chunk-size", default="auto", help='tokens that are differentiated at a time, or "auto"')
-    parser.add_argument("--output", type=Path, default=Path("runs") / defaults["name"], help="folder of the results")
+    parser.add_argument("--output", type=Path, default=Path("runs") / name, help="folder of the results")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
+    parser.set_defaults(rates=rates)
+    return parser
+
+
+def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments of the command line, with the learning rate that goes with the model."""
     args = parser.parse_args()
     if args.learning_rate is None:
-        args.learning_rate = 1e-6 if args.model else rate
+        args.learning_rate = args.rates[bool(args.model)]
     args.output.mkdir(parents=True, exist_ok=True)
     return args
 
 
-def question(draw: random.Random) -> tuple[str, str]:
-    """A prompt and the word it asks for."""
-    word = draw.choice(WORDS)
-    return f"{FRAME} {word} :", word
+def parse_args(description: str, **defaults: Any) -> argparse.Namespace:
+    return settled(parser_of(description, **defaults))
 
 
 def answer(word: str) -> str:
-    return " " + " ".join([word] * 3)
+    return " ".join([word] * 3)
 
 
-def share_repeated(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """The reward: the share of three words that are the prompt's."""
-    wanted = [prompt.split()[-2] for prompt in prompts]
-    return [min(3, text.split().count(word)) / 3 for text, word in zip(completions, wanted, strict=True)]
+def repeated(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+    """A reward for TRL: the share of three words that are the row's `answer`, for each completion."""
+    said = [completion[0]["content"].split() for completion in completions]
+    return [min(3, words.count(word)) / 3 for words, word in zip(said, answer, strict=True)]
+
+
+def read_rows(file: Path) -> Dataset:
+    """The rows of a JSON lines file."""
+    try:
+        return load_dataset("json", data_files=str(file), split="train")
+    except FileNotFoundError as error:
+        raise SystemExit(f"--data {file} does not exist. Pass a JSON lines file such as those of examples/data.") from error
 
 
 def small_tokenizer() -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {
-        word: index for index, word in enumerate(["<pad>", "</s>", *dict.fromkeys([*FRAME.split(), ":", *WORDS])])
+        word: index
+        for index, word in enumerate(
+            ["<pad>", "</s>", *dict.fromkeys([*FRAME.split(), ":", *WORDS]), "<user>", "<assistant>"]
+        )
     }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=":"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", chat_template=CHAT)
 
 
 def model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -101,19 +130,49 @@ def trainer_settings(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plot(log: list[dict[str, Any]], keys: list[str], file: Path) -> None:
-    """The logged values against steps, as a PNG; prints the first and the last of each."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(keys), figsize=(4.5 * len(keys), 3.2), layout="constrained")
-    for key, axis in zip(keys, axes if len(keys) > 1 else [axes], strict=True):
-        points = [(entry["step"], entry[key]) for entry in log if key in entry]
+def show(log: list[dict[str, Any]], keys: list[str], file: Path) -> None:
+    """Print the first and the last of each logged value, and draw them against steps if matplotlib is installed."""
+    logged = {key: [(entry["step"], entry[key]) for entry in log if key in entry] for key in keys}
+    for key, points in logged.items():
+        print(f"{key}: {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    figure = Figure(figsize=(4.5 * len(keys), 3.2), layout="constrained")
+    for (key, points), axis in zip(logged.items(), figure.subplots(1, len(keys), squeeze=False)[0], strict=True):
         axis.plot(*zip(*points, strict=True))
         axis.set(xlabel="step", title=key)
         axis.grid(alpha=0.3)
-        print(f"{key}: {points[0][1]:.3f} -> {points[-1][1]:.3f}")
     figure.savefig(file, dpi=120)
     print(f"plot: {file}")
+
+
+def user(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def assistant(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def write_data() -> None:
+    """The files of examples/data: conversations in the formats of TRL's trainers, one JSON object a line."""
+    draw = random.Random(0)
+    chats, completions, preferences, prompts = [], [], [], []
+    for word in WORDS:
+        asked = {"prompt": user(f"{FRAME} {word} :")}
+        for other in draw.sample([candidate for candidate in WORDS if candidate != word], 8):
+            chats.append({"messages": asked["prompt"] + assistant(answer(word))})
+            completions.append({**asked, "completion": assistant(answer(word))})
+            preferences.append({**asked, "chosen": assistant(answer(word)), "rejected": assistant(answer(other))})
+            prompts.append({**asked, "answer": word})
+    files = {"chats": chats, "completions": completions, "preferences": preferences, "prompts": prompts}
+    for name, rows in files.items():
+        draw.shuffle(rows)
+        (DATA / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
+if __name__ == "__main__":
+    write_data()

@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import streambp
-from streambp.lazy import standin as deferred
+from streambp.head import recipe
 from tests.families import build, make_batch
 from tests.oracle import gradients, relative_l2
 
@@ -29,7 +29,7 @@ SIZES = (
 class AtScaleOne:
     """OnePassNLL as if nothing were known of the upstream gradient."""
 
-    real = deferred.OnePassNLL
+    real = recipe.OnePassNLL
 
     @classmethod
     def apply(cls, inputs, pending, scale, *values):
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale-1", action="store_true", help="take the one-pass loss's gradients at scale 1")
     if parser.parse_args().scale_1:
-        deferred.OnePassNLL = AtScaleOne
+        recipe.OnePassNLL = AtScaleOne
     print(f"torch {torch.__version__}\n{'T':>4} {'seed':>4} {'one chunk':>10} {'9 chunks':>10}   ours / unpatched")
     rows = [ratios(length, sizes, seed) for length, sizes in SIZES for seed in range(5)]
     means = torch.tensor(rows).mean(0).tolist()

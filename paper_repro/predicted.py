@@ -2,7 +2,7 @@
 
 python -m paper_repro.predicted --output paper_repro/results      memory.csv and longest.csv, and the figure of the README
 
-Figures of the planner are computed, not measured; where it was held against measurements stands in docs/planner.md. The
+Figures of the planner are computed, not measured; docs/explanation/planner.md compares it with measurements. The
 budgets of the longest sequences are 79 GiB of the GPU, as in `longest_sequence`, or 23, with 115 GiB of host memory.
 """
 

@@ -23,7 +23,7 @@ from streambp.cli import parse
 from streambp.errors import StreamBPError
 
 ROOT = Path(__file__).parents[1]
-DOCS = tuple(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/*.md")))
+DOCS = tuple(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/**/*.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", "paper_repro/README.md", *DOCS)
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:streambp (?:verify|plan|profile|launch|env)|python|pytest|bash|mkdocs)\b.+"
 OWN = ("streambp", "paper_repro", "tests", "scripts", "examples", "docs", ".ci")

@@ -1,4 +1,4 @@
-"""Writes the table of docs/exactness.md that says what programs may do: `python scripts/exactness_table.py`.
+"""Writes the table of docs/explanation/exactness.md that says what programs may do: `python scripts/exactness_table.py`.
 
 Each row is a program of tests/what_programs_do.py, run on the unpatched model and on a streamed one in float64.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TARGET = ROOT / "docs" / "exactness.md"
+TARGET = ROOT / "docs" / "explanation" / "exactness.md"
 START, END = "<!-- table: what-programs-do -->", "<!-- end -->"
 TITLES = ("when", "what the program does", "outcome")
 

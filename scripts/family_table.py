@@ -1,4 +1,4 @@
-"""Writes docs/families.md: `python -m scripts.family_table`. Takes about four minutes on one core."""
+"""Writes docs/reference/families.md: `python -m scripts.family_table`. Takes about four minutes on one core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.families import LENGTH, MODES
 from tests.oracle import lift_float32_casts
 from tests.test_families import CHUNK_SIZES, EXACT, REFUSED, UNDEFINED, errors
 
-TARGET = Path(__file__).parents[1] / "docs" / "families.md"
+TARGET = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
 HEADER = f"""# Model families
 
 Every family behind `AutoModelForCausalLM` that a tiny config can build, patched and compared with the unpatched model

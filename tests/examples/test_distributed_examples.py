@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.watch import SEEN
+from tests.hangs import HANG
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -23,11 +24,11 @@ def check_engine(result, engine):
     assert re.findall(rf"{SEEN}(.*)", result.stdout) == [f" {engine}"] * 2
 
 
-def torchrun(script, *arguments, timeout=240):
+def torchrun(script, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=timeout
+        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=HANG
     )
 
 

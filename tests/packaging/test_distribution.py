@@ -19,13 +19,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.hangs import HANG
+from tests.packaging.release import problems
+
 setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 reads this pyproject.toml")
 
 ROOT = Path(__file__).parents[2]
-TREES = (".ci", ".github", "docs", "examples", "paper_repro", "scripts", "streambp", "tests")
+TREES = (".ci", ".devcontainer", ".github", "docs", "examples", "paper_repro", "scripts", "streambp", "tests")
 FILES = (
-    ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "mkdocs.yml",
-    "pyproject.toml", "setup.py",
+    ".dockerignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
+    "MANIFEST.in", "README.md", "mkdocs.yml", "pyproject.toml", "setup.py",
 )  # fmt: skip
 LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.pyc")
 BUILD = "import sys; from setuptools import build_meta as b; to = sys.argv.pop(); b.build_wheel(to); b.build_sdist(to)"
@@ -39,7 +42,10 @@ def archives(tmp_path_factory):
         shutil.copytree(ROOT / tree, source / tree, ignore=LEFT_BEHIND)
     for file in FILES:
         shutil.copy(ROOT / file, source / file)
-    subprocess.run([sys.executable, "-c", BUILD, str(made)], cwd=source, check=True, capture_output=True, timeout=300)
+    environment = {**os.environ, "GITHUB_SERVER_URL": "https://example.org", "GITHUB_REPOSITORY": "owner/name"}
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(made)], cwd=source, env=environment, check=True, capture_output=True, timeout=HANG
+    )
     (wheel,), (archive,) = made.glob("*.whl"), made.glob("*.tar.gz")
     return wheel, archive, source
 
@@ -73,7 +79,8 @@ def test_what_the_package_says_of_itself(archives):
     found = metadata(archives[0])
     assert (found["Name"], found["License-Expression"], found["Requires-Python"]) == ("streambp", "Apache-2.0", ">=3.10")
     assert found["Description-Content-Type"] == "text/markdown"
-    assert found.get_payload() == (ROOT / "README.md").read_text("utf-8")
+    assert problems(archives[0].parent, None) == []  # links of the page, and the project's pages
+    assert found.get_payload().startswith((ROOT / "README.md").read_text("utf-8").partition("](")[0])
     assert "long context" in found["Keywords"]
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.10"} < set(found.get_all("Classifier"))
     assert not any(line.startswith("License ::") for line in found.get_all("Classifier"))  # beside an expression: refused
@@ -116,11 +123,35 @@ def test_the_wheel_alone_runs(archives, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", program],
-        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path, timeout=120,
+        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path, timeout=HANG,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.startswith(str(tmp_path))
     assert "Usage: streambp" in result.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["wheel", "source"])
+def test_a_first_day_with_an_archive(kind, archives, tmp_path):
+    """Installed away from the sources; the libraries are this environment's. From nothing to a trained adapter."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    archive = archives[0] if kind == "wheel" else archives[1]
+    made = tmp_path / "clean"
+    command = [
+        sys.executable,
+        ROOT / "tests" / "packaging" / "install.py",
+        archive,
+        made,
+        "--system-site-packages",
+        "--no-deps",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path, timeout=HANG
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "the first day went well" in result.stdout
 
 
 def test_the_workflow_runs_both_ends_of_what_the_package_supports():
@@ -134,7 +165,7 @@ def test_the_workflow_runs_both_ends_of_what_the_package_supports():
     steps = [step for job in jobs.values() for step in job["steps"]]
     named = {str(step["with"]["python-version"]) for step in steps if "python-version" in step.get("with", {})}
     assert named - {"${{ matrix.python }}"} <= set(versions)
-    assert sum("bash .ci/setup" in step.get("run", "") for step in steps) == 4
+    assert sum("bash .ci/setup" in step.get("run", "") for step in steps) == 5
     older = jobs["older"]["strategy"]["matrix"]["include"]
     dependencies = (ROOT / "pyproject.toml").read_text("utf-8")
     assert older[0]["transformers"] == re.search(r'"transformers>=([\d.]+)"', dependencies)[1] + ".0"

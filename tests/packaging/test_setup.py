@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hangs import HANG
+
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-ins are POSIX scripts")
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +48,7 @@ class Machine:
         """Exit code, output, and what pip was asked to install."""
         self.log.write_text("")
         result = subprocess.run(
-            ["bash", self.root / ".ci" / "setup"], capture_output=True, text=True, check=False, timeout=60,
+            ["bash", self.root / ".ci" / "setup"], capture_output=True, text=True, check=False, timeout=HANG,
             env={"PATH": str(self.bin), "MACHINE": json.dumps(self.settings), **self.environment},
         )  # fmt: skip
         return result.returncode, result.stdout, result.stderr, [row[-1] for row in self.asked() if "install" in row]

@@ -1,0 +1,42 @@
+"""A hook of mkdocs (mkdocs.yml): README.md is the site's home, CONTRIBUTING.md and CHANGELOG.md are pages of it.
+
+They stay where a repository has them, once. Their links, which are relative to the repository's root, are rewritten.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FIGURE = "paper_repro/results/predicted_memory.png"
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def moved(text: str, repository: str | None) -> str:
+    """A page of the root as a page of the site: links into docs/, to other such pages, else into the repository."""
+
+    def link(found: re.Match[str]) -> str:
+        mark, label, target, anchor = found[1], found[2], found[3], found[4] or ""
+        if target == FIGURE:
+            return f"{mark}[{label}](assets/{Path(FIGURE).name})"
+        if target.startswith("docs/"):
+            return f"{mark}[{label}]({target.removeprefix('docs/')}{anchor})"
+        if target in PAGES:
+            return f"{mark}[{label}]({PAGES[target]}{anchor})"
+        return f"[{label}]({repository.rstrip('/')}/blob/main/{target}{anchor})" if repository else label
+
+    return LINK.sub(link, text)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds them."""
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text("utf-8")
+        files.append(File.generated(config, page, content=moved(text, config.repo_url)))
+    files.append(File.generated(config, f"assets/{Path(FIGURE).name}", abs_src_path=str(ROOT / FIGURE)))
+    return files

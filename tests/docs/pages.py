@@ -1,0 +1,62 @@
+"""The pages of README.md and docs/, their blocks of code, and the commands in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("start", "how-to", "reference")  # a user's; docs/explanation and docs/ itself are for who wants to know more
+FOUND = [page for folder in FOLDERS for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
+USERS = ("README.md", *(page.relative_to(ROOT).as_posix() for page in FOUND))
+FENCE = re.compile(r'^```(\w+)?(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
+OUTPUT = "text"  # blocks that show what a program prints
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One fenced block: `title` is the file that it is, if it is one."""
+
+    page: str
+    line: int
+    language: str
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str) -> list[Block]:
+    """Of a page, in order, without those that are output."""
+    text = (ROOT / page).read_text("utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(page, line, match[1] or "", match[2] or "", match[3]))
+    return [block for block in found if block.language != OUTPUT]
+
+
+def commands(block: Block) -> list[str]:
+    """The lines of a bash block, joined where they go on, without comments."""
+    lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+    return [shown for line in lines if (shown := re.sub(r"(^|\s)#.*", "", line).strip())]
+
+
+def words(command: str) -> tuple[dict[str, str], list[str]]:
+    """A command's environment and its words."""
+    found = shlex.split(command)
+    environment = {}
+    while found and re.match(r"[A-Z_]+=", found[0]):
+        name, _, value = found.pop(0).partition("=")
+        environment[name] = value
+    return environment, found
+
+
+def prose(text: str) -> str:
+    """A page's text without code, comments, addresses and generated places."""
+    text = re.sub(r"<!-- (?:from code|table): .*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)|<!--.*?-->", "", text, flags=re.DOTALL)

@@ -1,0 +1,216 @@
+"""Runs a page as its reader does: writes its files, runs its programs and commands, with the stand-ins of `stand_ins`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import streambp
+from streambp import cli
+from tests.docs import stand_ins
+from tests.docs.pages import ROOT, Block, blocks, commands, words
+from tests.hangs import HANG
+
+EXECUTED, RANKS, PARSED = "executed", "on two CPU ranks", "checked, not run"
+# Commands that are not run, each with its reason; what can be judged of them is.
+NOT_RUN = {
+    "pip": "would change the tests' environment: its extras are looked up",
+    "axolotl": "is not installed: the YAML's section is read by StreamConfig",
+    "bash": "is the README's set-up and test command: tests/packaging looks at both",
+    "streambp launch --install": "would change the tests' environment",
+    "streambp launch --uninstall": "would change the tests' environment",
+    "trl": "needs the installed hook: `streambp launch -- trl` runs the same",
+}
+FOREIGN = ("run_clm.py", "x.yaml", "loop.py", "finetune.py")
+
+
+class PageError(AssertionError):
+    """A block or a command of a page did not do what the page says."""
+
+
+@dataclasses.dataclass
+class Runner:
+    """Of one page, in a folder of its own."""
+
+    page: str
+    folder: Path  # where its files are
+    made: Path  # checkpoints and data
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def run(self) -> Counter[str]:
+        """All blocks, in order.
+
+        Raises:
+            PageError: one of them failed.
+        """
+        namespace: dict[str, Any] = {"__name__": "page"}
+        with self._inside():
+            for block in blocks(self.page):
+                how = self._block(block, namespace)
+                self.counts[f"{block.language} blocks, {how}"] += 1
+        return self.counts
+
+    def _block(self, block: Block, namespace: dict[str, Any]) -> str:
+        match block.language:
+            case "python" if block.title:
+                (self.folder / block.title).write_text(stand_ins.python(block.text, self.made))
+            case "python":
+                code = compile(stand_ins.python(block.text, self.made), str(block), "exec")
+                self._fill(namespace, code.co_names)
+                exec(code, namespace)
+            case "bash":
+                for command in commands(block):
+                    self.counts[f"commands, {self._command(command, block)}"] += 1
+            case "json" if block.title:
+                (self.folder / block.title).write_text(stand_ins.deepspeed(block.text))
+            case "yaml" if block.title:
+                check_yaml(block)
+                return PARSED
+            case _:
+                raise PageError(f"{block}: a {block.language or 'nameless'} block without a title cannot be run")
+        return EXECUTED
+
+    def _fill(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
+        """`model` and `input_ids`, which blocks may use: a small model on a CPU, and two rows of tokens."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if "model" in names and "model" not in namespace:
+            namespace["model"] = AutoModelForCausalLM.from_pretrained(self.made / stand_ins.CHECKPOINTS[0]).train()
+        if "input_ids" in names and "input_ids" not in namespace:
+            namespace["input_ids"] = torch.randint(5, 990, (2, 96))
+        if "labels" in names and "labels" not in namespace and "input_ids" in namespace:
+            namespace["labels"] = namespace["input_ids"]
+
+    def _command(self, command: str, block: Block) -> str:
+        environment, found = words(command)
+        if reason := not_run(found):
+            check_unrun(found, reason, block)
+            return PARSED
+        expected = int(code[1]) if (code := re.search(r"# exit code (\d+)", line_of(block, command))) else 0
+        found = [stand_ins.substituted(word, self.made) for word in stand_ins.ranks(found)]
+        if found[0] == "streambp" and found[1] != "launch":
+            self._ours(found[1:], expected, block)
+            return EXECUTED
+        if found[0] == "python":
+            self._script(found[1:], block)
+            return EXECUTED
+        how = RANKS if "torchrun" in found else EXECUTED
+        self._process(found, environment, block)
+        return how
+
+    def _ours(self, arguments: list[str], expected: int, block: Block) -> None:
+        """A command of streambp, in this process."""
+        if arguments[0] == "plan":  # of the real sizes: a plan has to fit, or not, as the page says
+            arguments = [str(self.made / "8B") if word == str(self.made / stand_ins.CHECKPOINTS[0]) else word
+                         for word in arguments]  # fmt: skip
+        elif "--seq-len" in arguments:
+            arguments[arguments.index("--seq-len") + 1] = "96"
+        if (code := cli.main(arguments)) != expected:
+            raise PageError(f"{block}: streambp {' '.join(arguments)} ended with {code}; the page says {expected}")
+
+    def _script(self, arguments: list[str], block: Block) -> None:
+        """A Python program, in this process: its imports are there."""
+        before, sys.argv = sys.argv, arguments
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        finally:
+            sys.argv = before
+            forget_engines()
+
+    def _process(self, found: list[str], environment: dict[str, str], block: Block) -> None:
+        at = found.index("--") + 1 if "--" in found else 0
+        if found[at] == "torchrun":
+            found[at : at + 1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        elif found[at] == "trl":
+            found[at : at + 1] = [sys.executable, "-m", "trl.cli.main"]
+            found += ["--use_cpu", "--bf16", "false", "--dtype", "float32", "--max_steps", "2", "--report_to", "none"]
+            found += ["--max_length", "64", "--per_device_train_batch_size", "2"]
+        if found[0] == "streambp":
+            found[:1] = [sys.executable, "-m", "streambp"]
+        given = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
+        given |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        given.pop("ACCELERATE_USE_CPU", None)  # it would mean DDP
+        result = subprocess.run(
+            found, cwd=self.folder, env=given, capture_output=True, text=True, check=False, timeout=HANG
+        )
+        if result.returncode:
+            raise PageError(f"{block}: {' '.join(found)} ended with {result.returncode}\n{result.stderr[-4000:]}")
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        before = Path.cwd()
+        os.chdir(self.folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def line_of(block: Block, command: str) -> str:
+    """A command with its comment."""
+    return next((line for line in block.text.splitlines() if command in line), command)
+
+
+def not_run(found: list[str]) -> str | None:
+    """Why a command is not run; None if it is."""
+    if any(word.rpartition("/")[2] in FOREIGN for word in found[1:]) and found[0] != "torchrun":
+        return "is a program of others that is not here: its flags before -- are parsed"
+    names = (found[0], " ".join(found[:3]))
+    return next((NOT_RUN[name] for name in names if name in NOT_RUN), None)
+
+
+def check_unrun(found: list[str], reason: str, block: Block) -> None:
+    """Of a command that is not run: that its flags are known, its extras exist."""
+    if found[0] == "streambp":
+        cli.parse(found[1:])
+    elif found[0] == "pip":
+        extras = re.findall(r"\[([\w,]+)\]", " ".join(found))
+        text = (ROOT / "pyproject.toml").read_text("utf-8")
+        for extra in ",".join(extras).split(",") if extras else ():
+            if not re.search(rf"^{extra} = \[", text, re.MULTILINE):
+                raise PageError(f"{block}: pyproject.toml has no extra {extra}")
+
+
+def check_yaml(block: Block) -> None:
+    """Of axolotl's configuration: that it is YAML, and that its section is one."""
+    import yaml
+
+    found = yaml.safe_load(block.text)
+    streambp.StreamConfig(**found["streambp"])
+
+
+def forget_engines() -> None:
+    """accelerate keeps the first settings of a process."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+
+def count(page: str) -> Counter[str]:
+    """How a page's blocks and commands would be run, without running them."""
+    counts: Counter[str] = Counter()
+    for block in blocks(page):
+        if block.language != "bash":
+            counts[f"{block.language} blocks, {PARSED if block.language == 'yaml' else EXECUTED}"] += 1
+            if block.language == "python":
+                ast.parse(block.text)
+            continue
+        counts[f"bash blocks, {EXECUTED}"] += 1
+        for command in commands(block):
+            _, found = words(command)
+            how = PARSED if not_run(found) else RANKS if "torchrun" in found else EXECUTED
+            counts[f"commands, {how}"] += 1
+    return counts

@@ -1,0 +1,220 @@
+"""What stands in for what, where the tests run a page's programs: the one table of substitutions.
+
+A big checkpoint becomes a small one of its kind on disk, a data set some rows in a file, a GPU's dtype float32, and each
+length a short one. Programs keep their calls and their settings' names.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+CHECKPOINTS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-VL-3B-Instruct")
+DATA = ("trl-lib/Capybara", "trl-lib/ultrafeedback_binarized", "trl-lib/DeepMath-103K")
+LENGTHS = MappingProxyType({8192: 16, 4096: 16})  # of chunks; longer numbers are lengths of sequences
+LONG, SHORT = 10_000, 64
+RANKS = 2
+# Keywords of a trainer's arguments, where they are given, and those that are added.
+GIVEN = MappingProxyType(
+    {
+        "max_completion_length": 8, "num_generations": 2, "gradient_accumulation_steps": 1, "bf16": False,
+        "report_to": "none", "stream_host_memory": None,
+    }
+)  # fmt: skip
+ADDED = MappingProxyType({"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"})
+GROUP = ("num_generations", "per_device_train_batch_size")
+DROPPED = MappingProxyType({"from_pretrained": ("quantization_config", "device_map")})  # a CPU has no 4-bit weights
+DTYPES = MappingProxyType({"bfloat16": "float32"})
+
+
+def bits(**given: Any) -> None:
+    """In place of `BitsAndBytesConfig`, which asks for bitsandbytes: its parameters are checked."""
+    from transformers import BitsAndBytesConfig
+
+    inspect.signature(BitsAndBytesConfig).bind(**given)
+
+
+class Smaller(ast.NodeTransformer):
+    """A program of a page with stand-ins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        value = node.value
+        if isinstance(value, str):
+            node.value = DTYPES.get(value, substituted(value, self.folder))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            node.value = LENGTHS.get(value, SHORT if value >= LONG else value)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        node.attr = DTYPES.get(node.attr, node.attr)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        dropped = DROPPED.get(name, ())
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg not in dropped]
+        given = {keyword.arg: keyword for keyword in node.keywords}
+        if name == "BitsAndBytesConfig":
+            node.func = ast.parse("__import__('tests.docs.stand_ins', fromlist=['bits']).bits", mode="eval").body
+        if "output_dir" in given and name != "launch":
+            values: dict[str, Any] = {key: value for key, value in GIVEN.items() if key in given}
+            values |= {key: value for key, value in ADDED.items() if key != "max_steps" or key not in given}
+            if "fsdp" in given:
+                values["use_cpu"] = False  # transformers takes FSDP for a GPU's
+            if "num_generations" in given and "per_device_train_batch_size" in given:
+                values |= dict.fromkeys(GROUP, 2)
+            for key, value in values.items():
+                new = ast.keyword(key, ast.Constant(value))
+                node.keywords = [keyword for keyword in node.keywords if keyword.arg != key] + [new]
+        return node
+
+
+def python(text: str, folder: Path) -> str:
+    """A program with stand-ins of `folder`."""
+    return ast.unparse(ast.fix_missing_locations(Smaller(folder).visit(ast.parse(text))))
+
+
+def deepspeed(text: str) -> str:
+    """A DeepSpeed config for CPU ranks: torch's Adam, no half precision, short chunks."""
+    found = json.loads(text)
+    found.pop("bf16", None)
+    found["zero_force_ds_cpu_optimizer"] = False
+    if "optimizer" in found:
+        found["optimizer"]["params"]["torch_adam"] = True
+    if "streambp" in found:
+        found["streambp"]["chunk_size"] = 16
+    return json.dumps(found)
+
+
+def substituted(text: str, folder: Path) -> str:
+    """Text with names of checkpoints and data sets replaced by those of `folder`."""
+    for name in (*CHECKPOINTS, *DATA):
+        text = text.replace(name, str(folder / name))
+    return text
+
+
+def ranks(words: list[str]) -> list[str]:
+    """A command for several GPUs, for as many CPU ranks as the tests start."""
+    return [re.sub(r"\d+", lambda found: str(min(RANKS, int(found[0]))), word) if before == "--nproc-per-node" else word
+            for before, word in zip(["", *words], words, strict=False)]  # fmt: skip
+
+
+def make(folder: Path) -> None:
+    """All checkpoints and data, small, under the names that pages use."""
+    tokenizer = make_tokenizer()
+    for name in CHECKPOINTS[:2]:
+        make_text_model(len(tokenizer)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    make_vision_model(folder / CHECKPOINTS[2], tokenizer)
+    for name, rows in zip(DATA, (conversations(), preferences(), questions()), strict=True):
+        (folder / name).mkdir(parents=True)
+        for split in ("train", "test"):
+            lines = "\n".join(json.dumps(row) for row in rows)
+            (folder / name / f"{split}.jsonl").write_text(lines)
+
+
+WORDS = tuple(f"w{i}" for i in range(990))
+TEMPLATE = (
+    "{% for message in messages %}{{ '<s> ' + message['role'] + ' ' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image> <image> <image> <image> ' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ ' </s> ' }}{% endfor %}{% if add_generation_prompt %}{{ '<s> assistant ' }}{% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<pad>", "<s>", "</s>", "<unk>", "<image>", "user", "assistant")
+    vocabulary = {word: index for index, word in enumerate((*special, *WORDS))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+SIZES = MappingProxyType(
+    {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096,
+    }
+)  # fmt: skip
+
+
+def make_text_model(vocabulary: int) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=max(1000, vocabulary), **special, **SIZES))
+
+
+def make_vision_model(folder: Path, tokenizer: Any) -> None:
+    """A tiny Qwen2.5-VL. Its processor is `Processor`, since the real one wants the real tokenizer."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    text |= {"vocab_size": 1000, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+        "spatial_merge_size": 1, "window_size": 8, "fullatt_block_indexes": [1], "temporal_patch_size": 2,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=4)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+class Processor:
+    """In place of a vision-language model's processor: its template, and four patches of noise for an image."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> Processor:
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(name))
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, return_dict: bool, return_tensors: str) -> Any:
+        import torch
+        from transformers import BatchFeature
+
+        assert tokenize
+        assert return_dict
+        assert return_tensors == "pt"
+        ids = self.tokenizer(self.tokenizer.apply_chat_template(messages, tokenize=False), return_tensors="pt")["input_ids"]
+        picture = {"pixel_values": torch.randn(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+        return BatchFeature({"input_ids": ids, "mm_token_type_ids": (ids == 4).int(), **picture})
+
+
+def said(first: int, count: int) -> str:
+    return " ".join(WORDS[(first * 37 + 11 * i) % len(WORDS)] for i in range(count))
+
+
+def conversations() -> list[dict[str, Any]]:
+    return [{"messages": [{"role": "user", "content": said(i, 9)}, {"role": "assistant", "content": said(i + 1, 30)}]}
+            for i in range(8)]  # fmt: skip
+
+
+def preferences() -> list[dict[str, Any]]:
+    asked = [{"role": "user", "content": said(i, 20)} for i in range(8)]
+    return [{"chosen": [asked[i], {"role": "assistant", "content": said(i + 1, 9)}],
+             "rejected": [asked[i], {"role": "assistant", "content": said(i + 2, 7)}]} for i in range(8)]  # fmt: skip
+
+
+def questions() -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": said(i, 12)}], "solution": f"${i}$"} for i in range(8)]

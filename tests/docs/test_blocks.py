@@ -1,0 +1,120 @@
+"""Every block and every command of README.md and the users' pages runs: pages in a folder of their own, top to bottom.
+
+Blocks for GPUs and big models run with the stand-ins of `tests/docs/stand_ins.py`; what cannot run has its reason in
+`tests/docs/runner.py`, and is counted apart. covers: cli/runs.py, integrations/trl/__init__.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.conftest import SHARING
+from tests.docs import runner, stand_ins
+from tests.docs.pages import USERS, blocks
+from tests.docs.runner import NOT_RUN, PARSED, PageError, Runner, count
+
+LIGHT = ("docs/how-to/packing-and-padding.md", "docs/how-to/out-of-memory.md", "docs/reference/errors.md")
+EIGHT = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+WITH_CODE = tuple(page for page in USERS if blocks(page))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """Small checkpoints and data under the names that pages use, and the configuration of an 8B model for plans."""
+    folder = tmp_path_factory.mktemp("made")
+    stand_ins.make(folder)
+    (folder / "8B").mkdir()
+    (folder / "8B" / "config.json").write_text(json.dumps(EIGHT))
+    return folder
+
+
+@pytest.fixture
+def inside(made, tmp_path, tmp_path_factory, monkeypatch):
+    """A folder with what earlier pages leave behind: the first program's model, texts, an adapter."""
+    text = made / stand_ins.CHECKPOINTS[0]
+    (tmp_path / "first-model").symlink_to(text)
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"text": stand_ins.said(i, 30)}) for i in range(8)))
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, [100, 3000, 200, 400, 800, 100, 90, 1200])))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "plans"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def run(page, inside, made):
+    counts = Runner(page, inside, made).run()
+    print(f"\n{page}: " + "; ".join(f"{number} {what}" for what, number in sorted(counts.items())))
+    assert counts == count(page)
+    return counts
+
+
+@pytest.mark.skipif(SHARING, reason="pages speak of the defaults, one of which STREAMBP_TEST_ROWS changes")
+@pytest.mark.parametrize(
+    "page", [page if page in LIGHT else pytest.param(page, marks=pytest.mark.full) for page in WITH_CODE]
+)
+def test_a_page_runs(page, inside, made, monkeypatch):
+    if page == "docs/how-to/vlm.md":
+        monkeypatch.setattr("transformers.AutoProcessor", stand_ins.Processor)
+        pytest.importorskip("PIL", reason="Pillow is not installed")
+    if "continue.py" in [block.title for block in blocks(page)]:
+        adapter(inside, made)
+    run(page, inside, made)
+
+
+def adapter(folder, made):
+    """What peft saves."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(made / stand_ins.CHECKPOINTS[1])
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear")).save_pretrained(folder / "my-adapter")
+
+
+def test_every_block_is_counted():
+    """What the full tier runs, by kind; what it does not run is named, and little."""
+    total = Counter()
+    for page in USERS:
+        total += count(page)
+    print("\n" + "\n".join(f"{number:4d} {what}" for what, number in sorted(total.items())))
+    unrun = sum(number for what, number in total.items() if PARSED in what)
+    assert unrun < sum(total.values()) / 3
+    assert sum(number for what, number in total.items() if what.startswith("python")) >= 25
+    used = {command.split()[0] for command in NOT_RUN}
+    assert used <= {"pip", "axolotl", "bash", "streambp", "trl"}
+
+
+WRONG = [
+    ("```python\nimport streambp\nstreambp.patch(modell)\n```", NameError),
+    ("```python\nmodel.no_such_thing()\n```", AttributeError),
+    ("```bash\nstreambp verify first-model --seq-len 512 --left-padding 1000\n```", PageError),
+    ("```bash\npip install '.[no_such_extra]'\n```", PageError),
+    ("```yaml\na: 1\n```", PageError),
+    ("```bash\nstreambp launch --no-such-flag -- axolotl train x.yaml\n```", runner.streambp.StreamBPError),
+]
+
+
+@pytest.mark.parametrize(("text", "error"), WRONG, ids=[text.split("\n")[1][:30] for text, _ in WRONG])
+def test_a_wrong_block_is_found(text, error, inside, made, monkeypatch):
+    """A mutant of a page each."""
+    monkeypatch.setattr("tests.docs.pages.ROOT", inside)
+    (inside / "page.md").write_text(text)
+    with pytest.raises(error):
+        Runner("page.md", inside, made).run()
+
+
+def test_stand_ins_keep_what_a_program_does(tmp_path):
+    found = stand_ins.python(
+        'm = A.from_pretrained("Qwen/Qwen3-8B", quantization_config=b, dtype=torch.bfloat16)\n'
+        'c = C(output_dir="x", max_length=65536, bf16=True, learning_rate=1e-5, stream_offload="cpu")', tmp_path
+    )  # fmt: skip
+    assert f"from_pretrained('{tmp_path}/Qwen/Qwen3-8B', dtype=torch.float32)" in found
+    assert "max_length=64, learning_rate=1e-05, stream_offload='cpu', bf16=False, max_steps=2" in found
+    assert stand_ins.ranks(["torchrun", "--nproc-per-node", "8", "a.py"]) == ["torchrun", "--nproc-per-node", "2", "a.py"]

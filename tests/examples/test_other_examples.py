@@ -1,0 +1,132 @@
+"""Images, embeddings, axolotl's YAML, the notebooks and the index of the examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from scripts.check_commands import check, commands
+from streambp.launch.settings import config_from
+from tests.examples.test_long_context_sft import ROOT, run_here, run_script
+from tests.examples.test_trl_examples import last
+from tests.hangs import HANG
+
+EXAMPLES = ROOT / "examples"
+NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
+SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "toy.py")
+
+
+@pytest.mark.parametrize("name", ["vlm", "embedding"])
+def test_two_steps(name, tmp_path):
+    result = run_here("--steps", 2, "--chunk-size", 4, "--output", tmp_path, name=f"{name}.py")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "streams: 2 x Qwen3DecoderLayer" in result.stdout
+    assert re.search(r"^loss: [\d.]+ -> [\d.]+$", result.stdout, re.MULTILINE)
+    assert (tmp_path / "config.json").exists()
+
+
+@pytest.mark.full
+def test_images_and_embeddings_are_learnt(tmp_path):
+    result = run_script("vlm.py", "--output", tmp_path / "vlm")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert last(result.stdout, "loss") < 0.3
+    result = run_script("embedding.py", "--output", tmp_path / "embedding")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert last(result.stdout, "found") >= 0.9
+
+
+def test_a_pretrained_model_of_images_needs_rows(tmp_path):
+    result = run_here("--model", "somewhere", "--output", tmp_path, name="vlm.py")
+    assert "--model and --data go together" in result.stderr
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "axolotl").glob("*.yaml")), ids=lambda path: path.stem)
+def test_axolotls_yaml(path):
+    """Its section, its data, and the commands of its comments; tests/frameworks runs axolotl itself."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
+    text = path.read_text("utf-8")
+    found = yaml.safe_load(text)
+    config = config_from(found["streambp"], "the example")
+    assert (config.chunk_size, config.saves) == ("auto", "auto")
+    assert found["plugins"] == ["streambp.integrations.axolotl.StreamPlugin"]
+    (data,) = found["datasets"]
+    rows = [json.loads(line) for line in (ROOT / data["path"]).read_text("utf-8").splitlines()]
+    assert all({turn["role"] for turn in row["messages"]} == {"user", "assistant"} for row in rows)
+    plans = re.findall(r"streambp plan .*", text)
+    assert plans
+    for line in plans:
+        (command,) = commands(path.name, f"```bash\n{line}\n```")
+        assert check(command)[1] is None
+    assert f"examples/axolotl/{path.name}" in text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.full
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path):
+    """In a process of its own, offline, on a CPU; as committed it holds no outputs."""
+    if "matplotlib" in path.read_text("utf-8"):
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    notebook = json.loads(path.read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 4
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    program = tmp_path / "cells.py"
+    program.write_text("\n".join("".join(cell["source"]) for cell in cells), "utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment, timeout=HANG
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout
+
+
+def test_notebooks_are_notebooks():
+    assert {path.stem for path in NOTEBOOKS} == {"first_steps", "plan_verify_charts"}
+    for path in NOTEBOOKS:
+        notebook = json.loads(path.read_text("utf-8"))
+        assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+        assert notebook["cells"][0]["cell_type"] == "markdown"
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                compile("".join(cell["source"]), path.name, "exec")
+
+
+def test_the_index_has_every_example():
+    text = (EXAMPLES / "README.md").read_text("utf-8")
+    folders = sorted({path.parent.name for path in EXAMPLES.glob("*/train.py")})
+    named = [*(f"examples/{path.name}" for path in SCRIPTS), *(f"examples/{folder}/train.py" for folder in folders)]
+    assert [name for name in named if name not in text] == []
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert [link for link in links if not (EXAMPLES / link).exists()] == []
+    shown = [command for span in re.findall(r"`([^`]+)`", text) for command in commands("", f"```bash\n{span}\n```")]
+    assert [command.text for command in shown if check(command)[1]] == []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_scripts_own_commands_parse(path):
+    """The lines of its docstring that start it, and the plans that it names."""
+    text = path.read_text("utf-8")
+    lines = re.findall(rf"^\s*((?:python examples/{path.name}|streambp ).*?)(?:  .*)?$", text, re.MULTILINE)
+    assert any(path.name in line for line in lines)
+    for line in lines:
+        for command in commands("", f"```bash\n{line}\n```"):
+            program, *rest = command.words
+            problem = check(command)[1]
+            flags = [word for word in rest if word.startswith("--")]
+            known = text + (EXAMPLES / "toy.py").read_text("utf-8")
+            unknown = [flag for flag in flags if f'"{flag}"' not in known] if program == "python" else []
+            assert unknown == [], line
+            assert program == "python" or problem is None, problem
+
+
+def test_what_the_examples_need_is_in_their_extra():
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    extra = re.search(r"^examples = \[(.*?)\]$", text, re.MULTILINE)[1]
+    for name in ("peft", "trl", "tqdm", "tokenizers", "matplotlib"):
+        assert name in extra

@@ -1,0 +1,201 @@
+"""What publishes the package and receives its users: workflows, forms, containers, and the package's page.
+
+The archives themselves: test_distribution.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from scripts.check_commands import check, commands
+from tests.hangs import HANG
+from tests.packaging.release import RELATIVE, problems
+
+yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+HOME = "https://example.org/owner/name"
+FILE = re.compile(r"(?<![\w./-])(?:tests|scripts|examples|\.ci|streambp)/[\w./]+")
+
+
+def read(path):
+    return yaml.safe_load(path.read_text("utf-8"))
+
+
+def steps(path):
+    return [(name, job, step) for name, job in read(path)["jobs"].items() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_exists(path):
+    """Files, modules and commands of its steps are there; actions have versions; jobs may do no more than they need."""
+    workflow, ran = read(path), 0
+    assert workflow["permissions"] == {"contents": "read"}
+    assert {need for job in workflow["jobs"].values() for need in [job.get("needs", [])] if need} <= set(workflow["jobs"])
+    for name, _, step in steps(path):
+        assert ("run" in step) != ("uses" in step), (name, step)
+        if "uses" in step:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[\w/.-]+", step["uses"]), step
+            continue
+        ran += 1
+        text = re.sub(r"\$\{\{.*?\}\}", "VALUE", step["run"])
+        assert [file for file in FILE.findall(text) if not (ROOT / file).exists()] == [], step
+        block = f"```bash\n{text}\n```"
+        wrong = [(command.text, told) for command in commands(path.name, block) if (told := check(command)[1])]
+        assert wrong == []
+    assert ran
+
+
+def test_a_missing_script_is_found():
+    assert check(next(commands("", "```bash\npython tests/packaging/nothing.py dist\n```")))[1]
+    assert FILE.findall("bash .ci/nothing && python tests/none.py") == [".ci/nothing", "tests/none.py"]
+
+
+def test_what_is_published_was_installed_on_three_systems():
+    jobs = read(GITHUB / "workflows" / "release.yml")["jobs"]
+    matrix = jobs["installed"]["strategy"]["matrix"]
+    assert {system.split("-")[0] for system in matrix["os"]} == {"ubuntu", "macos", "windows"}
+    assert matrix["archive"] == ["whl", "tar.gz"]
+    assert (jobs["installed"]["needs"], jobs["publish"]["needs"]) == ("build", "installed")
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    ran = [step.get("run", "") for step in jobs["build"]["steps"]]
+    assert "python -m twine check --strict dist/*" in ran
+    assert read(GITHUB / "workflows" / "newest.yml")[True]["schedule"]  # YAML 1.1 reads "on" as true
+
+
+def test_forms_and_files_of_the_project():
+    for form in ("bug", "feature"):
+        found = read(GITHUB / "ISSUE_TEMPLATE" / f"{form}.yml")
+        assert {"name", "description", "body"} <= set(found)
+        assert all(field["attributes"]["label"] for field in found["body"])
+    assert {update["package-ecosystem"] for update in read(GITHUB / "dependabot.yml")["updates"]} >= {
+        "github-actions",
+        "pip",
+    }
+    citation = read(ROOT / "CITATION.cff")
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "streambp" / "__init__.py").read_text("utf-8"))[1]
+    assert (citation["version"], citation["license"]) == (version, "Apache-2.0")
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    for name in ("SECURITY.md", "CODE_OF_CONDUCT.md", "PULL_REQUEST_TEMPLATE.md"):
+        assert (GITHUB / name).stat().st_size > 200
+
+
+def test_containers_copy_what_exists():
+    text = (ROOT / "Dockerfile").read_text("utf-8")
+    copied = [word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()]
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "streambp"} == set(copied)
+    assert all((ROOT / path).exists() for path in copied)
+    allowed = (ROOT / ".dockerignore").read_text("utf-8").split()
+    assert {f"!{path}" for path in copied} <= set(allowed)
+    stages = re.findall(r"^FROM (\S+) AS (\w+)$", text, re.MULTILINE)
+    assert [name for _, name in stages] == ["base", "development", "streambp"]
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text("utf-8"))
+    folder = ROOT / ".devcontainer"
+    assert (folder / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
+    assert container["build"]["target"] in dict(stages).values() or container["build"]["target"] == "development"
+    assert container["postCreateCommand"] == "bash .ci/setup"
+
+
+SHOW_PAGE = "import sys, json; sys.argv = ['setup.py', '--quiet']; import setuptools\n" \
+            "setuptools.setup = lambda **kwargs: print(json.dumps(kwargs))\n" \
+            "names = {'__file__': 'setup.py', '__name__': '__main__'}\n" \
+            "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), names)"  # fmt: skip
+
+
+def built_page(folder, **environment):
+    """What setup.py gives the package's page, of a copy of the files that it reads."""
+    (folder / "streambp").mkdir()
+    for file in ("setup.py", "README.md", "streambp/__init__.py"):
+        shutil.copy(ROOT / file, folder / file)
+    result = subprocess.run(
+        [sys.executable, "-c", SHOW_PAGE], cwd=folder, capture_output=True, text=True, check=False, timeout=HANG,
+        env={"PATH": "/nowhere", **environment},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_links_of_the_packages_page_are_absolute(tmp_path):
+    built = built_page(tmp_path, GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="owner/name")
+    page, readme = built["long_description"], (ROOT / "README.md").read_text("utf-8")
+    assert RELATIVE.findall(page) == []
+    paths = re.findall(rf"\]\({HOME}/(?:blob|raw)/v[\d.]+/([^)#]*)", page)
+    assert len(paths) == len(re.findall(r"\]\((?!\w+:|#)", readme)) > 5
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert built["project_urls"]["Homepage"] == HOME
+    assert {"Documentation", "Issues", "Changelog", "Source", "Paper"} <= set(built["project_urls"])
+    pages = [url.partition("/blob/HEAD/")[2] for url in built["project_urls"].values()]
+    assert [page for page in pages if not (ROOT / page).exists()] == []
+
+
+def test_without_an_address_the_page_is_the_readme(tmp_path):
+    built = built_page(tmp_path)
+    assert built["long_description"] == (ROOT / "README.md").read_text("utf-8")
+    assert set(built["project_urls"]) == {"Paper"}
+
+
+def test_a_source_archive_keeps_its_address(tmp_path):
+    """A wheel that is built from one, on another machine, has the same links."""
+    (tmp_path / "PKG-INFO").write_text(f"Name: streambp\nProject-URL: Homepage, other\nProject-URL: Source, {HOME}\n\ntext")
+    built = built_page(tmp_path)
+    assert built["project_urls"]["Source"] == HOME
+    assert RELATIVE.findall(built["long_description"]) == []
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("origin", [f"{HOME}.git", "git@example.org:owner/name.git", "ssh://git@example.org/owner/name"])
+def test_a_clone_has_the_address_of_its_origin(origin, tmp_path):
+    git = shutil.which("git")
+    subprocess.run([git, "init", "--quiet", tmp_path], check=True)
+    subprocess.run([git, "-C", tmp_path, "remote", "add", "origin", origin], check=True)
+    assert built_page(tmp_path, PATH=str(Path(git).parent))["project_urls"]["Source"] == HOME
+
+
+def archive(folder, version, page, urls):
+    told = Message()
+    told["Metadata-Version"], told["Name"], told["Version"] = "2.4", "streambp", version
+    for name in urls:
+        told["Project-URL"] = f"{name}, {HOME}"
+    told.set_payload(page)
+    with zipfile.ZipFile(folder / f"streambp-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"streambp-{version}.dist-info/METADATA", told.as_string())
+
+    (folder / "PKG-INFO").write_text(told.as_string())
+    with tarfile.open(folder / f"streambp-{version}.tar.gz", "w:gz") as tar:
+        tar.add(folder / "PKG-INFO", f"streambp-{version}/PKG-INFO")
+    (folder / "PKG-INFO").unlink()
+
+
+URLS = ("Homepage", "Documentation", "Issues", "Changelog", "Source")
+
+
+@pytest.mark.parametrize(
+    ("page", "urls", "tag", "found"),
+    [
+        (f"[a]({HOME}) [b](#c)", URLS, "v1.2.3", 0),
+        (f"[a]({HOME})", URLS, None, 0),
+        (f"[a]({HOME})", URLS, "v1.2.4", 2),
+        ("[a](docs/a.md) ![b](c.png)", URLS, "v1.2.3", 4),
+        ("a", URLS[1:], "v1.2.3", 2),
+    ],
+)
+def test_what_cannot_be_published_is_told(page, urls, tag, found, tmp_path):
+    archive(tmp_path, "1.2.3", page, urls)
+    assert len(problems(tmp_path, tag)) == found
+
+
+def test_archives_that_are_not_there_are_told(tmp_path):
+    (told,) = problems(tmp_path, None)
+    assert "one .whl and one .tar.gz" in told
