@@ -1,4 +1,5 @@
-"""What the package is stands in pyproject.toml. Here: its page, whose links lead to where the project is built from.
+"""What the package is stands in pyproject.toml. Here: its page, whose links lead to where the project is built from, and an
+example that it takes along.
 
 README.md has links within the repository, which lead nowhere on another site. The repository's address is GitHub's, if one
 of its workflows builds; else that of the source archive; else the clone's `origin`. Without any the links stay as they are.
@@ -11,6 +12,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 LINK = re.compile(r"(!?\[[^\]]*\]\()(?!\w+:|#)([^)\s]+)(\))")  # to a file of the repository
@@ -56,6 +58,18 @@ def urls(home: str | None) -> dict[str, str]:
     return {"Homepage": home, "Source": home, **known, "Issues": f"{home}/issues", **paper}
 
 
+class WithObjectives(build_py):
+    """Objectives that `streambp.losses` has for one more release are built into it from their example."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_file("examples/objectives.py", str(Path(self.build_lib) / "streambp" / "losses" / "objectives.py"))
+
+
 setup(
-    long_description=page(address()), long_description_content_type="text/markdown", project_urls=urls(address())
+    long_description=page(address()),
+    long_description_content_type="text/markdown",
+    project_urls=urls(address()),
+    cmdclass={"build_py": WithObjectives},
 )  # the rest is pyproject.toml's

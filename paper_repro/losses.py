@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from examples.objectives import dpo_loss, grpo_loss
 from paper_repro.methods import Method
-from streambp.losses import dpo_loss, grpo_loss, ppo_loss
+from streambp.losses import ppo_loss
 
 Objective = Callable[[Method, PreTrainedModel, Tensor, int], Tensor]
 

@@ -1,6 +1,6 @@
-"""Our objectives against TRL's own, on the log-probabilities of the same model.
+"""The objectives of the examples against TRL's own, on the log-probabilities of the same model.
 
-covers: losses/dpo.py, losses/grpo.py, losses/sft.py
+covers: losses/masked.py
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streambp.losses import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, dpo_loss, grpo_loss
-from streambp.losses.dpo import SMOOTHED
+from examples.objectives import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, SMOOTHED, dpo_loss, grpo_loss
 from tests.families import build
 
 pytest.importorskip("trl", reason="TRL is not installed")

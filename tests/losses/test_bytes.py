@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from examples.objectives import dpo_loss, grpo_loss, sft_loss
 from streambp.head import token_log_probs
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest, Recipe
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import LazyLogits
-from streambp.losses import dpo_loss, grpo_loss, ppo_loss, sft_loss
+from streambp.losses import ppo_loss
 from streambp.planner.count import LiveBytes
 from tests.head import losses_on_logits
 from tests.layer.test_bytes import KB, empty, slope

@@ -1,6 +1,6 @@
 """Every objective through the blockwise head against full logits in float64: values and all gradients.
 
-covers: head/blocks.py, losses/__init__.py, losses/dpo.py, losses/grpo.py, losses/ppo.py, losses/sft.py
+covers: head/blocks.py, losses/ppo.py
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import streambp
+from examples.objectives import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, SMOOTHED, dpo_loss, grpo_loss, sft_loss
 from streambp.head import blocks, token_log_probs
-from streambp.losses import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, dpo_loss, gae, grpo_loss, ppo_loss, sft_loss, whiten
-from streambp.losses.dpo import SMOOTHED
+from streambp.losses import gae, ppo_loss, whiten
 from tests.families import build
 from tests.oracle import assert_as_precise, relative_l2
 from tests.seeds import seeded

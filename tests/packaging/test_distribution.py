@@ -59,7 +59,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(archives):
     assert wheel.name == "streambp-0.1.0-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     inside = {name for name in names if not name.startswith("streambp-0.1.0.dist-info/")}
-    assert inside == files_of(source, "streambp")
+    assert inside == {*files_of(source, "streambp"), "streambp/losses/objectives.py"}
     assert {"streambp/py.typed", "streambp/planner/web/page.html"} < inside
     assert "streambp-0.1.0.dist-info/licenses/LICENSE" in names
 
@@ -118,6 +118,7 @@ def test_the_wheel_alone_runs(archives, tmp_path):
         "import streambp, streambp.planner.page as page, sys; print(streambp.__file__)\n"
         "import streambp.integrations.trl; assert not {'trl', 'peft', 'deepspeed', 'liger_kernel'} & set(sys.modules)\n"
         "assert '</html>' in page.part('page.html')\n"
+        "from streambp.losses import grpo_loss; assert grpo_loss.__module__ == 'streambp.losses.objectives'\n"
         "from streambp.cli import main; main(['--help'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
