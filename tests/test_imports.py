@@ -20,12 +20,12 @@ GROUND = (
 )  # fmt: skip
 # From the ground up: each folder, and the folders below it that it may import.
 FOLDERS = {
-    "attention": (),
+    "offload": (),
+    "attention": ("offload",),
     "recurrent": (),
     "distributed": (),
     "losses": (),
     "fingerprint": ("distributed",),
-    "offload": (),
     "layer": ("attention", "recurrent", "distributed", "fingerprint", "offload"),
     "admission": ("attention", "recurrent", "distributed", "fingerprint", "layer"),
     "sharded": ("attention", "distributed", "layer", "admission", "offload"),

@@ -53,7 +53,7 @@ from tests.attention import test_graph_cache, test_merge
 from tests.distributed import one_rank, test_host, test_shards
 from tests.families import build, make_batch
 from tests.head import test_expected_scale, test_log_probs, test_stand_ins
-from tests.layer import test_inner_leaves, test_narrow_queries, test_sharded
+from tests.layer import test_inner_leaves, test_sharded
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
 from tests.planner import test_estimates, test_mixers, test_plans
@@ -234,11 +234,6 @@ def merged_with_garbage(o, lse, part_o, part_lse, out):
     weight, part_weight = (torch.exp(x - merged).transpose(1, 2)[..., None] for x in (lse, part_lse))
     out.copy_(o * weight + part_o * part_weight)
     lse.copy_(merged)
-
-
-def narrow_queries():
-    with pytest.MonkeyPatch.context() as patch:
-        test_narrow_queries.test_keys_that_come_out_differently_are_not_taken(patch)
 
 
 def leave_without_sums(self, indices):
@@ -452,7 +447,6 @@ MUTANTS = {
         merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
         of(graph_cache, "plain"),
     ),
-    "narrow queries that were not tried": (trials, "_same", lambda *_: True, narrow_queries),
     "accumulators that stay behind": (keys.KVTiles, "_leave", leave_without_sums, streamed_prefix),
     "tiles read from their start": (keys.KVTiles, "_overlaps", from_the_start, streamed_prefix),
     "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),

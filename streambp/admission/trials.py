@@ -278,13 +278,10 @@ class Trial:
         found.kv += _keys_and_values(prefix)
         return found
 
-    def refill(
-        self, calls: int, starts: list[States], names: Labels = frozenset(), width: int | None = None
-    ) -> list[Tensor]:
+    def refill(self, calls: int, starts: list[States], names: Labels) -> list[Tensor]:
         """K [B, t, H_kv, D] and V of so many attention calls, as a refill computes them that leaves those products out."""
         prefix = _prefix(self.call, self.chunks, calls)
-        out = left_out(self.linears, names, width=width)
-        with torch.no_grad(), self.random.replayed(), out:
+        with torch.no_grad(), self.random.replayed(), left_out(self.linears, names):
             for chunk, states in zip(self.chunks, starts, strict=False):
                 part = self.x[..., chunk.start : chunk.stop, :]
                 self.call.compute(part, chunk, Stage.REFILL, prefix, states=states)
@@ -317,16 +314,15 @@ def _keys_and_values(prefix: Prefix) -> list[Tensor]:
 
 def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
     like = call.kept.store.peek("x", 0)
-    pieces = [call.first_chunks(tokens) for tokens in TRIED]
+    chunks = call.first_chunks(TRIED)
     known = has_data(like)
-    with few_tokens(call, like, pieces[-1][-1].stop, call.site.turns) as x:
-        random = RandomState.capture(call.device)
-        few, more = (Trial(call, linears, x[..., : p[-1].stop, :], p, needs_input, random) for p in pieces)
+    with few_tokens(call, like, chunks[-1].stop, call.site.turns) as x:
+        trial = Trial(call, linears, x, chunks, needs_input, RandomState.capture(call.device))
         ran: list[Recomputed] = []
 
         def run() -> list[Tensor]:
             with computed(linears, linears):  # as where it is differentiated without some of them
-                ran.append(more.recompute())
+                ran.append(trial.recompute())
             return ran[0].kv
 
         try:
@@ -337,8 +333,8 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
             return UnreadProducts()
         found = dataclasses.replace(found, states=ran[0].goes_on)
         if known and found.recompute:
-            found = dataclasses.replace(found, recompute=_recomputable(found.recompute, more, ran[0]))
-        return _refillable(found, [few, more], ran[0])
+            found = dataclasses.replace(found, recompute=_recomputable(found.recompute, trial, ran[0]))
+        return _refillable(found, trial, ran[0])
 
 
 def _recomputable(names: Labels, trial: Trial, ran: Recomputed) -> Labels:
@@ -352,31 +348,14 @@ def _recomputable(names: Labels, trial: Trial, ran: Recomputed) -> Labels:
     return holding(names, lambda names: same_gradients(trial.call, trial.gradients(names), expected))
 
 
-def _refillable(found: UnreadProducts, trials: list[Trial], ran: Recomputed) -> UnreadProducts:
-    """What of it a refill can leave out, and how narrow. ran: a recomputation of the last trial. [Note: narrow queries]"""
-    kv = ran.kv
-    if not kv or not found.refill:
+def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
+    """What of it a refill can leave out. ran: a recomputation of the trial."""
+    if not ran.kv or not found.refill:
         return dataclasses.replace(found, refill=frozenset())
-    calls = len(kv) // 2
-    goes_on = trials[0].call.site.kind.states.carries
-    few, _ = trials
-    starts: list[list[States]] = [few.recompute().starts, ran.starts] if goes_on else [[{}], [{}]]
-    expected = [few.refill(calls, starts[0]), kv]
-
-    def tried(names: Labels, width: int | None) -> bool:
-        def holds(names: Labels) -> bool:
-            again = (trial.refill(calls, start, names, width) for trial, start in zip(trials, starts, strict=True))
-            return all(map(_same, expected, again))
-
-        return _holds(holds, names)
-
-    # Of several attention calls all but the last are computed in a refill.
-    size = kv[0].shape[-1] if calls == 1 and trials[-1].chunks[0].stop == TRIED[-1] else None
-    refill = found.refill if size is not None and tried(found.refill, size) else None
-    if refill is None:
-        refill = holding(found.refill, lambda names: tried(names, None))
-        size = size if refill != found.refill and size is not None and refill and tried(refill, size) else None
-    return dataclasses.replace(found, refill=refill, width=size)
+    starts = ran.starts if trial.call.site.kind.states.carries else [{}]
+    calls = len(ran.kv) // 2
+    refill = holding(found.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv))
+    return dataclasses.replace(found, refill=refill)
 
 
 def _same(found: list[Tensor], expected: list[Tensor]) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,40 +24,10 @@ from torch import Tensor
 from streambp.attention.kernels import cut, narrowed, widened
 from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
+from streambp.offload.stores import HostTensors
 
 WORKING = 4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
 Visit = Iterable[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and V of its rows and keys
-
-
-class Site(Protocol):
-    """Keys and values of one attention call over T tokens, and the accumulators of their gradients.
-
-    streams: they come to the device in tiles, so the fewer keys a block has, the fewer are there at once.
-    width: columns of the V that `visit` gives, D_v or more, those behind D_v zero. [Note: padded values]
-    """
-
-    streams: bool
-    value_size: int  # D_v
-    width: int
-
-    def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Keep K [B, H_kv, C, D] and V of a chunk. Chunks come in order."""
-        ...
-
-    def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """The blocks with their K [b, H_kv, k, D] and V [b, H_kv, k, width].
-
-        gradients: `add` will be called for each before the next.
-        """
-        ...
-
-    def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """Add dk [b, H_kv, k, D] and dv [b, H_kv, k, D_v] of a block that is being visited to the accumulators."""
-        ...
-
-    def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """dK [B, H_kv, C, D] and dV of a chunk, in promote_types(dtype, float32); for the last time."""
-        ...
 
 
 @dataclasses.dataclass
@@ -166,38 +135,6 @@ class KVBuffer:
         return dk.narrow(*here).transpose(1, 2), dv.narrow(*here).transpose(1, 2)
 
 
-class TileStore(Protocol):
-    """Tensors by name and chunk, most of them on the host or on their way."""
-
-    def reserve(self, size: int) -> None:
-        """Make room for that many bytes at once."""
-        ...
-
-    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Keep a tensor of any shape, a tile's is [B, C, H_kv, D]; one that was there before by that name is replaced."""
-        ...
-
-    def has(self, name: str, chunk: int) -> bool:
-        """Whether a tensor is kept by that name for that chunk, on the host or on the device."""
-        ...
-
-    def load(self, name: str, chunk: int) -> None:
-        """Start to bring it to the device."""
-        ...
-
-    def peek(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...], on the device; not to be changed."""
-        ...
-
-    def take(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...], on the device, for the last time."""
-        ...
-
-    def borrow(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...], on the device, to be changed and put back."""
-        ...
-
-
 @dataclasses.dataclass
 class Tile:
     """One chunk's K [B, C, H_kv, D] and V on the device; their accumulators once they are needed."""
@@ -216,7 +153,8 @@ class KVTiles:
         keys: where K and V are kept. scratch: where the accumulators are between two chunks.
         resident: how many of the first tiles stay on the device.
         keeps_all: `keys` gets the resident tiles too, because they are saved for backward.
-        width: columns of V in blocks; tiles are kept, and come and go, with D_v of them. [Note: padded values]
+        value_size: D_v. width: columns of V in blocks; tiles are kept, and come and go, with D_v of them.
+            [Note: padded values]
     """
 
     streams = True
@@ -225,8 +163,8 @@ class KVTiles:
         self,
         index: int,
         plan: ChunkPlan,
-        keys: TileStore,
-        scratch: TileStore,
+        keys: HostTensors,
+        scratch: HostTensors,
         resident: int,
         keeps_all: bool,
         value_size: int,
@@ -319,7 +257,7 @@ class KVTiles:
                     self._scratch.put(self._dk, index, tile.dk)
                     self._scratch.put(self._dv, index, tile.dv)
 
-    def _home(self, name: str, index: int) -> TileStore:
+    def _home(self, name: str, index: int) -> HostTensors:
         return self._keys if self._keys.has(name, index) else self._scratch
 
     def _tiles(self, block: Block) -> range:
@@ -350,6 +288,9 @@ class KVTiles:
         return cut(whole, 0, block.b1 - block.b0, 0, block.k1 - block.k0)
 
 
+Site = KVBuffer | KVTiles  # keys and values of one attention call, and the accumulators of their gradients
+
+
 @dataclasses.dataclass
 class PrefixMemory:
     """How much of the device the prefixes of one layer call may use, and where tiles go.
@@ -362,8 +303,8 @@ class PrefixMemory:
 
     plan: ChunkPlan
     room: int | None
-    scratch: Callable[[], TileStore]
-    saved: TileStore | None = None
+    scratch: Callable[[], HostTensors]
+    saved: HostTensors | None = None
 
     def resident_tiles(self, sizes: list[int]) -> list[int | None]:
         """For each attention call, how many of its tiles stay on the device; None: all, in one buffer.

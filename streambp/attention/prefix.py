@@ -20,13 +20,14 @@ from torch import Tensor
 
 from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
 from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, as_sdpa, choose_backend
-from streambp.attention.kv import KVBuffer, KVTiles, PrefixMemory, Site, TileStore
+from streambp.attention.kv import KVBuffer, KVTiles, PrefixMemory, Site
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
 from streambp.attention.picked import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, StreamBPError
+from streambp.offload.stores import HostTensors
 
 
 class Stage(enum.Enum):
@@ -89,7 +90,7 @@ class Prefix:
         self.sizes_seen: list[SiteSize] = []
         self.index_keys: dict[int, Tensor] = {}  # [B, T, D] of each indexer, in forward. [Note: indexers]
         self.picked: list[Tensor] = []  # [B, C, k] of each indexer, for the chunk computed last
-        self._scratch: TileStore | None = None
+        self._scratch: HostTensors | None = None
 
     def restore(self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True) -> None:
         """Keep K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk, in attention call `index`, for the chunks that follow.
@@ -174,7 +175,7 @@ class Prefix:
                 self.restore(index, chunk, k.transpose(1, 2), v.transpose(1, 2))
         self.filled_until = self.length
 
-    def _tiled(self, index: int, resident: int, backward: bool, saved: TileStore | None = None) -> KVTiles:
+    def _tiled(self, index: int, resident: int, backward: bool, saved: HostTensors | None = None) -> KVTiles:
         assert self.memory is not None
         plan, size = self.memory.plan, self.sizes_seen[index]
         if not backward:

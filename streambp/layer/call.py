@@ -34,12 +34,13 @@ from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off
 from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.store import InMemory
 from streambp.layer.witness import Witness
 from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered again and again
-TRIED = (2, 3)  # tokens of a trial. [Note: narrow queries]
+TRIED = 3  # tokens of a trial
 
 
 class LayerCall:
@@ -113,7 +114,9 @@ class LayerCall:
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
         """Of what is carried no more is on the device than the offloader allows."""
-        self.carried.limit(self.plan, offloader, self.device, self.kept.store if self.kept.moves_kv else None)
+        saved = self.kept.store if self.kept.moves_kv else None
+        assert not isinstance(saved, InMemory)  # keys that move are on the host
+        self.carried.limit(self.plan, offloader, self.device, saved)
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
         """A chunk of so many tokens for a trial, if there are as many; for a layer with states a second one behind it, if
@@ -129,7 +132,7 @@ class LayerCall:
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
         """What decides, beside the layer, which products of these Linears its backward leaves unread."""
-        stops = [chunk.stop for chunk in self.first_chunks(TRIED[-1])]
+        stops = [chunk.stop for chunk in self.first_chunks(TRIED)]
         return self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:

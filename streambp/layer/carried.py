@@ -22,8 +22,8 @@ from streambp.attention.carriers import Layout
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.layer.store import SavedTensors
 from streambp.offload.manager import OffloadManager
+from streambp.offload.stores import HostTensors
 from streambp.recurrent.states import States
 
 
@@ -45,7 +45,7 @@ class Carried:
     states: dict[int, States] = dataclasses.field(default_factory=dict)
     upstream: dict[int, States] = dataclasses.field(default_factory=dict)
 
-    def limit(self, plan: ChunkPlan, offloader: OffloadManager, device: torch.device, saved: SavedTensors | None) -> None:
+    def limit(self, plan: ChunkPlan, offloader: OffloadManager, device: torch.device, saved: HostTensors | None) -> None:
         """Of keys, values and their gradients no more is on the device than the offloader allows, if they may be in tiles.
 
         Args:

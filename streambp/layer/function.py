@@ -296,7 +296,7 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     unread = call.site.unread.get(situation)
     if unread is None:
         unread = call.site.unread[situation] = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-    with left_out(linears, unread.refill, width=unread.width):
+    with left_out(linears, unread.refill):
         _refill(call)
     left = unread.recompute.difference(call.kept.products)
     if call.witness is not None:

@@ -5,11 +5,6 @@ for nothing: its backward wants its input and weight, not its output. On a Qwen3
 step's Linear FLOPs. Which products are unread follows from the layer's own data flow, so it is traced, not listed
 (`data_flow.py`). A product that is left out is filled with NaN, so that a wrong trace could not go unnoticed. What a trace
 proposes is tried before it is used (`trials.py`). [Note: writes through pointers]
-
-[Note: narrow queries] In a refill the layer still norms and rotates the queries that nobody reads: more bytes than all else
-that a refill moves. So there a left-out Linear may return as few features as one head has: a layer that takes its number of
-heads from the product's size then works on one head. Whether it does, and finds the same keys and values, is tried on the
-few tokens of the trace; if not, left-out products have their full size.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +24,7 @@ from streambp.attention.indexers import indexers_of
 from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
+from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness
 
 Labels = frozenset[str]
@@ -38,13 +34,11 @@ Labels = frozenset[str]
 class UnreadProducts:
     """Names, relative to the layer, of the Linears whose output is not needed in a refill or a recomputation.
 
-    width: features that those left out of a refill may return; None: all. [Note: narrow queries]
     states: the states that a chunk ends with depend on something that is differentiated. [Note: states]
     """
 
     refill: Labels = frozenset()
     recompute: Labels = frozenset()
-    width: int | None = None
     states: bool = True
 
 
@@ -115,18 +109,6 @@ Cast = Callable[[torch.dtype], Tensor]
 See = Callable[[str, Tensor], None]
 
 
-class Sums(Protocol):
-    """Where weights' gradients are added up."""
-
-    def adder(self, weight: Tensor) -> Add | None:
-        """Adds a product [out, n] @ [n, in] to this weight's gradient; None: autograd is to return the gradient."""
-        ...
-
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] in autocast's dtype, the same for all chunks, as autocast's own cache would have it."""
-        ...
-
-
 def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Within, these modules have these forwards; what was there comes back."""
     return _forwards(forwards) if forwards else contextlib.nullcontext()
@@ -147,7 +129,7 @@ def _forwards(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator
 
 
 def summed(
-    linears: dict[str, nn.Linear], sums: Sums, unread: Labels, witness: Witness | None = None
+    linears: dict[str, nn.Linear], sums: GradientSum, unread: Labels, witness: Witness | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Within, the weight gradients of these Linears are added to their sums by the products that make them.
     [Note: sums inside products]
@@ -186,17 +168,9 @@ def _adding(
     return forward
 
 
-def left_out(
-    linears: dict[str, nn.Linear], names: Labels, width: int | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Within, these Linears return NaN and know their backward.
-
-    Args:
-        width: they return so many features, and know no backward. [Note: narrow queries]
-    """
+def left_out(linears: dict[str, nn.Linear], names: Labels) -> contextlib.AbstractContextManager[None]:
+    """Within, these Linears return NaN and know their backward."""
     chosen = [linears[name] for name in names if name in linears]
-    if width is not None:
-        return _replaced({module: functools.partial(_narrow, module, width) for module in chosen})
     return _replaced({module: functools.partial(_linear, module, UNREAD, *_adder(module, None)) for module in chosen})
 
 
@@ -246,7 +220,7 @@ def known(
     linears: dict[str, nn.Linear],
     names: list[str],
     source: Callable[[str], Tensor | None],
-    sums: Sums | None = None,
+    sums: GradientSum | None = None,
     see: See | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears return the [..., out] that `source` has for their name, and know their backward.
@@ -279,17 +253,7 @@ class Unread:
 UNREAD = Unread()
 
 
-def _narrow(module: nn.Linear, width: int, x: Tensor) -> Tensor:
-    """NaN [..., width] for x [..., in]; fewer where the module has fewer features."""
-    return _nan(x, min(width, module.out_features))
-
-
-def _nan(x: Tensor, features: int) -> Tensor:
-    """[..., features] in the dtype that a Linear would give for x [..., in]; no weight is cast for it."""
-    return x.new_full((*x.shape[:-1], features), torch.nan, dtype=_cast_to(x) or x.dtype)
-
-
-def _adder(module: nn.Linear, sums: Sums | None) -> tuple[Add | None, Cast]:
+def _adder(module: nn.Linear, sums: GradientSum | None) -> tuple[Add | None, Cast]:
     """What adds to the weight's gradient, None if autograd returns it, and what casts the weight."""
     weight: Any = module.weight
     add = None if sums is None else sums.adder(weight)
@@ -301,7 +265,8 @@ def _linear(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, c
     if value is None and add is None:
         return type(module).forward(module, x)
     if isinstance(value, Unread) and not torch.is_grad_enabled():
-        return _nan(x, module.out_features)
+        # In the dtype that the Linear would give; no weight is cast for it.
+        return x.new_full((*x.shape[:-1], module.out_features), torch.nan, dtype=_cast_to(x) or x.dtype)
     return _known(module, value, add, cast, x)
 
 

@@ -26,8 +26,9 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
-from streambp.layer.products import See, Sums, captured, known, matching, never_read, output_bytes
+from streambp.layer.products import See, captured, known, matching, never_read, output_bytes
 from streambp.layer.recompute import Autocast, RandomState
+from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
 from streambp.layer.store import InMemory, SavedTensors
 from streambp.offload.costs import Cost, LayerSeen, Product
@@ -238,7 +239,7 @@ class Kept:
         chunk: Chunk,
         names: list[str] | None = None,
         again: bool = False,
-        sums: Sums | None = None,
+        sums: GradientSum | None = None,
         see: See | None = None,
     ) -> contextlib.AbstractContextManager[None]:
         """Within, those Linears return what was kept of this chunk.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,19 +44,6 @@ class Rows:
 
     positions: Tensor
     block: slice
-
-
-class Term(Protocol):
-    """What one use of the logits adds to their gradient."""
-
-    def touched(self, count: int) -> Tensor:
-        """[M] of bool: at which positions it adds something; count: M."""
-
-    def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Positions are rows of the pass: row_of [M], or themselves. Blocks of rows are between `edges`."""
-
-    def add_to(self, total: Tensor, product: Tensor, rows: Rows) -> None:
-        """Add d loss / d product to `total` [n, V], in promote_types(dtype, float32), for a block of products [n, V]."""
 
 
 class StatisticsTerm:
@@ -222,6 +209,9 @@ class NodeTerm:
             total.index_add_(0, at, part.to(total.dtype))
 
 
+Term = StatisticsTerm | NodeTerm  # what one use of the logits adds to their gradient
+
+
 def values_beside(node: Node, entries: Tensor | slice) -> dict[Node, Any]:
     """The tensors [N, k] that stand beside the logits of a flat node, each cut to some of its N tokens.
 
@@ -235,7 +225,7 @@ def values_beside(node: Node, entries: Tensor | slice) -> dict[Node, Any]:
 
 
 def sweep(
-    inputs: HeadInputs, terms: Sequence[Any], hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
+    inputs: HeadInputs, terms: Sequence[Term], hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters, where `needs` says so."""
     work = HeadGradients(inputs, hidden, weight, bias, needs)
@@ -273,7 +263,7 @@ def sweep(
     return work.results()
 
 
-def _touched(terms: Sequence[Any], hidden: Tensor) -> Tensor | None:
+def _touched(terms: Sequence[Term], hidden: Tensor) -> Tensor | None:
     """The positions that any term adds to, in order; None: all."""
     if not has_data(hidden):
         return None

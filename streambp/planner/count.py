@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from streambp.device import has_data
+from streambp.device import counted_bytes, has_data
 from streambp.planner.routing import LOOKED_AT, TOP_K, Routing
 from streambp.planner.work import BACKWARDS, Work, aten, tensors, work_of, workspace
 
@@ -215,6 +215,31 @@ class Shapes:
         if all(type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
             made = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in outputs]
             self._known[key] = Known(made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0)
+
+
+class AllocatedBytes(contextlib.AbstractContextManager["AllocatedBytes"]):
+    """The bytes of an accelerator's allocator beyond those at the start, in place of tracked storages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = counted_bytes(device, "allocated")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def live(self) -> int:
+        """Bytes allocated now, less those at the start; freed ones count as negative."""
+        return counted_bytes(self._device, "allocated") - self._start
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated since `reset_peak`, less those at the start."""
+        return counted_bytes(self._device, "peak") - self._start
+
+    def reset_peak(self) -> None:
+        """Let the allocator's peak start from the bytes that are allocated now, for the whole process."""
+        torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 class StepCount(LiveBytes):

@@ -51,7 +51,7 @@ class Estimate:
         Raises:
             ConfigError: it was not counted.
         """
-        return named(self.methods, name)
+        return named({method.name: method for method in self.methods}, name)
 
     @property
     def streamed(self) -> MethodEstimate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
-from streambp.device import MEMORY_ERRORS, counted_bytes, is_accelerator, is_out_of_memory, tells_memory
+from streambp.device import MEMORY_ERRORS, is_accelerator, is_out_of_memory, tells_memory
 from streambp.errors import StreamBPError
 from streambp.model.last_step import last_step
 from streambp.model.patching import Patch, patch, unpatch
@@ -21,7 +20,7 @@ from streambp.model.wrappers import LayerForward
 from streambp.offload.manager import OffloadManager
 from streambp.planner import auto
 from streambp.planner.compose import unroll
-from streambp.planner.count import LiveBytes
+from streambp.planner.count import AllocatedBytes, LiveBytes
 from streambp.planner.counted import Asked, counted
 from streambp.planner.default import ByDefault, by_default
 from streambp.planner.host import UncountedHost
@@ -157,28 +156,3 @@ def uncount_host(model: nn.Module) -> None:
         manager = OffloadManager(None, "raise", len(sites), budget, engine=UncountedHost(torch.device("cpu")))
         for site in sites:
             site.offloader = manager
-
-
-class AllocatedBytes(contextlib.AbstractContextManager["AllocatedBytes"]):
-    """The bytes of an accelerator's allocator beyond those at the start, in place of tracked storages."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = counted_bytes(device, "allocated")
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    @property
-    def live(self) -> int:
-        """Bytes allocated now, less those at the start; freed ones count as negative."""
-        return counted_bytes(self._device, "allocated") - self._start
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were allocated since `reset_peak`, less those at the start."""
-        return counted_bytes(self._device, "peak") - self._start
-
-    def reset_peak(self) -> None:
-        """Let the allocator's peak start from the bytes that are allocated now, for the whole process."""
-        torch.accelerator.reset_peak_memory_stats(self._device)

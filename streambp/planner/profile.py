@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from streambp.errors import ConfigError
 from streambp.fields import check_fields
@@ -167,27 +167,21 @@ class Profile:
         Raises:
             ConfigError: it was not counted.
         """
-        return named(self.methods, name)
+        return named({method.name: method for method in self.methods}, name)
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
+Entry = TypeVar("Entry")
 
 
-Entry = TypeVar("Entry", bound=_Named)
-
-
-def named(entries: Sequence[Entry], name: str) -> Entry:
-    """The entry by that name.
+def named(methods: Mapping[str, Entry], name: str) -> Entry:
+    """The method by that name.
 
     Raises:
         ConfigError: there is none.
     """
-    for entry in entries:
-        if entry.name == name:
-            return entry
-    raise ConfigError(f"method is {name!r}; it must be one of {[entry.name for entry in entries]}.")
+    if name not in methods:
+        raise ConfigError(f"method is {name!r}; it must be one of {list(methods)}.")
+    return methods[name]
 
 
 @dataclasses.dataclass(frozen=True)

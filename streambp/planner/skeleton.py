@@ -86,7 +86,7 @@ class Skeleton:
         """Within, new tensors have no data.
 
         transformers takes fake tensors for a trace and would build the masks that a real step goes without. What an
-        operation refuses is not logged: some is only tried ([Note: narrow queries]), and a handler that keeps the record
+        operation refuses is not logged: some is only tried (`trials.py`), and a handler that keeps the record
         keeps the traceback, whose tensors would be counted as alive.
         """
         if self.mode is None:

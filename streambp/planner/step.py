@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from streambp.attention.carriers import attention_configs
 from streambp.known_names import IMPLEMENTATION
 from streambp.nested import replaced
-from streambp.planner.count import add_flops
+from streambp.planner.count import AllocatedBytes, LiveBytes, add_flops
 from streambp.planner.work import Work, aten
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
@@ -44,32 +44,10 @@ class Span:
     links: tuple[float, ...] = ()
 
 
-class Count(Protocol):
-    """What counts a step's bytes: alive now, and at most since `reset_peak`; entered around the step."""
-
-    @property
-    def live(self) -> int:
-        """Bytes that are alive now."""
-        ...
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were alive at once since `reset_peak`."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Let the peak start from the bytes that are alive now."""
-        ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *_: Any) -> Any: ...
-
-
 class Phases:
     """Cuts a count into spans; `enter` begins one and ends the last."""
 
-    def __init__(self, count: Count, parameters: list[nn.Parameter], host: Callable[[], int]) -> None:
+    def __init__(self, count: LiveBytes | AllocatedBytes, parameters: list[nn.Parameter], host: Callable[[], int]) -> None:
         self.spans: list[Span] = []
         self._count, self._parameters, self._host = count, parameters, host
         self._current: tuple[str, int | None] | None = None
@@ -97,7 +75,7 @@ def run_step(
     model: nn.Module,
     layers: tuple[nn.Module, ...],
     loss: Callable[[], Tensor],
-    count: Count,
+    count: LiveBytes | AllocatedBytes,
     host: Callable[[], int] = lambda: 0,
 ) -> list[Span]:
     """Forward and backward of one batch [B, T]; the spans, in order.

@@ -155,7 +155,7 @@ class ShardedCall(LayerCall):
             )
         linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
-        key = (self.arguments.kind, tuple(linears), autocast, min(TRIED[-1], self.plan.length))
+        key = (self.arguments.kind, tuple(linears), autocast, min(TRIED, self.plan.length))
         if linears and key not in self.site.unread_in_halves:
             parameters = Parameters(self.layer, self.device)
             with torch.enable_grad(), RandomState.capture(self.device).replayed(), parameters.shadowed():
@@ -163,7 +163,7 @@ class ShardedCall(LayerCall):
         self.unread = self.site.unread_in_halves.get(key, UnreadInHalves())
 
     def _trace(self, linears: dict[str, Any]) -> UnreadInHalves:
-        chunk = Chunk(0, 0, min(TRIED[-1], self.plan.length))
+        chunk = Chunk(0, 0, min(TRIED, self.plan.length))
         with few_tokens(self, self.hidden_states.detach(), chunk.stop, self.site.turns) as x:
             return _Halves(self, linears, x, chunk, RandomState.capture(self.device)).unread()
 
