@@ -46,9 +46,8 @@ def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] |
         for function in wrapped_functions(start):
             if trls_head(function) is not None:
                 continue  # it asks the forward below for the loss, unless it is told to compute its own
-            home = home_of(function)
-            if home not in own and home.partition(".")[0] not in FORWARDS_ARE_PLAIN:
-                return f"{home}.{name_of(function)}"
+            if home_of(function) not in own and package_of(function) not in FORWARDS_ARE_PLAIN:
+                return full_name(function)
     return None
 
 
@@ -97,6 +96,23 @@ def home_of(function: Any) -> str:
         names = getattr(type(function).__call__, "__globals__", None)
     home = (names or {}).get("__name__") or getattr(function, "__module__", None)
     return str(home)
+
+
+def package_of(function: Any) -> str:
+    """The library or program that wrote a callable, such as "peft"; of a partial, of what it calls."""
+    return home_of(_called(function)).partition(".")[0]
+
+
+def full_name(function: Any) -> str:
+    """A callable with its module, as messages name it; of a partial, what it calls."""
+    function = _called(function)
+    return f"{home_of(function)}.{name_of(function)}"
+
+
+def _called(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def undecorated(function: Any) -> Any:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import short_name
 from streambp.fingerprint.leaves import version_of
-from streambp.foreign import home_of, name_of
+from streambp.foreign import full_name, home_of, package_of
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
     BACKWARD_HOOKS,
@@ -49,16 +49,21 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None) -> list
     Args:
         previous: the layer's own instance forward.
     """
-    found = [] if previous is None or _is_own(previous, MODULES_ARE_HARMLESS) else [_full_name(previous)]
+    found = [] if previous is None or _harmless(previous) else [full_name(previous)]
     for module in layer.modules():
-        forward = module.__dict__.get("forward") if module is not layer else None
-        if forward is not None and not isinstance(forward, InstanceForward) and not _is_own(forward, MODULES_ARE_HARMLESS):
-            found.append(_full_name(forward))
-        if not _is_own(getattr(type(module), "forward", module), MODULES_ARE_HARMLESS):
-            found.append(_full_name(getattr(type(module), "forward", module)))
+        own, of_class = module.__dict__.get("forward"), getattr(type(module), "forward", module)
+        if module is not layer and own is not None and not isinstance(own, InstanceForward) and not _harmless(own):
+            found.append(full_name(own))
+        if not _harmless(of_class):
+            found.append(full_name(of_class))
         elif type(module).__module__.partition(".")[0] not in MODULES_ARE_HARMLESS:
             found.append(f"{type(module).__module__}.{type(module).__name__}")
     return list(dict.fromkeys(found))
+
+
+def _harmless(forward: Any) -> bool:
+    """Whether a library wrote it whose modules treat tokens alike."""
+    return package_of(forward) in MODULES_ARE_HARMLESS
 
 
 def refuse_opacus(where: str) -> NoReturn:
@@ -82,7 +87,7 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
             tables += [(path, own[name]) for name in MODULE_HOOKS if own.get(name)]
     for path, table in tables:
         for hook in table.values():
-            if not _is_own(hook, HOOKS_ARE_HARMLESS):
+            if package_of(hook) not in HOOKS_ARE_HARMLESS:
                 found.setdefault(short_name(hook), []).append(path)
     return found
 
@@ -108,7 +113,7 @@ def why_rows(module: nn.Module) -> str | None:
         own = (forward for forward in forwards(inner) if not isinstance(forward, InstanceForward))
         for function in (*own, getattr(type(inner), "forward", inner), type(inner)):
             if not known(function):
-                what = type(inner).__name__ if function is type(inner) else f"the forward {_full_name(function)}"
+                what = type(inner).__name__ if function is type(inner) else f"the forward {full_name(function)}"
                 return f"{what} (in {path or 'the model'}) is another's, and would see another row than the batch's"
     return None
 
@@ -133,11 +138,11 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
     before = [(table, dict(table)) for table in tables if table]
     for table, hooks in before:
         for key, hook in hooks.items():
-            if _is_own(hook, (OPACUS,)):
+            if package_of(hook) == OPACUS:
                 refuse_opacus(type(layer).__name__)
-            if not _is_own(hook, HOOKS_ARE_HARMLESS):
+            if package_of(hook) not in HOOKS_ARE_HARMLESS:
                 table[key] = functools.partial(_watched, hook, changing)
-                changing += [_full_name(hook)] if _may_change(hook) else []
+                changing += [full_name(hook)] if _may_change(hook) else []
     try:
         yield changing
     finally:
@@ -148,7 +153,7 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
 def may_edit_gradients(layer: nn.Module) -> bool:
     """Whether a backward hook of others inside a layer gives something back, by its source."""
     hooks = (h for m in layer.modules() if m is not layer for name in BACKWARD_HOOKS for h in getattr(m, name).values())
-    return any(not _is_own(hook, HOOKS_ARE_HARMLESS) and _returns(hook) for hook in hooks)
+    return any(package_of(hook) not in HOOKS_ARE_HARMLESS and _returns(hook) for hook in hooks)
 
 
 def _returns(hook: Callable[..., Any]) -> bool:
@@ -163,7 +168,7 @@ def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs
     versions = [version_of(x) for x in tensors]  # values miss what is written to positions that are not there
     result = hook(*args, **kwargs)
     if result is not None or versions != [version_of(x) for x in tensors] or not all(map(_same, tensors, before)):
-        changing.append(_full_name(hook))
+        changing.append(full_name(hook))
     return result
 
 
@@ -194,15 +199,3 @@ def _innermost(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(function, "__code__") else getattr(type(function), "__call__", function)  # noqa: B004
-
-
-def _is_own(function: Any, homes: tuple[str, ...]) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return home_of(function).partition(".")[0] in homes
-
-
-def _full_name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return f"{home_of(function)}.{name_of(function)}"

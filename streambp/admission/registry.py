@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from streambp.attention.interface import NAME, own_implementation
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
-from streambp.foreign import home_of, name_of, undecorated
+from streambp.foreign import full_name, home_of, undecorated
 from streambp.known_names import (
     ATTENTION_TABLE,
     EAGER,
@@ -121,15 +121,15 @@ def _why_foreign(
     who = f"The attention function of {kind} (attn_implementation={implementation!r})"
     if not registered:
         if function is not None and not _written_in(function, home):
-            return f"{who} is {_full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
+            return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
-        return f"{who} is {_full_name(function)}, where a function of transformers is expected"
+        return f"{who} is {full_name(function)}, where a function of transformers is expected"
     if inner is not None:
-        return f"{who} calls {_full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
+        return f"{who} calls {full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
     if mask is None:
         return f"{who} has no mask function registered by its name, so that the unpatched model ignores padding and windows"
     if home_of(mask) != MASKING:
-        return f"The mask function for attn_implementation={implementation!r} is {_full_name(mask)}, not transformers' own"
+        return f"The mask function for attn_implementation={implementation!r} is {full_name(mask)}, not transformers' own"
     return None
 
 
@@ -155,9 +155,3 @@ def _is_plain_flash(function: Callable[..., Any]) -> bool:
         return True
     size = getattr(function, "__globals__", {}).get(VERLS_SIZE)
     return home_of(function).startswith("verl.") and callable(size) and size() == 1
-
-
-def _full_name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return f"{home_of(function)}.{name_of(function)}"

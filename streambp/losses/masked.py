@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from streambp.errors import StreamBPError
@@ -16,12 +14,6 @@ def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != like.shape:
             raise StreamBPError(f"{name} has shape {tuple(tensor.shape)}; it must be {list(like.shape)}, as log_probs is.")
-
-
-def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
-    """Raise StreamBPError unless `value`, the argument `name`, is one of the choices."""
-    if value not in choices:
-        raise StreamBPError(f"{name} is {value!r}; it must be one of {sorted(choices)}.")
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
