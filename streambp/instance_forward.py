@@ -8,7 +8,7 @@ A wrapper that is called with a module first was bound to it as if it were a fun
 `module.__call__` and all hooks stay as they are. The class and its name stay, so that everything that looks for layers by
 class finds them.
 
-[Note: models in files] `torch.save` writes the unpatched module: where the file is read there may be no streambp. `pickle`,
+`torch.save` writes the unpatched module: where the file is read there may be no streambp. `pickle`,
 by which processes send models to each other, and `copy` keep the patch.
 """
 
@@ -92,7 +92,7 @@ def _slot(module: nn.Module) -> str:
 
 
 class AsUnpatched:
-    """What stands in for a patched module's `__reduce_ex__`. [Note: models in files]"""
+    """What stands in for a patched module's `__reduce_ex__`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

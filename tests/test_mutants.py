@@ -324,7 +324,7 @@ MUTANTS = {
         lambda call, linears, needs_input: products.UnreadProducts(frozenset(linears), frozenset(linears)), oracle,
     ),
     "unread Linear without its weight's gradient": (
-        products.KnownLinear, "backward",
+        products.LinearWithKnownOutput, "backward",
         staticmethod(
             lambda ctx, grad: (grad @ ctx.saved_tensors[1], torch.zeros_like(ctx.saved_tensors[1]), None, None, None)
         ),
@@ -332,9 +332,9 @@ MUTANTS = {
     ),
     "a product in place of its sum": (shadows, "add_product", lambda total, left, right: left @ right, oracle),
     "weight gradients added up and returned": (
-        products.KnownLinear, "backward",
+        products.LinearWithKnownOutput, "backward",
         staticmethod(
-            lambda ctx, grad, real=products.KnownLinear.backward: (
+            lambda ctx, grad, real=products.LinearWithKnownOutput.backward: (
                 real(ctx, grad)[0], grad.flatten(0, -2).mT @ ctx.saved_tensors[0].flatten(0, -2), None, None, None,
             )
         ),

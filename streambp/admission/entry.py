@@ -28,7 +28,7 @@ from streambp.fingerprint.looks import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import NOTHING, LayerCall
-from streambp.layer.function import NOBODY, Passes, StreamedLayer, run_backward, run_forward
+from streambp.layer.function import NOBODY, Strategy, StreamedLayer, run_backward, run_forward
 from streambp.layer.gradients import counts_when_alone
 from streambp.layer.graphs import can_keep_graph
 from streambp.layer.oom import explained
@@ -42,7 +42,7 @@ from streambp.recurrent.segments import arguments_that_tell, mixers_of
 backward_in_chunks = functools.partial(run_backward, unread_products)
 
 
-IN_CHUNKS = Passes(LayerCall, run_forward, backward_in_chunks, run_whole)
+IN_CHUNKS = Strategy(LayerCall, run_forward, backward_in_chunks, run_whole)
 
 
 def stream_layer(
@@ -50,7 +50,7 @@ def stream_layer(
     args: Any,
     kwargs: Any,
     rows: PackedRows | None = None,
-    passes: Passes = IN_CHUNKS,
+    strategy: Strategy = IN_CHUNKS,
     forks: Forks = (),
 ) -> Any:
     """What the layer's forward returns for these arguments, computed in chunks of the sequence.
@@ -59,24 +59,24 @@ def stream_layer(
         site: a decoder layer whose only work across tokens is attention through transformers' interface. Whether that is
             so is found out at its first call of each kind; if not, such calls run whole and checkpointed.
         rows: documents of packed rows that position_ids mark, for layers that are not told of them. [Note: segments]
-        passes: how; if not given, chunk by chunk.
+        strategy: how; if not given, chunk by chunk.
         forks: where in the sequence states go on from somewhere else than from before; of a tree of rows.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly; nothing was changed.
     """
-    call = admit(site, args, kwargs, rows, passes, forks)
+    call = admit(site, args, kwargs, rows, strategy, forks)
     if isinstance(call, CallReport):
         site.last = call
         with site.weights_for_once(args, kwargs, call.because or "its only token cannot be tried in chunks"):
-            return passes.whole(site, args, kwargs, call)
+            return strategy.whole(site, args, kwargs, call)
     site.last = call.report()
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
-        return _streamed(call, passes)
+        return _streamed(call, strategy)
 
 
 def admit(
-    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, passes: Passes, forks: Forks = ()
+    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, strategy: Strategy, forks: Forks = ()
 ) -> LayerCall | CallReport:
     """The call that is to be streamed, or a report that says why it runs whole.
 
@@ -109,7 +109,7 @@ def admit(
     )
     if because is not None:
         return CallReport(because, rows=rows)
-    call: LayerCall = passes.make(site, arguments)
+    call: LayerCall = strategy.make(site, arguments)
     call.look = look
     call.parameters = Parameters(site.layer, call.device, site.of(slots_of))
     kind = arguments.kind
@@ -129,14 +129,14 @@ def admit(
     if not verdict.streams:
         if arguments.tells:  # its kernels do something else than they are told
             site.kernels_told = False
-            return admit(site, args, kwargs, rows, passes, forks)
+            return admit(site, args, kwargs, rows, strategy, forks)
         return CallReport(verdict.because, rows=rows)
     if failed is not None:
         raise failed
     return call
 
 
-def _streamed(call: LayerCall, passes: Passes) -> Any:
+def _streamed(call: LayerCall, strategy: Strategy) -> Any:
     """The admitted call's result, with a graph if somebody wants gradients of it."""
     site, hidden_states = call.site, call.hidden_states
     parameters, inputs = call.parameters, call.arguments.inputs
@@ -150,13 +150,13 @@ def _streamed(call: LayerCall, passes: Passes) -> Any:
             call.kept.save_to(site.offloader)
         reductions = site.of(reductions_of)
         hidden_states = reduced_after_backward(reductions, hidden_states) if reductions else hidden_states
-        output, *extras = StreamedLayer.apply(passes, call, parameters, hidden_states, *inputs, *parameters.current())
+        output, *extras = StreamedLayer.apply(strategy, call, parameters, hidden_states, *inputs, *parameters.current())
         call.arguments.inputs = []
     else:
         versions = versions_of(call.look)
         here = site.weights_here("forward", call.device)
         with here, watching(call.look.hooks) if site.warm is not None else NOBODY as acted:
-            output, *extras = passes.forward(call, False)
+            output, *extras = strategy.forward(call, False)
         site.refuse_untried(acted)
         if site.fingerprint.pending:
             site.fingerprint.learn(site.layer, call.look, versions)

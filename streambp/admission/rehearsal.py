@@ -1,6 +1,6 @@
 """What a layer is run on when it is tried: a few random tokens, and weights as training might make them.
 
-[Note: rehearsal] Hidden states are random, because padding looks alike at every position, and nothing is masked: what is
+Hidden states are random, because padding looks alike at every position, and nothing is masked: what is
 judged is the layer, not the batch. Weights that are zero have other values, since gates start at values for which they do
 nothing. Dropout is off where two runs are compared, since it draws other numbers for other chunks.
 """
@@ -154,10 +154,10 @@ def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     """Within, the layer has weights as training might make them. [Note: a trial]"""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
-    return Parameters(call.layer, call.device, call.site.of(slots_of)).shadowed(stirred)
+    return Parameters(call.layer, call.device, call.site.of(slots_of)).shadowed(with_random_zeros)
 
 
-def stirred(parameter: Tensor) -> Tensor:
+def with_random_zeros(parameter: Tensor) -> Tensor:
     """A parameter's value [...], detached, with random numbers for zeros; vectors and numbers are changed everywhere.
 
     Gates start at values for which they do nothing. A matrix of over LARGE elements is copied only if all of it is zero.

@@ -102,7 +102,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     return failed
 
 
-def holding(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
+def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
     """The names, if leaving them out changes nothing; else those of them that hold one by one, if they do together."""
     if not names or _holds(holds, names):
         return names
@@ -345,7 +345,7 @@ def _recomputable(names: Labels, trial: Trial, ran: Recomputed) -> Labels:
         if is_out_of_memory(error):
             raise
         return frozenset()
-    return holding(names, lambda names: same_gradients(trial.call, trial.gradients(names), expected))
+    return confirmed(names, lambda names: same_gradients(trial.call, trial.gradients(names), expected))
 
 
 def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
@@ -354,7 +354,7 @@ def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadP
         return dataclasses.replace(found, refill=frozenset())
     starts = ran.starts if trial.call.site.kind.states.carries else [{}]
     calls = len(ran.kv) // 2
-    refill = holding(found.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv))
+    refill = confirmed(found.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv))
     return dataclasses.replace(found, refill=refill)
 
 

@@ -99,7 +99,7 @@ def attend_blocks(
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
     """Merge one more key, read by every query, with logit sink [H] and value zero.
 
-    [Note: sinks] The merged lse is all that the blocks' backward needs; the sink's own gradient is
+    The merged lse is all that the blocks' backward needs; the sink's own gradient is
     -sum over queries of exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's.
     """
     sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
@@ -198,7 +198,7 @@ class PrefixAttention(torch.autograd.Function):
 
 
 def _sink_gradient(do: Tensor, o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """[H], from do and o [B, C, H, D_v]. [Note: sinks]"""
+    """[H], from do and o [B, C, H, D_v]."""
     weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
     products = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [B, C, H]
     return -(weight.transpose(1, 2) * products).sum((0, 1)).view_as(sink).to(sink.dtype)

@@ -5,7 +5,7 @@ no longer add up to zero, and sums over queries (biases, small projections) show
 take the rounded o. Plain products take the one before rounding where it is at hand, as eager attention's softmax does; and
 a sink scales o before it is rounded.
 
-[Note: first block] A chunk's first block is not added to zeros: what a block that covers the whole chunk returns is what
+A chunk's first block is not added to zeros: what a block that covers the whole chunk returns is what
 the next ones are added to. With two blocks, as in a plain chunk, nothing is written in float32: both are read, their sum is
 rounded once. With more, sums are kept in promote_types(dtype, float32) up to the last block, which writes the final dtype.
 """

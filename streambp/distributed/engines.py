@@ -1,6 +1,6 @@
 """What engines hang on modules and parameters, and how the chunk loop treats it (DESIGN.md section 3, rules 3, 5 and 6).
 
-[Note: what an engine holds] One question, for all who would run a forward again, keep a graph or gather by themselves: does
+One question, for all who would run a forward again, keep a graph or gather by themselves: does
 an engine take part in what happens to these parameters? It is asked of the parameters, and of what `fully_shard` made of
 modules. Hooks do not tell: a ZeRO-3 leaf has none on the modules inside it. It is asked anew each time, for an engine may
 come after a forward.
@@ -31,7 +31,7 @@ from streambp.known_names import DROPS_MASKS, ENGINES, GRADIENT_HOOKED, MODULE_H
 
 
 class Hold(NamedTuple):
-    """What an engine does with a module's parameters. [Note: what an engine holds]
+    """What an engine does with a module's parameters.
 
     weights: they are on this rank only while a module runs, so that its forward is a collective: ZeRO-3, FSDP2.
     gradients: its hooks wait for the gradient of each: ZeRO-1 to -3, FSDP2. DDP's wait for each backward alone, whatever it

@@ -1,6 +1,6 @@
 """A layer call's arguments: which tokens each part belongs to, and which parts want a gradient.
 
-[Note: differentiable arguments] Tensors among the arguments that require a gradient (per-layer inputs, keys and values
+Tensors among the arguments that require a gradient (per-layer inputs, keys and values
 that an earlier layer shares) are inputs of the layer's autograd Function, like hidden_states. Here only detached aliases
 are kept, in place of which every chunk gets leaves of its own.
 """

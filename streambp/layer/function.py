@@ -52,7 +52,7 @@ class BackwardPass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
+class Strategy:
     """How a layer is computed.
 
     make: a call from the layer's site and arguments. forward: (call, keep for backward?) -> hidden_states of the whole
@@ -154,7 +154,7 @@ class StreamedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, passes: Passes, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *rest: Tensor
+        ctx: Any, strategy: Strategy, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *rest: Tensor
     ) -> Any:
         """hidden_states [..., B, T, h] of the layer, then the extra outputs; what backward will want is in `call.kept`.
 
@@ -162,7 +162,7 @@ class StreamedLayer(torch.autograd.Function):
             hidden_states: [..., B, T, h].
             rest: the differentiable arguments and the parameters; values are read from `call` and from the layer's slots.
         """
-        ctx.passes, ctx.call, ctx.parameters = passes, call, parameters
+        ctx.strategy, ctx.call, ctx.parameters = strategy, call, parameters
         ctx.owner, ctx.began = call.site.owner, call.site.owner.current
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
@@ -172,7 +172,7 @@ class StreamedLayer(torch.autograd.Function):
         try:
             hooks, here = call.look.hooks, call.site.weights_here("forward", call.device)
             with here, watching(hooks) if hooks.places else NOBODY as acted:
-                outputs = passes.forward(call, True)
+                outputs = strategy.forward(call, True)
             call.site.refuse_untried(acted)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
@@ -214,7 +214,7 @@ class StreamedLayer(torch.autograd.Function):
             here = call.site.weights_here("backward", call.device)
             with call.autocast.off(), call.streaming(), _recomputing(call), here, parameters.shadowed() as shadows:
                 sums.stand_for(shadows)
-                ctx.passes.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
+                ctx.strategy.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
             if call.witness is not None:
                 call.witness.end()
             call.carried.prefix.drop_buffers()

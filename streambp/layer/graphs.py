@@ -7,7 +7,7 @@ of, backward recomputes. It is kept only where that cannot be told apart from a 
 hooks inside, no weights that an engine takes away between forward and backward, no states, no autocast, nothing written
 through pointers, and nobody who takes what graphs save (a checkpoint around the model).
 
-[Note: other leaves] A tensor that wants a gradient can get into a layer without being one of its parameters or arguments:
+A tensor that wants a gradient can get into a layer without being one of its parameters or arguments:
 as a plain attribute, in a closure, inside an object among the arguments, as a view of FSDP1's flat parameter. Unpatched its
 gradient goes through the graph; a chunk's graph ends inside the layer's autograd Function, where it would be lost. So the
 graph of a layer's last chunk is gone through.
@@ -159,7 +159,7 @@ def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iter
 
 
 def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> None:
-    """Go through the graph of a chunk's outputs, a fifth of a millisecond for a usual layer. [Note: other leaves]
+    """Go through the graph of a chunk's outputs, a fifth of a millisecond for a usual layer.
 
     Args:
         outputs: hidden_states [..., B, C, h], extra outputs and end states.

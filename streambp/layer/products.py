@@ -151,7 +151,7 @@ def summed(
 def _adding(
     module: nn.Linear, value: Unread | None, add: Add | None, cast: Cast, witness: Witness | None = None, name: str = ""
 ) -> Callable[[Tensor], Tensor]:
-    """`_known` of x, for as long as the module keeps its weight."""
+    """`_product` of x, for as long as the module keeps its weight."""
     weight, bias, kind = module.weight, module.bias, module.weight.device.type
     may_cast = torch.amp.is_autocast_available(kind)
 
@@ -161,8 +161,8 @@ def _adding(
             witness.see(name, x)
             value = Unread(witness.rows(x))
         if may_cast and torch.is_autocast_enabled(kind):
-            return _known(module, value, add, cast, x)
-        out: Tensor = KnownLinear.apply(x, weight, bias, value, add)
+            return _product(module, value, add, cast, x)
+        out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
         return out
 
     return forward
@@ -178,7 +178,7 @@ def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.
     """Within, these Linears compute their products and have the backward of those that are left out."""
 
     modules = [linears[name] for name in names if name in linears]
-    return _replaced({module: functools.partial(_known, module, None, None, module.weight.to) for module in modules})
+    return _replaced({module: functools.partial(_product, module, None, None, module.weight.to) for module in modules})
 
 
 def seen(linears: dict[str, nn.Linear], names: Labels, see: See) -> contextlib.AbstractContextManager[None]:
@@ -216,7 +216,7 @@ def captured(
     return _replaced({linears[name]: capture(name, linears[name]) for name in names if name in linears})
 
 
-def known(
+def with_outputs(
     linears: dict[str, nn.Linear],
     names: list[str],
     source: Callable[[str], Tensor | None],
@@ -267,15 +267,15 @@ def _linear(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, c
     if isinstance(value, Unread) and not torch.is_grad_enabled():
         # In the dtype that the Linear would give; no weight is cast for it.
         return x.new_full((*x.shape[:-1], module.out_features), torch.nan, dtype=_cast_to(x) or x.dtype)
-    return _known(module, value, add, cast, x)
+    return _product(module, value, add, cast, x)
 
 
-def _known(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast, x: Tensor) -> Tensor:
+def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast, x: Tensor) -> Tensor:
     weight: Any = module.weight
     bias: Any = module.bias
     if (dtype := _cast_to(x)) is not None:
         x, weight, bias = x.to(dtype), cast(dtype), None if bias is None else bias.to(dtype)
-    out: Tensor = KnownLinear.apply(x, weight, bias, value, add)
+    out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
     return out
 
 
@@ -291,7 +291,7 @@ def _cast_to(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else None
 
 
-class KnownLinear(torch.autograd.Function):
+class LinearWithKnownOutput(torch.autograd.Function):
     """x [..., in] @ W^T + b, with a Linear's gradients backward.
 
     Args:

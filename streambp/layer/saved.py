@@ -26,7 +26,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
-from streambp.layer.products import See, captured, known, matching, never_read, output_bytes
+from streambp.layer.products import See, captured, matching, never_read, output_bytes, with_outputs
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
@@ -258,7 +258,7 @@ class Kept:
                 return None
             return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
 
-        return known(self.linears, names, source, sums, see) if names else contextlib.nullcontext()
+        return with_outputs(self.linears, names, source, sums, see) if names else contextlib.nullcontext()
 
     def accesses(self) -> tuple[list[Access], int]:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""

@@ -29,7 +29,7 @@ from streambp.head.blocks import (
     token_blocks,
 )
 from streambp.head.log_probs import HeadGradients, HeadInputs
-from streambp.lazy.expression import Beside, Node, Reading, evaluate, leaves, readings
+from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, readings
 from streambp.torchs_own import torch_own
 
 
@@ -218,7 +218,7 @@ def values_beside(node: Node, entries: Tensor | slice) -> dict[Node, Any]:
     Raises:
         StreamBPError: one of them was changed in place since it was used.
     """
-    beside = [leaf for leaf in leaves(node) if isinstance(leaf, Beside)]
+    beside = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
     for leaf in beside:
         leaf.check()
     return {leaf: leaf.tensor[entries] for leaf in beside}

@@ -42,14 +42,14 @@ class Reading(Node):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Beside(Node):
+class Operand(Node):
     """A tensor of the program's, [*tokens, k]: k values for each token. version: what it must not be written to after."""
 
     tensor: Tensor
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Beside:
+    def of(cls, tensor: Tensor) -> Operand:
         """A node for a tensor [*tokens, k] as it is now."""
         return cls(tensor, _version(tensor))
 
@@ -152,9 +152,9 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
         if isinstance(leaf, Reading):
             positions = change(leaf.positions[..., None])[..., 0]
             return dataclasses.replace(leaf, positions=positions, unique=leaf.unique and unique)
-        assert isinstance(leaf, Beside)
+        assert isinstance(leaf, Operand)
         leaf.check()
-        return Beside.of(change(leaf.tensor))
+        return Operand.of(change(leaf.tensor))
 
     return rebuilt(node, changed)
 

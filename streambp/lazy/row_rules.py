@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.head.labels import check_labels
-from streambp.lazy.expression import Beside, Call, Node, Reading, names
+from streambp.lazy.expression import Call, Node, Operand, Reading, names
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.tensor import LazyRows, flat
 from streambp.nested import tensors_in
@@ -88,14 +88,14 @@ def _fitted(tensor: Tensor, x: LazyRows, width: int) -> tuple[Any, Tensor] | Non
     if tensor.numel() <= x.tokens.numel() + width:
         tensor = tensor.clone()  # its values as they are now, whatever becomes of it
     if tensor.dim() == 0:
-        return Beside.of(tensor.to(x.device).expand(*x.tokens, 1)), tensor
+        return Operand.of(tensor.to(x.device).expand(*x.tokens, 1)), tensor
     if tensor.dim() > x.dim() or tensor.shape[-1] not in (1, width) or tensor.device != x.device:
         return None
     try:
         whole = tensor.expand(*x.tokens, tensor.shape[-1])
     except RuntimeError:
         return None
-    return Beside.of(whole), whole.reshape(-1, whole.shape[-1])[:0]
+    return Operand.of(whole), whole.reshape(-1, whole.shape[-1])[:0]
 
 
 def last(x: LazyRows) -> LazyRows:
@@ -227,7 +227,7 @@ def picked(x: LazyRows, index: Tensor) -> Tensor:
         return ((target - lse) * sign).view(index.shape)
     if index.shape[-1] == 1 and isinstance(x.node, Reading):
         return x.compute(Statistic(x.node, labels))[0].view(index.shape)
-    node = Call(torch_own.gather, (x.node, -1, Beside.of(index.clone())), {}, True, "gather")
+    node = Call(torch_own.gather, (x.node, -1, Operand.of(index.clone())), {}, True, "gather")
     return x.compute(Function(flat(node)))[0].view(index.shape)
 
 

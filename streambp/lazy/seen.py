@@ -1,6 +1,6 @@
 """Whether tensors still hold what they held.
 
-[Note: writes that are not counted] A tensor's version counts what torch itself writes to it, and not what comes through
+A tensor's version counts what torch itself writes to it, and not what comes through
 `.data` or a pointer, as much of what optimizers, weight averages and engines write does. So some entries are kept as well.
 Which is no proof: an update that leaves every one of SAMPLE entries as it was passes.
 """
@@ -30,7 +30,7 @@ class Seen:
         return next((tensor for tensor, version in self._versions if tensor._version != version), None)
 
     def changed(self) -> Tensor | None:
-        """A sampled tensor [...] that is here and holds something else now. [Note: writes that are not counted]"""
+        """A sampled tensor [...] that is here and holds something else now."""
         for tensor, shape, before in self._entries:
             if not has_data(tensor):
                 continue

@@ -10,7 +10,7 @@ another. That must not show. If the operation returns no tensor (a hook was regi
 in the stand-in's place. If what it returns shares memory with the real one (`detach`, `transpose`), a write to it would
 be missed by the next; so its version is remembered, and a stand-in of the same memory that is used after a write refuses.
 
-[Note: hooks on stand-ins] What was made of a stand-in holds the hidden states, and passes its gradient by. A hook that is
+What was made of a stand-in holds the hidden states, and passes its gradient by. A hook that is
 put on a stand-in first makes it real, and sees the gradient; one that comes after something was made of it would see
 nothing, and change nothing. So `followed` is remembered, and such hooks are refused, as is `torch.autograd.grad` with
 respect to it. An engine's hook that scales is never refused: engines put it on all that a model returns, beside a loss that
@@ -210,7 +210,7 @@ def scales(hook: Any) -> bool:
 
 
 def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequence[Any], instead: str) -> None:
-    """Raises StreamBPError where a gradient of a stand-in is asked for that would not be seen. [Note: hooks on stand-ins]
+    """Raises StreamBPError where a gradient of a stand-in is asked for that would not be seen.
 
     Args:
         func, name, args, kwargs: an operation; stand_ins: those among its arguments.

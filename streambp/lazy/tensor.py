@@ -6,7 +6,7 @@ that with the hub like any other. A stand-in that an autograd.Function returned 
 gradient there is not known, so its values are computed and their gradient goes the same way (`Taken`). Engines that put a
 node of theirs before a model's outputs, or a hook that scales, change nothing else, and are known by name.
 
-[Note: writes to lazy rows] A stand-in that is written to becomes another function of rows (`div_`), or real. Those that
+A stand-in that is written to becomes another function of rows (`div_`), or real. Those that
 would share its memory would show it; they are refused when they are used. So is its place in the graph, which means the
 value before. What was changed through a real alias (of `numpy()`, `data_ptr()`) is found by its version.
 """
@@ -295,7 +295,7 @@ class LazyRows(StandIn):
             return taken
 
     def become(self, other: LazyRows | Tensor) -> None:
-        """Be written to: `other` [*tokens, W] holds the values from now on. [Note: writes to lazy rows]"""
+        """Be written to: `other` [*tokens, W] holds the values from now on."""
         self.memory.writes += 1
         if self.link is not None:
             self.link.passed_by = "something was written to"

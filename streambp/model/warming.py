@@ -1,6 +1,6 @@
 """The first looks at a model, made when the program asks for them: before its hooks are set, before its first step.
 
-[Note: a warm-up] A first step finds out how each layer can be cut, measures what layers save, tries whether rows can share
+A first step finds out how each layer can be cut, measures what layers save, tries whether rows can share
 prefixes, compiles kernels and sets host memory aside. All of it follows from a step, so a warm-up is one: the program's own
 forward and a backward, of which nothing stays but what was found out. Gradients are asked for by `torch.autograd.grad`: no
 `.grad` is written, and nothing that waits for one (an optimizer inside of backward) runs. What later work wants done before
@@ -68,7 +68,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
 
 
 def _first_looks(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """A step; behind it there is room for what is to be done once the sizes of a step are known. [Note: a warm-up]"""
+    """A step; behind it there is room for what is to be done once the sizes of a step are known."""
     output = model(**inputs)
     leaves = [p for p in (*model.parameters(), *inputs.values()) if isinstance(p, Tensor) and p.requires_grad]
     loss = _loss_of(output, inputs)

@@ -1,6 +1,6 @@
 """What a step of several rows costs, as rows and as one packed row: without padding, and with a shared prompt once.
 
-[Note: work of a packed row] Both are steps of so many tokens whose queries read so many keys, so the profile of one row
+Both are steps of so many tokens whose queries read so many keys, so the profile of one row
 serves them. G rows are G times the longest one's tokens, and each query reads its own row. The packed row has P + sum(C_i)
 tokens, P that all rows begin with and C_i of each row alone. Its pairs are those of the prompt with itself, of each rest
 with the prompt, and of each rest with itself:
@@ -159,7 +159,7 @@ def _ways(profile: Profile, batch: Batch, packed: bool, memory: Memory, setting:
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:
-    """Of a step of a batch in chunks of `chunk_size` positions per row, by kind of phase. [Note: work of a packed row]"""
+    """Of a step of a batch in chunks of `chunk_size` positions per row, by kind of phase."""
     rows, tokens, reach = 1 if packed else len(batch.lengths), batch.tokens(packed), batch.reach(packed)
     length = tokens / rows
     found = {}

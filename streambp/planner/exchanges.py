@@ -1,6 +1,6 @@
 """What ranks that share sequences send to each other in a step, and how long a step waits for it.
 
-[Note: exchanges] Ulysses' all-to-alls are waited for. Between nodes a rank's part of them goes over its own adapter, inside
+Ulysses' all-to-alls are waited for. Between nodes a rank's part of them goes over its own adapter, inside
 a node over the links between GPUs, at the same time. Gathered keys enter a node once, over all its adapters. A group of
 heads is on its way while the one before is attended: the first of each pass is waited for, of the others what takes longer
 than attention. Sums of keys' gradients are waited for. What puts keys in order moves bytes on the device.
@@ -48,7 +48,7 @@ def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
 
 
 def exchange_seconds(method: Method, seq_len: int, setting: Setting | None, rates: Rates, attention: float) -> float:
-    """Seconds of a step that exchanges add. [Note: exchanges]
+    """Seconds of a step that exchanges add.
 
     Args:
         attention: seconds of a step's attention on one rank.

@@ -130,7 +130,7 @@ def survey(
             said(recipe.name, sum(shares[:number]) / sum(shares))
         try:
             with uncollected():
-                methods.append(_method(counter, recipe, at, accumulating, timed))
+                methods.append(_count_method(counter, recipe, at, accumulating, timed))
         except Exception as error:  # whatever a model's own forward raises on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
             if recipe.split and any(other.config and not other.split for other in recipes):
@@ -330,7 +330,7 @@ class Counter:
         return [wrapper.site for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
 
 
-def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
+def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
@@ -362,7 +362,7 @@ def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulati
     counted = dict(zip(points, totals, strict=True))
     apart = counter.apart(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
-    counted, apart = (_over(ranks, found) for found in (counted, apart))
+    counted, apart = (_over_ranks(ranks, found) for found in (counted, apart))
     config = recipe.config or StreamConfig()
     return Method(
         recipe.name,
@@ -374,13 +374,13 @@ def _method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulati
         tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1]),
         host[0],
         host[1],
-        tuple(_part(name, counted, apart, k_block) for name in totals[0].work),
+        tuple(_fit_work(name, counted, apart, k_block) for name in totals[0].work),
         host[3],
         split,
     )
 
 
-def _over(ranks: int, found: dict[Point, Totals]) -> dict[Point, Totals]:
+def _over_ranks(ranks: int, found: dict[Point, Totals]) -> dict[Point, Totals]:
     """The work of all ranks that share a sequence, by the sequence's length."""
     return {
         (ranks * tokens, chunk): dataclasses.replace(
@@ -390,7 +390,7 @@ def _over(ranks: int, found: dict[Point, Totals]) -> dict[Point, Totals]:
     }
 
 
-def _part(name: str, counted: dict[Point, Totals], apart: dict[Point, Totals], k_block: int) -> Part:
+def _fit_work(name: str, counted: dict[Point, Totals], apart: dict[Point, Totals], k_block: int) -> Part:
     """The laws of a kind of phase; copies to the host by the method's own points alone."""
     others = {point: total for point, total in apart.items() if point not in counted}
     found = {point: total.work[name] for point, total in (counted | others).items()}

@@ -1,6 +1,6 @@
 """Outputs of the packed row, given to each row that shares their tokens; gradients are summed over these rows.
 
-[Note: sums at branches] A token's gradient is the sum over the rows that share it. It is summed in promote_types(dtype,
+A token's gradient is the sum over the rows that share it. It is summed in promote_types(dtype,
 float32), row after row in their order, and rounded once.
 """
 
@@ -37,7 +37,7 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """From [B, T, ...] the sums [N, ...], in grad's dtype. [Note: sums at branches]
+        """From [B, T, ...] the sums [N, ...], in grad's dtype.
 
         Raises:
             BackwardError: a gradient arrives at padding, which was not computed.

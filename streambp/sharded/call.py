@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.admission.trials import few_tokens, gradients_of, holding, same_gradients
+from streambp.admission.trials import confirmed, few_tokens, gradients_of, same_gradients
 from streambp.attention.attend import Params
 from streambp.attention.carriers import Layout, attention_mask_of
 from streambp.attention.prefix import Prefix
@@ -220,7 +220,7 @@ class _Halves:
                 with left_out(self.linears, names):
                     return all(map(torch.equal, run(), expected))
 
-            return holding(names, holds)
+            return confirmed(names, holds)
 
     def _differentiated(self, names: Labels, run: Callable[[], list[Tensor]]) -> Labels:
         def gradients(names: Labels) -> list[Tensor | None]:
@@ -229,4 +229,4 @@ class _Halves:
                 return gradients_of(run(), [self.x, self.o, *self.call.layer.parameters()])
 
         expected = gradients(frozenset())
-        return holding(names, lambda names: same_gradients(self.call, gradients(names), expected))
+        return confirmed(names, lambda names: same_gradients(self.call, gradients(names), expected))

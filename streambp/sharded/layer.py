@@ -45,7 +45,7 @@ from streambp.attention.prefix import AttentionCall
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall
-from streambp.layer.function import BackwardPass, Passes, outputs_of, run_forward
+from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
 from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole
 from streambp.layer.products import See, left_out, seen, summed
@@ -67,9 +67,9 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
     if because is not None:
         return _refuse(site, args, kwargs, CallReport(because))
     if not site.kind.attention.reads_a_mask:
-        return stream_layer(site, args, kwargs, passes=Passes(LayerCall, run_forward, backward_in_chunks, _refuse))
+        return stream_layer(site, args, kwargs, strategy=Strategy(LayerCall, run_forward, backward_in_chunks, _refuse))
     make = functools.partial(ShardedCall, shards=shards)
-    return stream_layer(site, args, kwargs, passes=Passes(make, _forward, _backward, _refuse))
+    return stream_layer(site, args, kwargs, strategy=Strategy(make, _forward, _backward, _refuse))
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:

@@ -78,7 +78,7 @@ def verify(
         seq_len: tokens of the one random row; about a quarter of them have no label.
         chunk_size: must give at least four chunks, the last shorter than the others; chosen if None.
         seed: of the tokens.
-        left_padding: so many tokens of the row are padding, at its start. [Note: labels after padding]
+        left_padding: so many tokens of the row are padding, at its start.
         said: is told of progress, in words and as a part from 0 to 1.
         saves, fields: as in `StreamConfig`.
 
@@ -215,7 +215,7 @@ def _check_finite(unpatched: VerifyRun, narrow: torch.dtype) -> None:
 def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0) -> Batch:
     """One row of random tokens; an eighth at the start, and an eighth of the rest, have no label.
 
-    [Note: labels after padding] Nor has padding on the left, nor the first token behind it, in any of the runs: the last
+    Nor has padding on the left, nor the first token behind it, in any of the runs: the last
     padding token would predict it, which reads nothing. [Note: empty queries]
     """
     if not 0 <= left_padding <= seq_len // 2:

@@ -168,7 +168,7 @@ MUTANTS = {
     "hooks that see nothing": (standin, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
     "what was made of logits forgotten": (standin, "note_use", lambda *_: None, lost(like_torch.asked_for)),
     "hooks that a Function passes by": (lazy_rows, "TENSOR_HOOKS", (), lost(like_torch.hooked_before_a_function)),
-    "a mask as it is later": (rows.Beside, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
+    "a mask as it is later": (rows.Operand, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
     "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
     "weights written by a pointer": (seen.Seen, "changed", lambda self: None, is_refused_before_backward),
     "what a Function does with the gradient": (

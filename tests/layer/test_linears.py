@@ -60,9 +60,10 @@ ALL = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 )
 def test_gradients_with_saves(kind, names, saved, monkeypatch):
     kept = set()
-    known = products.known
+    real = products.with_outputs
     monkeypatch.setattr(
-        "streambp.layer.saved.known", lambda linears, wanted, *args: kept.update(wanted) or known(linears, wanted, *args)
+        "streambp.layer.saved.with_outputs",
+        lambda linears, wanted, *args: kept.update(wanted) or real(linears, wanted, *args),
     )
     batch = make_batch("left-padded")
     expected = gradients(model_of(kind, names), **batch)[1]

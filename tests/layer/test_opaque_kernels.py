@@ -283,7 +283,7 @@ MUTANTS = {
         trials, "_writes", lambda *_: Overwritten(), "llama", ("rotation",), {"offload": "auto", "steps": 2},
     ),
     "input not looked at": (trials, "_writes", lambda *_: Overwritten(), "llama", ("add over residual",), {}),
-    "halves not tried": (sharded_call, "holding", lambda names, holds: names, "llama", ("gate",), {"split": True}),
+    "halves not tried": (sharded_call, "confirmed", lambda names, holds: names, "llama", ("gate",), {"split": True}),
 }  # fmt: skip
 
 

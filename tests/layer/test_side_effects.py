@@ -284,7 +284,7 @@ def without_trial(monkeypatch):
 
 
 def without_stirring(monkeypatch):
-    monkeypatch.setattr(rehearsal, "stirred", torch.Tensor.detach)
+    monkeypatch.setattr(rehearsal, "with_random_zeros", torch.Tensor.detach)
 
 
 def in_eval_mode(monkeypatch):
@@ -314,8 +314,8 @@ def test_large_matrices_are_not_copied(monkeypatch):
     monkeypatch.setattr(rehearsal, "LARGE", 32)
     some, whole = torch.randn(8, 8, generator=seeded()), torch.zeros(8, 8)
     some[2] = 0
-    assert rehearsal.stirred(nn.Parameter(some)).data_ptr() == some.data_ptr()
+    assert rehearsal.with_random_zeros(nn.Parameter(some)).data_ptr() == some.data_ptr()
     for zeros in (whole, whole[:4], some[1:4]):
-        assert bool(rehearsal.stirred(nn.Parameter(zeros)).all())
+        assert bool(rehearsal.with_random_zeros(nn.Parameter(zeros)).all())
     quantised = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
-    assert torch.equal(rehearsal.stirred(quantised), quantised)
+    assert torch.equal(rehearsal.with_random_zeros(quantised), quantised)
