@@ -13,7 +13,7 @@ from torch import nn
 from streambp.admission.agreement import choosing
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.insides import hooks_of_others, may_edit_gradients
-from streambp.admission.probe import can_stream
+from streambp.admission.probe import Verdict, can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
@@ -28,13 +28,14 @@ from streambp.fingerprint.looks import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import NOTHING, LayerCall
-from streambp.layer.function import NOBODY, Strategy, StreamedLayer, run_backward, run_forward
+from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_forward
 from streambp.layer.gradients import counts_when_alone
 from streambp.layer.graphs import can_keep_graph
 from streambp.layer.oom import explained
 from streambp.layer.outputs import deliver
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.unchanged import NOBODY
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_selectively
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
@@ -83,6 +84,7 @@ def admit(
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: neither is exact.
     """
+    # The kind of call: what the layer is made of, and which arguments it gets.
     look = site.fingerprint.look(site.layer)
     site.of(_refuse_inner_fsdp)
     counts_when_alone()
@@ -101,6 +103,7 @@ def admit(
     marked = None if rows is None else rows.number
     if site.warm is not None and not may_edit_gradients(site.layer):
         site.adopt(arguments.kind, look)
+    # Reasons to run whole that need no trial, or that one has given.
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
         or site.verdicts.get(arguments.kind)
@@ -112,20 +115,11 @@ def admit(
     call: LayerCall = strategy.make(site, arguments)
     call.look = look
     call.parameters = Parameters(site.layer, call.device, site.of(slots_of))
+    # A kind that was tried streams; a new one is tried first, on a few random tokens.
     kind = arguments.kind
     if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):
         return call
-    if look.hooks.ids and has_data(call.hidden_states):
-        site.shown |= hooks_of_others(call.layer)
-    try:
-        here = site.weights_here("trial", call.device)
-        with here, nothing_compiled(), call.autocast.off(), choosing([site], [None]):  # [Note: autocast], [Note: choices]
-            failed, verdict = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
-    except MEMORY_ERRORS as error:
-        if not is_out_of_memory(error):
-            raise
-        raise explained(error, site, call.plan) from error
-    site.hooks_tried |= call.look.hooks.places.keys()
+    failed, verdict = _tried(call)
     if not verdict.streams:
         if arguments.tells:  # its kernels do something else than they are told
             site.kernels_told = False
@@ -134,6 +128,23 @@ def admit(
     if failed is not None:
         raise failed
     return call
+
+
+def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
+    """What a trial of the call's layer raised, None if nothing, and whether the layer may be cut."""
+    site = call.site
+    if call.look.hooks.ids and has_data(call.hidden_states):
+        site.shown |= hooks_of_others(call.layer)
+    try:
+        here = site.weights_here("trial", call.device)
+        with here, nothing_compiled(), call.autocast.off(), choosing([site], [None]):  # [Note: autocast], [Note: choices]
+            found = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
+    except MEMORY_ERRORS as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explained(error, site, call.plan) from error
+    site.hooks_tried |= call.look.hooks.places.keys()
+    return found
 
 
 def _streamed(call: LayerCall, strategy: Strategy) -> Any:

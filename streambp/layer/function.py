@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,22 +17,19 @@ from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.distributed.engines import zeros_for_engines
-from streambp.errors import BackwardError
-from streambp.fingerprint.hooks import HookKey, described, watching
-from streambp.fingerprint.looks import changed, versions_of
-from streambp.layer.arguments import Arguments, refuse_written
+from streambp.fingerprint.hooks import watching
+from streambp.fingerprint.looks import versions_of
+from streambp.layer.arguments import Arguments
 from streambp.layer.call import NOTHING, LayerCall
 from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_overwrite, reference_counts
 from streambp.layer.graphs import Graph, computed_with_graph, counting, refuse_kept, refuse_other_leaves
 from streambp.layer.oom import explained
 from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
-from streambp.layer.recompute import check_mode
-from streambp.layer.shadows import GradientSum, Parameters, slots_of
+from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.unchanged import NOBODY, begin_backward, recomputing
 from streambp.recurrent.states import States, leaves_of
-
-NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(frozenset())  # of hooks has acted
 
 
 @dataclasses.dataclass
@@ -69,10 +65,12 @@ class Strategy:
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     """hidden_states [..., B, T, h] and the extra outputs, chunk by chunk and without a graph."""
     site, kept, carried = call.site, call.kept, call.carried
+    # Room: for the prefix of keys and values, and for what the chunks give.
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
     whole, states, carries = Whole(call.plan.length), States(), site.kind.states.carries
     with torch.no_grad(), call.streaming(), contextlib.ExitStack() as stack:
+        # What forward saves is known before the first chunk; the witness notes what each chunk gives.
         if keep:
             kept.find_products()
             if kept.watch is not None:
@@ -80,6 +78,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             call.witness = site.witness(call.hidden_states, call.autocast)
             stack.enter_context(call.inputs_seen())
         for chunk in call.plan.chunks:
+            # What the chunk starts from: random state, input, states of the chunk before.
             if keep:
                 kept.snapshot()
             hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
@@ -88,13 +87,16 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
                 states = carried.start(call.plan, chunk)
                 if keep:
                     kept.keep_states(chunk, states)
+            # The layer's own forward; its attention appends K and V to the prefix and reads all before them.
             compute = functools.partial(_forward_chunk, call, whole, hidden_chunk, chunk, states, original)
             output, attended = call.attempt(compute) if keep else compute(False)
+            # What the next chunk goes on from, and what backward will take.
             if carries:
                 carried.end(call.plan, chunk, output.states)
             if keep:
                 kept.keep(chunk, original, attended)
             del output, attended
+    # The forward is over: what attended is told, the prefix stays only where keys and values are saved in it.
     if kept.graph is None:  # one that is kept is made as in backward, which notes nothing
         site.attended = carried.prefix.used
     if keep:
@@ -199,9 +201,10 @@ class StreamedLayer(torch.autograd.Function):
         counts = None if grad is None else reference_counts(grad)
         use = ctx.owner.enter(ctx.began)
         try:
-            call, parameters = _begin_backward(ctx)
+            call, parameters = begin_backward(ctx)
             if call.site.backward_begins is not None:
                 call.site.backward_begins()
+            # Where gradients come from, and where they are added up: dx may be written over the upstream's buffer.
             grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
             needs_input, wanted = call.wanted
             sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)
@@ -210,16 +213,19 @@ class StreamedLayer(torch.autograd.Function):
                 reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
                 inputs.hidden_states = grad if reuse else mark(call.attempt(lambda _: _gradient_buffer(call)))
             call.hidden_states = None  # type: ignore[assignment]
-            # `_recomputing` ends outside of the shadows: what it learns of the layer is of its own parameters.
+            # The layer is recomputed and differentiated, with shadows in the place of its parameters. `recomputing` ends
+            # outside of these: what it learns of the layer is of its own parameters.
             here = call.site.weights_here("backward", call.device)
-            with call.autocast.off(), call.streaming(), _recomputing(call), here, parameters.shadowed() as shadows:
+            with call.autocast.off(), call.streaming(), recomputing(call), here, parameters.shadowed() as shadows:
                 sums.stand_for(shadows)
                 ctx.strategy.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
+            # What the witness compared is asked of the device at the end of the whole backward.
             if call.witness is not None:
                 call.witness.end()
             call.carried.prefix.drop_buffers()
             if call.site.kind.states.carries:
                 call.carried.drop_states()
+            # One gradient for each parameter, in its dtype.
             values = parameters.current()
             found = call.attempt(lambda _: sums.result(values))
         except MEMORY_ERRORS as error:
@@ -237,47 +243,6 @@ def _gradient_buffer(call: LayerCall) -> Tensor:
     return torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format)
 
 
-def _begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
-    """Take the call out of the context: a backward pass uses up what forward saved."""
-    call, ctx.call = ctx.call, None
-    if call is None:
-        raise BackwardError(
-            "backward ran a second time through a streamed layer; what it needs was freed by the first. Compute the "
-            "loss again, or add the losses up and call backward once."
-        )
-    if torch.is_grad_enabled():
-        raise BackwardError(
-            "backward was called with create_graph=True; streamed layers have no second derivatives. "
-            "Run this part unpatched (streambp.unpatch(model))."
-        )
-    if not call.kept.store.copies and call.hidden_states._version != ctx.version:
-        raise BackwardError(
-            "The input of a streamed layer was changed in place between forward and backward. "
-            "Work on a copy (tensor.clone()) instead."
-        )
-    check_mode(call.layer, call.training)
-    call.look = call.site.fingerprint.look(call.layer)
-    ctx.parameters.check_unchanged(call.site.of(slots_of))
-    refuse_written(call.arguments.seen)
-    call.site.fingerprint.check(call.layer, call.seen, call.look)
-    return call, ctx.parameters
-
-
-@contextlib.contextmanager
-def _recomputing(call: LayerCall) -> Iterator[None]:
-    """Within, the layer is recomputed. Raise if a hook inside changes what it is given now or did so in forward alone."""
-    assert call.seen is not None
-    site = call.site
-    hooks = call.look.hooks
-    with watching(hooks) if hooks.places else NOBODY as acted:
-        yield
-    for key in sorted(acted ^ call.seen.acted):
-        now, then = ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
-        raise changed(call.layer, f"{described(key)} {now} it is given, and {then} in forward")
-    if site.fingerprint.pending:
-        site.fingerprint.learn(call.layer, call.look)
-
-
 FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
@@ -291,13 +256,17 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         (chunk,) = call.plan
         _chunk_backward(call, chunk, work, any(work.inputs.wanted))
         return
+    # Which products nobody reads is found out once for each kind of call.
     linears = call.site.linears
     situation = call.situation(linears, work.needs_input)
     unread = call.site.unread.get(situation)
     if unread is None:
         unread = call.site.unread[situation] = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
+    # Keys and values of all chunks but the last, if they were not saved.
     with left_out(linears, unread.refill):
         _refill(call)
+    # Each chunk with a graph, differentiated, its gradients added up: chunks of later queries come first, so that dK and dV
+    # of a chunk are complete when it is its turn.
     left = unread.recompute.difference(call.kept.products)
     if call.witness is not None:
         left &= call.witness.left_out

@@ -1,6 +1,7 @@
 """What a program changes in a layer: between a forward and its backward it raises, between two steps it is tried anew.
 
-covers: admission/generators.py, fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py, fingerprint/reads.py
+covers: admission/generators.py, fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py, fingerprint/reads.py,
+  layer/unchanged.py
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint import hooks as watched
 from streambp.fingerprint import leaves
 from streambp.fingerprint import looks as fingerprint
-from streambp.layer import function, site
+from streambp.layer import function, site, unchanged
 from tests.conftest import SHARING
 from tests.families import build, make_batch, mix_neighbours
 from tests.layer.test_side_effects import CONFIG, Wrapped, around_mlp, pair, paths, reasons
@@ -790,7 +791,7 @@ def every_hook_acts(monkeypatch):
     def watching(hooks):
         yield set(hooks.places)
 
-    for module in (function, whole):
+    for module in (function, unchanged, whole):
         monkeypatch.setattr(module, "watching", watching)
 
 

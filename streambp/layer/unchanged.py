@@ -1,0 +1,72 @@
+"""What a layer's backward asks before it recomputes the layer, and of its hooks while it does: all is as forward left it.
+
+What the recomputation gives is compared as well. [Note: witness]
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+
+from streambp.errors import BackwardError
+from streambp.fingerprint.hooks import HookKey, described, watching
+from streambp.fingerprint.looks import changed
+from streambp.layer.arguments import refuse_written
+from streambp.layer.call import LayerCall
+from streambp.layer.recompute import check_mode
+from streambp.layer.shadows import Parameters, slots_of
+
+NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(frozenset())  # of hooks has acted
+
+
+def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
+    """Take the call out of the context: a backward pass uses up what forward saved.
+
+    Raises:
+        BackwardError: it is the second backward, second derivatives are wanted, or something has changed since forward.
+    """
+    call, ctx.call = ctx.call, None
+    if call is None:
+        raise BackwardError(
+            "backward ran a second time through a streamed layer; what it needs was freed by the first. Compute the "
+            "loss again, or add the losses up and call backward once."
+        )
+    if torch.is_grad_enabled():
+        raise BackwardError(
+            "backward was called with create_graph=True; streamed layers have no second derivatives. "
+            "Run this part unpatched (streambp.unpatch(model))."
+        )
+    if not call.kept.store.copies and call.hidden_states._version != ctx.version:
+        raise BackwardError(
+            "The input of a streamed layer was changed in place between forward and backward. "
+            "Work on a copy (tensor.clone()) instead."
+        )
+    check_mode(call.layer, call.training)
+    call.look = call.site.fingerprint.look(call.layer)
+    ctx.parameters.check_unchanged(call.site.of(slots_of))
+    refuse_written(call.arguments.seen)
+    call.site.fingerprint.check(call.layer, call.seen, call.look)
+    return call, ctx.parameters
+
+
+@contextlib.contextmanager
+def recomputing(call: LayerCall) -> Iterator[None]:
+    """Within, the layer is recomputed.
+
+    Raises:
+        BackwardError: a hook inside changes what it is given now alone, or did so in forward alone.
+    """
+    assert call.seen is not None
+    site = call.site
+    hooks = call.look.hooks
+    with watching(hooks) if hooks.places else NOBODY as acted:
+        yield
+    for key in sorted(acted ^ call.seen.acted):
+        now, then = ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
+        raise changed(call.layer, f"{described(key)} {now} it is given, and {then} in forward")
+    if site.fingerprint.pending:
+        site.fingerprint.learn(call.layer, call.look)
