@@ -46,7 +46,8 @@ def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] |
         for function in wrapped_functions(start):
             if trls_head(function) is not None:
                 continue  # it asks the forward below for the loss, unless it is told to compute its own
-            if home_of(function) not in own and package_of(function) not in FORWARDS_ARE_PLAIN:
+            home = home_of(function)
+            if home not in own and home.partition(".")[0] not in FORWARDS_ARE_PLAIN:
                 return full_name(function)
     return None
 

@@ -171,7 +171,7 @@ def _adding(
 def left_out(linears: dict[str, nn.Linear], names: Labels) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears return NaN and know their backward."""
     chosen = [linears[name] for name in names if name in linears]
-    return _replaced({module: functools.partial(_linear, module, UNREAD, *_adder(module, None)) for module in chosen})
+    return _replaced({module: functools.partial(_linear, module, UNREAD, None, module.weight.to) for module in chosen})
 
 
 def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
