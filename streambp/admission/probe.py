@@ -277,6 +277,7 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
         for there, here in ((before, behind), (behind, before)):
             leaf, output = _on_trial(call, x, layout, origin)
             if output.requires_grad:
+                # The graph stays for hooks that keep what they see: their backward leads to `origin`, which names them.
                 (grad,) = torch.autograd.grad(output[..., here, :], leaf, upstream[..., here, :], retain_graph=True)
                 across = grad[..., there, :]
                 if bool(across.isfinite().all()) and bool(across.any()):

@@ -21,6 +21,7 @@ from streambp.known_names import (
     ATTENTION,
     ATTENTION_TABLE,
     CACHES,
+    COMPILED,
     FSDP1,
     INDEX_HEADS,
     INDEX_TOPK,
@@ -77,12 +78,12 @@ def find_stacks(model: nn.Module) -> Found:
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
     stacks: list[Stack] = []
     reasons: list[str] = []
-    lists = [(module, layers) for module in models for layers in module.children() if _is_stack(layers)]
+    lists = [(module, _bare(layers)) for module in models for layers in module.children() if _is_stack(layers)]
     for module, layers in lists or _deeper_stacks(models):
         _refuse_unsloth(module, *layers)
         problem = _why_not(module, layers, encoded)
         if problem is None:
-            stacks.append(Stack(module, tuple(layers)))
+            stacks.append(Stack(module, layers))
         else:
             reasons.append(f"{type(module).__name__}: {problem}")
     if not stacks:
@@ -95,22 +96,31 @@ def find_stacks(model: nn.Module) -> Found:
 
 
 def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
-    return isinstance(module, nn.ModuleList) and len(module) > 0 and isinstance(module[0], GradientCheckpointingLayer)
+    return isinstance(module, nn.ModuleList) and any(
+        isinstance(layer, GradientCheckpointingLayer) for layer in _bare(module)[:1]
+    )
 
 
-def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel, nn.ModuleList]]:
+def _bare(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
+    """The layers, out of what `torch.compile` has put around each, as accelerate's regional compilation does: streamed
+    layers stay eager."""
+    return tuple(layer._modules.get(COMPILED) or layer for layer in layers)
+
+
+def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
     """Where no model holds a stack itself: those inside its modules, and layers that transformers does not checkpoint,
     known by what a module inside them does."""
-    found: list[tuple[PreTrainedModel, nn.ModuleList]] = []
+    found: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
     inside: set[int] = set()
     for model in reversed(models):  # the innermost first
-        for layers in model.modules():
-            if id(layers) in inside or not isinstance(layers, nn.ModuleList) or not len(layers):
+        for module in model.modules():
+            if id(module) in inside or not isinstance(module, nn.ModuleList) or not len(module):
                 continue
+            layers = _bare(module)
             holds = attends(layers[0]) or cache_argument(layers[0])
-            if _is_stack(layers) or (holds and not _attends_itself(layers[0])):
+            if _is_stack(module) or (holds and not _attends_itself(layers[0])):
                 found.insert(0, (model, layers))
-                inside |= {id(module) for module in layers.modules()}
+                inside |= {id(inner) for inner in module.modules()}
     return found
 
 
@@ -140,7 +150,7 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """The decoder layer inside a module that is around one alone; None if it is none, or is not around a layer."""
-    if isinstance(module, GradientCheckpointingLayer | nn.ModuleList):
+    if isinstance(module, GradientCheckpointingLayer | nn.ModuleList) or COMPILED in module._modules:
         return None
     children = list(module.children())
     layers = [child for child in children if isinstance(child, GradientCheckpointingLayer)]
@@ -236,7 +246,7 @@ def counts_positions(layer: nn.Module) -> bool:
     return any(SEQUENCE_LENGTH in _names(module) for module in asking)
 
 
-def _why_not(backbone: PreTrainedModel, layers: nn.ModuleList, encoded: bool) -> str | None:
+def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: bool) -> str | None:
     """Why layers of this stack cannot be streamed exactly; None if nothing in their structure speaks against it.
 
     encoded: they are part of an encoder-decoder, whose decoder reads the encoder's output with a mask that cannot be cut.

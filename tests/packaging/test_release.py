@@ -109,7 +109,7 @@ def test_containers_copy_what_exists():
 
 
 SHOW_PAGE = "import sys, json; sys.argv = ['setup.py', '--quiet']; import setuptools\n" \
-            "setuptools.setup = lambda **kwargs: print(json.dumps(kwargs))\n" \
+            "setuptools.setup = lambda **kwargs: print(json.dumps(kwargs, default=str))\n" \
             "names = {'__file__': 'setup.py', '__name__': '__main__'}\n" \
             "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), names)"  # fmt: skip
 
