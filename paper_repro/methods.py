@@ -86,7 +86,11 @@ class StreamBP(Method):
     def prepare(self, model: PreTrainedModel, chunk_size: int | str) -> None:
         if self.liger:
             liger(model, fused_linear_cross_entropy=False)
-        settings = {"saves": (), **{name: value for name, value in self.options.items() if name != "liger"}}
+        settings = {
+            "saves": (),
+            "kernels": "own",
+            **{name: value for name, value in self.options.items() if name != "liger"},
+        }
         streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, **settings))
 
     def log_probs(self, model: PreTrainedModel, ids: Tensor) -> Tensor:

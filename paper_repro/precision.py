@@ -62,7 +62,7 @@ def measure(seed: int, args: argparse.Namespace) -> Iterator[dict[str, object]]:
         model.to(dtype)
         noise = relative_l2(gradients(model, **batch)[1], truth)
         for chunks in (1, 4, 16):
-            streambp.patch(model, streambp.StreamConfig(chunk_size=args.tokens // chunks, saves=()))
+            streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=args.tokens // chunks, saves=()))
             error = relative_l2(gradients(model, **batch)[1], truth)
             if not math.isfinite(error):
                 raise FloatingPointError(f"gradients of {chunks} chunks in {dtype} are not finite")

@@ -55,8 +55,10 @@ class StreamConfig:
             rejected), where the model was tried on it and enough is saved; outputs are those of [B, T], but for values at
             padding. "auto": the same, of padded batches only where the caller gets no such values. `describe` says what
             became of it.
-        kernels: of norms and MLPs. "own": the model's. "liger": Liger's, put on this model's modules and taken off by
-            `unpatch`; it rounds as Liger does, in the model's dtypes.
+        kernels: of norms, MLPs and the rotation of queries and keys. "auto": Liger's on an accelerator, where liger-kernel
+            is installed and computes what the model does; else the model's, as on every CPU. "own": the model's. "liger":
+            Liger's norms and MLPs, or an error. They are put on this model's modules and taken off by `unpatch`, and round
+            as Liger does, in the model's dtypes.
         unpatched_runs: with saves="auto", whether a micro-batch may run as unpatched, which is fastest. False: each one
             streams, so that no number depends on the free memory and a backward that runs out of it is repeated.
         compare_backward: whether backward compares the layers that it computes again with those of the forward, and raises
@@ -82,7 +84,7 @@ class StreamConfig:
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
     documents: Literal["from_positions", "as_given"] = "from_positions"
     rows: Literal["as_given", "packed", "auto"] = "as_given"
-    kernels: Literal["own", "liger"] = "own"
+    kernels: Literal["auto", "own", "liger"] = "auto"
     unpatched_runs: bool = True
     compare_backward: bool = True
     share_prefixes: bool | None = None

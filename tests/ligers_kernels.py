@@ -12,7 +12,7 @@ import torch
 
 import streambp
 from streambp.known_names import LIGERS_PATCHES, LIGERS_TABLE
-from streambp.model import fused_layers
+from streambp.model import chosen_kernels, fused_layers
 from tests import zoo
 from tests.families import build, make_batch
 from tests.oracle import gradients, relative_l2
@@ -26,6 +26,10 @@ CASES = (
     ("gemma3", "liger", {"saves": ("attn_out", "kv"), "offload": "cpu"}),
     ("gemma3", "liger and rotation", {"saves": ()}),
     ("qwen3_5_text", "liger", {"saves": ("*",)}),
+    ("qwen3", "auto", {"saves": ("attn_out",)}),
+    ("llama", "auto", {"saves": ()}),
+    ("gemma3", "auto", {"saves": ("attn_out", "kv")}),
+    ("qwen3_5_text", "auto", {"saves": ()}),
 )
 
 
@@ -55,21 +59,27 @@ def apply(model, rotation):
 
 def compare():
     teach_the_interpreter()
+    chosen_kernels.accelerator = lambda: torch.device("cpu")
     batch = make_batch("plain", length=9, rows=1)
     for family, kernels, settings in CASES:
         stock = zoo.build(family, torch.float32) if family == "qwen3_5_text" else build(family)
         plain = gradients(stock, **batch)[1]
-        ours, rotation = copy.deepcopy(stock), kernels != "liger"
+        ours, rotation = copy.deepcopy(stock), kernels != "liger" and (family, kernels) != ("qwen3_5_text", "auto")
         modeling = sys.modules[type(stock).__module__]
         before = dict(vars(modeling))
         apply(stock, rotation)
         expected = gradients(stock, **batch)[1]
-        if rotation:
+        if kernels == "auto":
+            vars(modeling).update(before)
+        elif rotation:
             apply(ours, rotation)
-        streambp.patch(ours, streambp.StreamConfig(chunk_size=4, kernels="own" if rotation else "liger", **settings))
+        by = "own" if kernels == "liger and rotation" else kernels
+        streambp.patch(ours, streambp.StreamConfig(chunk_size=4, kernels=by, **settings))
         off, own = relative_l2(gradients(ours, **batch)[1], expected), relative_l2(expected, plain)
         vars(modeling).update(before)
         print(family, kernels, settings, f"{off:.1e}, beside transformers' own operations {own:.1e}", flush=True)
         assert off <= 1e-6
         assert 0.0 < own <= 1e-5
-        assert any("Liger's kernels compute" in note for note in streambp.describe(ours).notes)
+        notes = " ".join(note for note in streambp.describe(ours).notes if "Liger's kernels compute" in note)
+        assert notes
+        assert ("the rotation of queries and keys" in notes) == (rotation and kernels == "auto")

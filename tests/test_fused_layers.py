@@ -22,7 +22,7 @@ from streambp.admission import trials
 from streambp.errors import BackwardError, ConfigError, UnsupportedModelError
 from streambp.known_names import LIGERS_TABLE
 from streambp.layer.site import Overwritten
-from streambp.model import fused_layers, patching
+from streambp.model import chosen_kernels, fused_layers
 from streambp.offload import manager_of
 from tests.families import build, make_batch
 from tests.head.interpreter import interpreted, needs_triton
@@ -108,7 +108,7 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(family
 MUTANTS = {
     "refill not tried": (trials, "_refillable", lambda found, *_: found, ("qwen3", "liger", (), "none")),
     "products not looked at": (trials, "_writes", lambda *_: Overwritten(), ("llama", "rotation", ("*",), "none")),
-    "kernels not put on": (patching, "put_on", lambda model: fused_layers.Fused(), ("qwen3", "liger", (), "none")),
+    "kernels not put on": (chosen_kernels, "put_on", lambda model: fused_layers.Fused(), ("qwen3", "liger", (), "none")),
 }
 
 
@@ -280,7 +280,7 @@ def test_without_liger(monkeypatch):
 
 @needs_states
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ligers_own_functions_are_taken_off(family):
+def test_ligers_own_functions_are_taken_off(family, monkeypatch):
     """What it sets, without running its kernels, which need a GPU."""
     pytest.importorskip(PATCHES, reason="liger-kernel is not installed")
     model = built(family)
@@ -290,6 +290,13 @@ def test_ligers_own_functions_are_taken_off(family):
     for layer in model.model.layers:
         assert {"input_layernorm", "mlp"} <= set(fused_layers.fused_modules(layer)["liger_kernel"])
     assert not model._streambp.fused.left
+    assert names_of(family) == names
+    monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cuda"))
+    streambp.patch(model, streambp.StreamConfig(chunk_size=7))
+    for layer in model.model.layers:
+        names_in = fused_layers.fused_modules(layer)["liger_kernel"]
+        assert {"input_layernorm", "mlp"} <= set(names_in)
+        assert ("the rotation of queries and keys" in names_in) == (family != HYBRID)
     assert names_of(family) == names
     streambp.unpatch(model)
     assert own(model) == before

@@ -330,6 +330,8 @@ def _fused_layers(found: Patch) -> list[str]:
         for (home, names), number in layers.items()
     ]
     left = found.fused.left
+    if found.fused.why_own is not None:
+        notes.append(f"kernels='auto' leaves all modules as they are: {found.fused.why_own}")
     return notes + ([f"{LIGERS} compute otherwise than {', '.join(left)}, which stay as they are"] if left else [])
 
 

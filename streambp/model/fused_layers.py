@@ -2,8 +2,8 @@
 
 [Note: fused layers] Liger binds its forwards to norms and MLPs of a model that is there already. Beside that it replaces
 names in transformers' modeling modules, which every model of the process reads: the classes of later models, and the
-rotation of queries and keys. So the rotation is not asked for, all names of modules and classes are put back, and what
-stays are attributes of this model's modules, which are written down.
+rotation of queries and keys. So all names of modules and classes are put back, and what stays are attributes of this
+model's modules, which are written down. The rotation is put on by `chosen_kernels.py` alone, by module.
 
 Liger's tables decide by family what a norm adds to its weight, where it rounds, and which activation a gate has. A norm
 that rounds elsewhere (DeepSeek V4's multiplies by its weight in float32) and an activation that a config has changed would
@@ -20,10 +20,11 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streambp.errors import ConfigError, MissingLibraryError
@@ -43,6 +44,7 @@ from streambp.known_names import (
 from streambp.libraries import required
 
 ABSENT = object()
+LEAVE_OUT = "Leave kernels out"
 TRIED = 64  # rows of as many features that a norm is tried on
 BY_CHANCE = 0.02  # of their bfloat16 values, that another order of addition may round otherwise
 # By the last part of the name of the module that Liger's forward stands in.
@@ -50,6 +52,14 @@ ACTIVATION_OF: dict[str, Callable[..., Any]] = {
     "swiglu": nn.functional.silu,
     "geglu": functools.partial(nn.functional.gelu, approximate="tanh"),
 }
+
+
+class NoKernelsError(ConfigError):
+    """Liger's kernels cannot be put on. found: why."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found}. {remedy}.")
+        self.found = found
 
 
 @dataclasses.dataclass
@@ -75,10 +85,16 @@ class Replaced:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """What `put_on` has set, and the classes of modules that keep their own forward because Liger's computes otherwise."""
+    """What `put_on` has set.
+
+    Args:
+        left: classes of modules that keep their own forward because Liger's computes otherwise.
+        why_own: why kernels="auto" leaves all modules of a model on an accelerator as they are.
+    """
 
     replaced: tuple[Replaced, ...] = ()
     left: tuple[str, ...] = ()
+    why_own: str | None = None
 
     def take_off(self) -> None:
         """Put back what was set."""
@@ -86,11 +102,17 @@ class Fused:
             change.undo()
 
 
-def put_on(model: nn.Module) -> Fused:
+Attributes = dict[nn.Module, dict[str, Any]]  # of each module, its own
+Adjust = Callable[[Attributes], AbstractSet[nn.Module]]
+
+
+def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
     """Liger's kernels on norms and MLPs of the model. [Note: fused layers]
 
     Args:
         model: a transformers model, or a module that holds one; changed in place.
+        adjust: is called while all names are Liger's, its rotation's too, with the attributes of each module before; may
+            change what modules have, and gives those that are to have theirs again.
 
     Raises:
         ConfigError: Liger is not installed, does not know the model, or computes none of its modules as they do. The model
@@ -100,16 +122,19 @@ def put_on(model: nn.Module) -> Fused:
     apply = _function_for(causal)
     wide = next((name for name, p in model.named_parameters() if p.dtype == torch.float64), None)
     if wide is not None:
-        raise ConfigError(
-            f"kernels='liger' computes in float32 or less, and {wide} is in float64. Leave kernels out, or cast the model."
+        raise NoKernelsError(
+            f"Liger computes in float32 or less, and {wide} is in float64", f"{LEAVE_OUT}, or cast the model"
         )
     before = {module: dict(module.__dict__) for module in model.modules()}
     problem: Exception | None = None
     differing: set[nn.Module] = set()
+    kept: AbstractSet[nn.Module] = frozenset()
+    unwanted = NOT_OF_LAYERS if adjust is None else NOT_OF_LAYERS[1:]
     with _names_put_back(causal):
         try:
-            apply(model=causal, **{name: False for name in NOT_OF_LAYERS if name in inspect.signature(apply).parameters})
+            apply(model=causal, **{name: False for name in unwanted if name in inspect.signature(apply).parameters})
             differing = {module for module in before if _differs(module, before[module])}
+            kept = kept if adjust is None else adjust(before)
         except Exception as error:
             problem = error
     changes = [
@@ -118,20 +143,25 @@ def put_on(model: nn.Module) -> Fused:
         for name, value in module.__dict__.items()
         if before[module].get(name, ABSENT) is not value
     ]
+    undone = differing | kept
     fused = Fused(
-        tuple(change for change in changes if change.module not in differing),
-        tuple(sorted({type(module).__name__ for module in differing})),
+        tuple(change for change in changes if change.module not in undone),
+        tuple(sorted({type(module).__name__ for module in differing - kept})),
     )
-    Fused(tuple(change for change in changes if change.module in differing)).take_off()
+    Fused(tuple(change for change in changes if change.module in undone)).take_off()
     if problem is not None or not any(change.name == "forward" for change in fused.replaced):
         fused.take_off()
-        found = f"{type(problem).__name__}: {problem}" if problem else "it changes nothing of a model that is there already"
-        found = f"it computes otherwise than {', '.join(fused.left)}" if fused.left and not problem else found
-        raise ConfigError(
-            f"kernels='liger' could not be applied to this {type(causal).__name__}: {found}. Leave kernels out, or apply "
-            "Liger before the model is made."
-        ) from problem
+        raise _not_applied(causal, fused, problem) from problem
     return fused
+
+
+def _not_applied(causal: PreTrainedModel, fused: Fused, problem: Exception | None) -> ConfigError:
+    found = f"{type(problem).__name__}: {problem}" if problem else "it changes nothing of a model that is there already"
+    found = f"it computes otherwise than {', '.join(fused.left)}" if fused.left and not problem else found
+    return NoKernelsError(
+        f"Liger could not be applied to this {type(causal).__name__}: {found}",
+        f"{LEAVE_OUT}, or apply Liger before the model is made",
+    )
 
 
 def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
@@ -172,22 +202,74 @@ def _norm_differs(module: nn.Module, own: dict[str, Any]) -> bool:
     return not known or bool((found != expected).float().mean() > BY_CHANCE)
 
 
+class OnDevice:
+    """A forward that Liger has given a module: Liger's for tensors of one kind of device, the class's for all others, and
+    in float64. The model may move, be cast, or be called on meta tensors after it was patched.
+
+    Args:
+        fused: Liger's, of (module, x [..., h]). kind: the device's type.
+    """
+
+    __name__ = "forward"  # a bound method is pickled as what the module has by this name
+
+    def __init__(self, fused: Callable[..., Any], kind: str) -> None:
+        self.fused = fused
+        self.kind = kind
+
+    def __call__(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        forward = self.fused if takes(x, self.kind) else type(module).forward
+        return forward(module, x, *args, **kwargs)
+
+
+class WithRotation(dict[str, Any]):
+    """The globals of an attention's forward in which the rotation is Liger's. All other names are looked up in the modeling
+    file's globals as they are then.
+
+    Args:
+        around: these. fused: Liger's, of q [B, H, T, D], k [B, H_kv, T, D], cos and sin [B, T, D]. kind: of device.
+    """
+
+    def __init__(self, around: dict[str, Any], fused: Callable[..., Any], kind: str) -> None:
+        super().__init__({"__name__": around["__name__"], ROTARY: self.turned})
+        self.around = around
+        self.own = around[ROTARY]
+        self.fused = fused
+        self.kind = kind
+
+    def __missing__(self, name: str) -> Any:
+        return self.around[name]
+
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """q [B, H, T, D] and k [B, H_kv, T, D], turned. By the modeling file's function where that is no longer the one
+        that was compared, or the call is unlike those that Liger's takes."""
+        now = self.around[ROTARY]
+        plain = now is self.own and not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
+        return (self.fused if plain and takes(q, self.kind) else now)(q, k, cos, sin, *args, **kwargs)
+
+
+def takes(x: Tensor, kind: str) -> bool:
+    """Whether kernels of that kind of device compute with x [..., h]."""
+    return x.device.type == kind and x.dtype != torch.float64
+
+
 def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
     """Names of the modules inside a layer that forwards of another library compute, by the library, whoever has put them
     there: Liger's, on the class or the instance, and any other's on the instance, as hub kernels are. Liger's rotation,
-    which is every model's of a family, is named with them."""
+    which is every model's of a family if others have put it on, is named with them."""
     found: dict[str, list[str]] = {}
+    turns = False
     for name, module in layer.named_modules():
         forward = module.__dict__.get("forward")
         function = getattr(forward, "__func__", forward) or type(module).forward
-        while isinstance(function, functools.partial):
-            function = function.func
+        while isinstance(function, functools.partial | OnDevice):
+            function = function.func if isinstance(function, functools.partial) else function.fused
+        turns |= isinstance(getattr(function, "__globals__", None), WithRotation)
         home = home_of(function).partition(".")[0]
         others = forward is not None and not isinstance(forward, InstanceForward) and home not in MODULES_ARE_HARMLESS
         if name and (home == LIGER or others):
             found.setdefault(home, []).append(name)
     rotation = vars(sys.modules.get(type(layer).__module__, layer)).get(ROTARY)
-    if home_of(rotation).partition(".")[0] == LIGER:
+    if turns or home_of(rotation).partition(".")[0] == LIGER:
         found.setdefault(LIGER, []).append("the rotation of queries and keys")
     return found
 
@@ -200,16 +282,14 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
     except MissingLibraryError:
         raise
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"kernels='liger' needs liger-kernel 0.8 and Triton ({type(error).__name__}: {error}). Install them: "
-            "pip install 'streambp[liger]', or leave kernels out."
+        raise NoKernelsError(
+            f"Liger's kernels need liger-kernel 0.8 and Triton ({type(error).__name__}: {error})",
+            "Install them: pip install 'streambp[liger]', or leave kernels out",
         ) from error
     kind = causal.config.model_type
     if kind not in table:
-        raise ConfigError(
-            f"kernels='liger' needs a model that Liger knows, and it does not know {kind!r}. It knows "
-            f"{', '.join(sorted(table))}. Leave kernels out for this model."
-        )
+        known = ", ".join(sorted(table))
+        raise NoKernelsError(f"Liger does not know {kind!r}", f"It knows {known}. {LEAVE_OUT} for this model")
     found: Callable[..., None] = table[kind]
     return found
 

@@ -17,8 +17,9 @@ from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, AsUnpatched, Ins
 from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
+from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.fused_head import FusedHead, replaces_trls_head
-from streambp.model.fused_layers import Fused, put_on
+from streambp.model.fused_layers import Fused
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
 from streambp.model.wrappers import BackboneForward, LayerForward
@@ -68,7 +69,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for wrapper in state.wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
-    fused = put_on(model) if config.kernels == "liger" else Fused()
+    fused = choose_kernels(model, config)
     for wrapper in state.wrappers:
         wrapper.install()
     if state.weights is not None:

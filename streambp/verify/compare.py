@@ -31,8 +31,9 @@ from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.known_names import FUNCTION_OF_NODE, LIGER
 from streambp.layer.function import StreamedLayer
 from streambp.layer.graphs import nodes_behind
+from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.describe import describe
-from streambp.model.fused_layers import Fused, fused_modules, put_on
+from streambp.model.fused_layers import fused_modules
 from streambp.model.patching import patch, unpatch
 from streambp.verify.choices import Choices
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
@@ -146,7 +147,7 @@ def _judge(
     with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
         said("the streamed model", 0.2)
         streamed, notes = _run_streamed(model, config, batch, scale)
-        fused = put_on(model) if config.kernels == "liger" else Fused()  # the truth is without them
+        fused = choose_kernels(model, config)  # the truth is without them
         said("the unpatched model", 0.4)
         try:
             unpatched = _run(model, batch, scale)

@@ -126,7 +126,7 @@ def host(args: argparse.Namespace) -> str:
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config).to(args.device, torch.bfloat16).train()
         if name == "streambp":
-            streambp.patch(model, streambp.StreamConfig(chunk_size=size, saves=("attn_out",)))
+            streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=size, saves=("attn_out",)))
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ids = torch.randint(0, 256, (1, chunks * size), device=args.device)

@@ -85,7 +85,7 @@ def float64_row(family: str, args: argparse.Namespace) -> tuple[str, list[str]]:
             _, truth = gradients(plain, **batch)
             for settings in SETTINGS:
                 model = zoo.build(family).to(args.device)  # some layers keep tensors, which cannot be copied
-                streambp.patch(model, streambp.StreamConfig(chunk_size=7, **settings))
+                streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=7, **settings))
                 for _ in range(2):
                     _, found = gradients(model, **batch)
                 error = worst_error(found, truth)
@@ -115,7 +115,7 @@ def default_row(args: argparse.Namespace, length: int, settings: dict[str, Any],
     model, batch, truth, noise = of_bfloat16(args, length)
     if args.tiny and "chunk_size" in settings:
         settings = {"chunk_size": 60}
-    streambp.patch(model, streambp.StreamConfig(**settings))
+    streambp.patch(model, streambp.StreamConfig(kernels="own", **settings))
     for _ in range(3):
         _, found = gradients(model, **batch)
     told, problems = judged(found, truth, noise)
@@ -136,7 +136,7 @@ def full_row(args: argparse.Namespace, length: int, settings: dict[str, Any], in
     model, batch, truth, noise = of_bfloat16(args, length)
     if args.tiny and "chunk_size" in settings:
         settings = {"chunk_size": 60}
-    streambp.patch(model, streambp.StreamConfig(**settings))
+    streambp.patch(model, streambp.StreamConfig(kernels="own", **settings))
     for _ in range(2):
         gradients(model, **batch)
     ran: list[int] = []
@@ -177,7 +177,7 @@ def autocast_row(args: argparse.Namespace) -> tuple[str, list[str]]:
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     noise = relative_l2(step(False), truth)
-    streambp.patch(model, streambp.StreamConfig(chunk_size=length // 4 + 3, saves=("attn_out",)))
+    streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=length // 4 + 3, saves=("attn_out",)))
     step(False)
     told, problems = judged(step(False), truth, noise)
     told_within, more = judged(step(True), truth, noise)
@@ -188,7 +188,7 @@ def stream_row(args: argparse.Namespace) -> tuple[str, list[str]]:
     model, batch, truth, noise = of_bfloat16(args, 1024)
     length = batch["input_ids"].shape[1]
     settings = {"chunk_size": length // 4 + 3, "saves": ("attn_out", "kv"), "offload": "cpu"}
-    streambp.patch(model, streambp.StreamConfig(**settings))  # type: ignore[arg-type]
+    streambp.patch(model, streambp.StreamConfig(kernels="own", **settings))  # type: ignore[arg-type]
     stream = None if args.device == "cpu" else torch.Stream(args.device)
     if stream is not None:
         stream.wait_stream(torch.accelerator.current_stream())
@@ -208,7 +208,7 @@ def dropout_row(args: argparse.Namespace) -> tuple[str, list[str]]:
     found = []
     for settings in SETTINGS[:3]:
         model = copy.deepcopy(plain)
-        streambp.patch(model, streambp.StreamConfig(chunk_size=7, **settings))
+        streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=7, **settings))
         gradients(model, **batch)
         seed_torch(5)
         found.append(gradients(model, **batch)[1])

@@ -92,7 +92,7 @@ def check_row(name: str, args: argparse.Namespace) -> Result:
     noise = relative_l2(gradients(model, **batch)[1], truth)
     model.gradient_checkpointing_disable()
     chunk_size = args.length // 4 + 3 if args.tiny else "auto"
-    streambp.patch(model, streambp.StreamConfig(**SETTINGS, chunk_size=chunk_size))
+    streambp.patch(model, streambp.StreamConfig(kernels="own", **SETTINGS, chunk_size=chunk_size))
     gradients(model, **batch)  # its layers are tried
     error, problems = watched_error(model, batch, truth, args.device)
     ratio = error / noise

@@ -90,7 +90,9 @@ def error_row(
         known.clear()
         known[spans] = make_known(spans, length, args.device, 256 if args.tiny else 512)
     model, batch, truth, noise = (getattr(known[spans], field.name) for field in dataclasses.fields(Known))
-    streambp.patch(model, streambp.StreamConfig(chunk_size=length // 4 + 3, saves=saves, attention=attention))
+    streambp.patch(
+        model, streambp.StreamConfig(kernels="own", chunk_size=length // 4 + 3, saves=saves, attention=attention)
+    )
     try:
         gradients(model, **batch)  # its layers are tried, and compared with the unpatched ones, which attend by themselves
         with AttentionSeen() as seen:
@@ -192,7 +194,7 @@ def figures_of(length: int, args: argparse.Namespace, streamed: bool) -> tuple[F
         ids = torch.randint(0, config.vocab_size, (1, length))
     if streamed:
         chunk_size = length // 4 + 3 if args.tiny else "auto"
-        streambp.patch(model, streambp.StreamConfig(saves=("attn_out",), chunk_size=chunk_size))
+        streambp.patch(model, streambp.StreamConfig(kernels="own", saves=("attn_out",), chunk_size=chunk_size))
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     try:

@@ -223,7 +223,7 @@ def model_draws(row: Model, args: argparse.Namespace) -> Iterator[tuple[float, f
         with in_torch(oracle, row.told):
             truth = gradients(oracle, **batch)[1]
         stock = copy.deepcopy(oracle).to(torch.bfloat16)
-        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=int(CHUNK * length)))
+        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(kernels="own", chunk_size=int(CHUNK * length)))
         with contextlib.nullcontext() if args.device == "cuda" else in_torch(oracle, row.told):
             found = [relative_l2(gradients(model, **batch)[1], truth) for model in (ours, stock)]
         if problems := wrong_paths(ours):

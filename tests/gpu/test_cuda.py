@@ -175,7 +175,9 @@ LENGTH, WIDTH = (8192, 512) if ACCELERATOR.type == "cuda" else (200, 64)
 def model_and_batch(**settings):
     sizes = {"num_hidden_layers": 4, "hidden_size": WIDTH, "head_dim": WIDTH // 4}
     model = build("qwen3", torch.bfloat16, device=ACCELERATOR, **sizes)
-    streambp.patch(model, streambp.StreamConfig(chunk_size=LENGTH // 8, saves=("attn_out", "kv"), **settings))
+    streambp.patch(
+        model, streambp.StreamConfig(kernels="own", chunk_size=LENGTH // 8, saves=("attn_out", "kv"), **settings)
+    )
     return model, make_batch("plain", length=LENGTH, device=ACCELERATOR)
 
 
@@ -268,7 +270,7 @@ def test_rows_of_offloading_fail_where_layers_do_not_stream(monkeypatch):
 
 
 def test_rows_of_offloading_are_judged_on_a_gpu():
-    row = offload_rows.Row("8B", 64, streambp.StreamConfig(), (34.6, 0.02, 115.0))
+    row = offload_rows.Row("8B", 64, streambp.StreamConfig(kernels="own"), (34.6, 0.02, 115.0))
     good = Figures(1.0, 1.0, 33.0, 40.0, 0, 1.0, 1, 1.0, 1.0, ("cudnn", "cudnn backward"), frozenset(), ())
     assert offload_rows.missed(row, good, 0.01, 100.0) == []
     assert offload_rows.missed(row, dataclasses.replace(good, ran=("cudnn",)), 0.01, 100.0) == ["no fused kernel attended"]

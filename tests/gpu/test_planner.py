@@ -22,7 +22,7 @@ def test_streamed_peaks_within_ten_percent(length):
         model = AutoModelForCausalLM.from_config(QWEN3_8B, dtype=torch.bfloat16).train()
     chunk_size = 8192
     predicted = estimate(model, length, chunk_size=chunk_size, setting=Setting(optimizer=0)).streamed.peak
-    streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, saves=()))
+    streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=chunk_size, saves=()))
     ids = torch.randint(0, QWEN3_8B.vocab_size, (1, length), device="cuda")
     for _ in range(2):
         model.zero_grad(set_to_none=True)

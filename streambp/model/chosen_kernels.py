@@ -1,0 +1,152 @@
+"""What `StreamConfig.kernels` puts on a model's modules.
+
+[Note: chosen kernels] "auto" is Liger's kernels where tensors are on an accelerator, and the modules as they are elsewhere.
+A model is often patched on the host and moved then, so that each call asks where its tensors are: on a CPU it computes bit
+for bit what "own" does. Nothing is looked for in a process without an accelerator.
+
+"auto" refuses nothing that "own" takes. Modules that somebody else has given a forward (accelerate's hooks, hub kernels) or
+compiled keep theirs. Where Liger is not installed, does not know the model or computes otherwise, all modules stay their
+own, and `describe` says why. The rotation is bound to the attention modules of this model: their forward is the class's,
+with Liger's rotation among its globals. It writes over queries and keys, which may be products that `saves` names; then
+the rotation stays the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from streambp.config import StreamConfig
+from streambp.errors import MissingLibraryError
+from streambp.foreign import home_of, is_compiled
+from streambp.known_names import ACCELERATE_HOOK, LIGER, ROTARY
+from streambp.model.fused_layers import (
+    Attributes,
+    Fused,
+    NoKernelsError,
+    OnDevice,
+    Replaced,
+    WithRotation,
+    fused_modules,
+    put_on,
+)
+
+HALF = 4  # features of a head, of which the other half is turned with these, in the comparison of rotations
+
+
+def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
+    """Put on what `config.kernels` names. [Note: chosen kernels]
+
+    Args:
+        model: a transformers model, or a module that holds one; changed in place.
+
+    Raises:
+        ConfigError: "liger" was asked for, and cannot be.
+    """
+    if config.kernels == "liger":
+        return put_on(model)
+    device = None if config.kernels == "own" else accelerator()
+    if device is None:
+        return Fused()
+    causal = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    if fused_modules(causal):
+        return Fused()
+    by_device = ByDevice(device.type)
+    try:
+        fused = put_on(model, by_device)
+    except NoKernelsError as error:
+        return Fused(why_own=f"{error.found}.")
+    except MissingLibraryError as error:
+        return Fused(why_own=str(error))
+    except Exception as error:  # of its import: a driver that is not there, whatever Triton makes of it
+        return Fused(why_own=f"Liger cannot be imported ({type(error).__name__}: {error}).")
+    return fused if config.products else dataclasses.replace(fused, replaced=(*fused.replaced, *by_device.turn()))
+
+
+def accelerator() -> torch.device | None:
+    """This process's; None: it has a CPU alone."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+class ByDevice:
+    """Has modules that Liger changes choose by device, and finds those that its rotation is for.
+
+    Args:
+        kind: the type of the device that Liger's kernels run on.
+        turning: attention modules, and Liger's rotation for each.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.turning: dict[nn.Module, Callable[..., Any]] = {}
+
+    def __call__(self, before: Attributes) -> set[nn.Module]:
+        """The modules that keep what others have put there. To be called while all names are Liger's."""
+        theirs = {m for m in before if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)}
+        for module in before:
+            forward = module.__dict__.get("forward")
+            if module in theirs:
+                continue
+            if isinstance(forward, types.MethodType):
+                module.__dict__["forward"] = types.MethodType(OnDevice(forward.__func__, self.kind), module)
+            elif forward is None and (space := _globals_that_turn(module)) is not None:
+                rotation = space[ROTARY]
+                if home_of(rotation).partition(".")[0] == LIGER:
+                    self.turning[module] = rotation
+        return theirs
+
+    def turn(self) -> list[Replaced]:
+        """Bind the rotation to the modules whose own is alike. To be called when all names are their own again."""
+        found: list[Replaced] = []
+        alike: dict[Callable[..., Any], bool] = {}
+        for module, rotation in self.turning.items():
+            space = _globals_that_turn(module)
+            if space is None:
+                continue
+            own = space[ROTARY]
+            if own not in alike:
+                alike[own] = turns_halves(own)
+            if alike[own]:
+                forward = types.MethodType(_with(WithRotation(space, rotation, self.kind), type(module).forward), module)
+                module.__dict__["forward"] = forward
+                found.append(Replaced(module, "forward", None, forward, False))
+        return found
+
+
+def _globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
+    """Those of a class's forward that calls the rotation by its usual name; None for other modules."""
+    forward: Any = type(module).forward
+    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
+        return None
+    return forward.__globals__ if ROTARY in forward.__globals__ else None
+
+
+def _with(space: dict[str, Any], forward: Any) -> types.FunctionType:
+    """A class's forward with other globals."""
+    found = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
+    found.__kwdefaults__, found.__qualname__ = forward.__kwdefaults__, forward.__qualname__
+    return found
+
+
+def turns_halves(rotation: Callable[..., Any]) -> bool:
+    """Whether a modeling file's function turns as Liger's kernel does: a head's first half of the features with the second.
+    Some turn neighbours, or a part of the features."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 3, 2 * HALF, generator=generator, device="cpu") for heads in (2, 1))  # [B, H, T, D]
+    angles = torch.randn(1, 3, HALF, generator=generator, device="cpu").repeat(1, 1, 2)  # [B, T, D]
+    cos, sin = angles.cos(), angles.sin()
+
+    def turned(x: Tensor) -> Tensor:
+        return x * cos[:, None] + torch.cat((-x[..., HALF:], x[..., :HALF]), -1) * sin[:, None]
+
+    try:
+        found = rotation(q.clone(), k.clone(), cos, sin)
+        return all(torch.allclose(ours, turned(x), rtol=1e-5, atol=1e-6) for ours, x in zip(found, (q, k), strict=True))
+    except Exception:  # it takes other arguments
+        return False
