@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 import traceback
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -70,6 +71,19 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "
         return int(torch.accelerator.memory_stats(device).get(f"{name}_bytes.all.{when}", 0))
     counts = torch.cuda.memory_stats_as_nested_dict(device)
     return int(counts[f"{name}_bytes"]["all"][when]) if counts else 0  # {} where CUDA was not used yet
+
+
+def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
+    """Whether arguments of `x.to` name another device than that of x [...]. As there, a number is one of the accelerator's,
+    and a kind of device without a number stands for the current one."""
+    devices = [torch.device(w) for w in wanted if isinstance(w, str | torch.device) or type(w) is int]
+    devices += [w.device for w in wanted if isinstance(w, Tensor)]
+    return any(d.type != x.device.type or _number(d) not in (None, x.device.index) for d in devices)
+
+
+def _number(device: torch.device) -> int | None:
+    unsaid = device.index is None and is_accelerator(device)
+    return torch.accelerator.current_device_index() if unsaid else device.index
 
 
 def alloc_retries(device: torch.device) -> int:

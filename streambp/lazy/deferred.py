@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.device import is_elsewhere
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss
 from streambp.lazy.standin import METADATA, SharedMemory, StandIn, note_use, takes
@@ -210,8 +211,7 @@ def _to(x: Deferred, *args: Any, **kwargs: Any) -> Any:
     """Only casts up and moves to where the tensor is; the loss is computed in float32 or wider anyway."""
     wanted = [*args, *kwargs.values()]
     dtypes = [w for w in wanted if isinstance(w, torch.dtype)]
-    devices = [torch.device(w) for w in wanted if isinstance(w, str | torch.device)]
-    if any(isinstance(w, Tensor) for w in wanted) or any(d.type != x.device.type for d in devices):
+    if any(isinstance(w, Tensor) for w in wanted) or is_elsewhere(x, wanted):
         return NotImplemented
     if any(torch.promote_types(d, x.source.dtype) != d for d in dtypes):
         return NotImplemented

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.device import is_elsewhere
 from streambp.lazy.expression import readings
 from streambp.lazy.tensor import LazyRows
 from streambp.torchs_own import torch_own
@@ -174,9 +175,7 @@ def to(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
     """Casts up, and moves to where the tensor is; all is computed in float32 or wider anyway."""
     wanted = [*args, *kwargs.values()]
     dtypes = [w for w in wanted if isinstance(w, torch.dtype)] + [w.dtype for w in wanted if isinstance(w, Tensor)]
-    devices = [torch.device(w) for w in wanted if isinstance(w, str | torch.device)]
-    devices += [w.device for w in wanted if isinstance(w, Tensor)]
-    if any(d.type != x.device.type or d.index not in (None, x.device.index) for d in devices):
+    if is_elsewhere(x, wanted):
         return NotImplemented
     dtype = dtypes[0] if dtypes else x.dtype
     if dtype == x.dtype:

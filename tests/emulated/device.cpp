@@ -118,16 +118,21 @@ struct Queue {  // a stream
     }
     thread.join();
   }
-  void put(std::function<void()> task) {
+  // Its thread begins once somebody asks how far it is, or so many tasks are there: to wake it costs more than a small kernel.
+  static constexpr size_t ENOUGH = 32;
+  void put(std::function<void()> task, bool at_once = false) {
     std::lock_guard<std::mutex> lock(mutex);
     if (stopped) return;
     tasks.push_back(std::move(task));
-    wake.notify_one();
+    if (at_once || tasks.size() >= ENOUGH) wake.notify_one();
   }
   void drain() {
     Unlocked unlocked;
     std::unique_lock<std::mutex> lock(mutex);
-    idle.wait(lock, [&] { return tasks.empty() && !busy; });
+    idle.wait(lock, [&] {
+      wake.notify_one();  // each time: another thread may have put something since the last task was done
+      return tasks.empty() && !busy;
+    });
     if (!error.empty()) {
       std::string what;
       std::swap(what, error);
@@ -137,6 +142,7 @@ struct Queue {  // a stream
   }
   bool query() {
     std::lock_guard<std::mutex> lock(mutex);
+    wake.notify_one();
     return tasks.empty() && !busy;
   }
 };
@@ -166,7 +172,7 @@ void synchronize(DeviceIndex device) {
 EventPtr mark(Queue& queue) {
   auto event = std::make_shared<Event>();
   if (queue.stopped) event->set();
-  queue.put([event] { event->set(); });
+  queue.put([event] { event->set(); }, true);
   return event;
 }
 void pause(double seconds) {
@@ -211,7 +217,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& s) const override {
     if (!event) return;
     auto waited = *static_cast<EventPtr*>(event);
-    queue_of(s.device_index(), s.id()).put([waited] { waited->wait(); });
+    queue_of(s.device_index(), s.id()).put([waited] { waited->wait(); }, true);
   }
   bool queryEvent(void* event) const override { return !event || (*static_cast<EventPtr*>(event))->query(); }
   void synchronizeEvent(void* event) const override {
@@ -625,6 +631,77 @@ int which_argument(const c10::FunctionSchema& schema, const c10::Argument& resul
   TORCH_CHECK(false, "emulated device: ", schema.name(), " returns an argument that is not found");
 }
 
+// What an operator's meta kernel says of such arguments: its results, and the arguments that it has written to. Most meta
+// kernels are Python's, and take longer than all else that the device does; a step asks the same thousands of times.
+struct Shapes {
+  bool known = false;
+  std::vector<c10::IValue> results, args;
+};
+template <class T>
+void append(std::string& key, const T& value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+bool append_to(std::string& key, const c10::IValue& v) {  // false: of a kind that is not told apart here
+  key += char('A' + (v.isNone() ? 0 : v.isTensor() ? 1 : v.isBool() ? 2 : v.isInt() ? 3 : v.isDouble() ? 4 : v.isIntList() ? 5
+                     : v.isBoolList() ? 6 : v.isDevice() ? 7 : v.isString() ? 8 : v.isTensorList() || v.isOptionalTensorList() ? 9 : 10));
+  if (v.isNone()) return true;
+  if (v.isBool()) { append(key, v.toBool()); return true; }
+  if (v.isInt()) { append(key, v.toInt()); return true; }
+  if (v.isDouble()) { append(key, v.toDouble()); return true; }
+  if (v.isDevice()) return true;  // this one
+  if (v.isString()) { append(key, v.toStringRef().size()); key += v.toStringRef(); return true; }
+  if (v.isIntList()) { auto list = v.toIntVector(); append(key, list.size()); for (auto i : list) append(key, i); return true; }
+  if (v.isBoolList()) { auto list = v.toBoolList(); append(key, list.size()); for (bool b : list) append(key, b); return true; }
+  if (v.isTensor()) {
+    const auto& t = v.toTensor();
+    append(key, t.defined());
+    if (!t.defined()) return true;
+    append(key, t.scalar_type());
+    append(key, t.unsafeGetTensorImpl()->is_wrapped_number());
+    append(key, t.dim());
+    for (auto i : t.sizes()) append(key, i);
+    for (auto i : t.strides()) append(key, i);
+    return !t.is_conj() && !t.is_neg();
+  }
+  if (v.isTensorList()) {
+    auto list = v.toTensorVector();
+    append(key, list.size());
+    return std::all_of(list.begin(), list.end(), [&](const at::Tensor& t) { return append_to(key, t); });
+  }
+  if (v.isOptionalTensorList()) {
+    auto list = v.toOptionalTensorVector();
+    append(key, list.size());
+    return std::all_of(list.begin(), list.end(), [&](const std::optional<at::Tensor>& t) { return append_to(key, t ? c10::IValue(*t) : c10::IValue()); });
+  }
+  return false;
+}
+Shapes shapes_of(const c10::OperatorHandle& op, const std::vector<c10::IValue>& cpu) {
+  static auto* mutex = new std::mutex();
+  static auto* remembered = new std::map<std::string, Shapes>();
+  std::string key = c10::toString(op.operator_name());
+  append(key, c10::typeMetaToScalarType(c10::get_default_dtype()));
+  append(key, at::globalContext().deterministicAlgorithms());
+  const bool told = std::all_of(cpu.begin(), cpu.end(), [&](const c10::IValue& v) { return append_to(key, v); });
+  if (told) {
+    std::lock_guard<std::mutex> lock(*mutex);
+    auto it = remembered->find(key);
+    if (it != remembered->end()) return it->second;
+  }
+  Shapes found;
+  try {
+    for (const auto& v : cpu) found.args.push_back(meta_of(v));
+    found.results = found.args;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &found.results);
+    found.known = true;
+  } catch (const std::exception&) {  // no meta kernel; or a mistake, which the kernel reports again
+  }
+  if (told) {
+    std::lock_guard<std::mutex> lock(*mutex);
+    remembered->emplace(key, found);
+  }
+  return found;
+}
+
 // As on a GPU: the storage grows in the stream; the CPU's own `resize_` would copy what it holds on the host.
 const at::Tensor& resized(const at::Tensor& t, at::IntArrayRef size, std::optional<at::MemoryFormat> format = std::nullopt) {
   auto* impl = t.unsafeGetTensorImpl();
@@ -686,30 +763,21 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool random = op.hasTag(at::Tag::nondeterministic_seeded) || generator;
   bool async = !random && !op.hasTag(at::Tag::dynamic_output_shape) && !op.hasTag(at::Tag::data_dependent_output) &&
       shape_known(schema) && !call.given.empty() && !(empty_out && schema.returns().empty());
-  std::vector<c10::IValue> shapes;
-  if (async) {
-    try {
-      for (size_t i = 0; i < n; ++i) shapes.push_back(meta_of(cpu[i]));
-      auto metas = shapes;
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
-      for (size_t i = 0; i < n && async; ++i) {
-        auto* info = schema.arguments()[i].alias_info();
-        if (!info || !info->isWrite() || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
-        auto wanted = metas[i].toTensor();
-        auto& t = args[i].toTensor();
-        if (wanted.sizes() != t.sizes()) {
-          if (t.numel() != 0) { async = false; break; }
-          resized(t, wanted.sizes());
-        }
-        if (empty_out && schema.arguments()[i].is_out()) cpu[i] = view_of(t);
-      }
-      if (async) empty_out = false;
-    } catch (const c10::OutOfMemoryError&) {  // of `resize_`
-      throw;
-    } catch (const std::exception&) {  // no meta kernel; or a mistake, which the kernel reports again
-      async = false;
+  const Shapes found = async ? shapes_of(op, cpu) : Shapes();
+  const auto& shapes = found.results;
+  async = found.known;
+  for (size_t i = 0; i < n && async; ++i) {
+    auto* info = schema.arguments()[i].alias_info();
+    if (!info || !info->isWrite() || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
+    const auto& wanted = found.args[i].toTensor();
+    auto& t = args[i].toTensor();
+    if (wanted.sizes() != t.sizes()) {
+      if (t.numel() != 0) { async = false; break; }
+      resized(t, wanted.sizes());
     }
+    if (empty_out && schema.arguments()[i].is_out()) cpu[i] = view_of(t);
   }
+  if (async) empty_out = false;
   auto result_of = [&](size_t i, const c10::IValue& made, const std::function<at::Tensor(const at::Tensor&)>& make) -> c10::IValue {
     int which = which_argument(schema, schema.returns()[i]);
     if (which >= 0) return args[which];
@@ -817,10 +885,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     if (from.device() != to.device()) {  // torch's order: the target's stream waits for the source's, and the other way round
       auto& other = current_queue(from.device().index());
       auto before = mark(other);
-      queue.put([before] { before->wait(); });
+      queue.put([before] { before->wait(); }, true);
       queue.put([=]() mutable { pause(delay); b.copy_(a.expand_as(b)); });
       auto after = mark(queue);
-      other.put([after] { after->wait(); });
+      other.put([after] { after->wait(); }, true);
     } else {
       delay = queue.compute_delay;
       queue.put([=]() mutable { pause(delay); b.copy_(a.expand_as(b)); });

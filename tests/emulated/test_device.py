@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
-from streambp.device import counted_bytes, is_accelerator, memory_limit, tells_memory
+import streambp
+from streambp.cli.environment import environment
+from streambp.device import counted_bytes, is_accelerator, is_elsewhere, memory_limit, tells_memory
+from streambp.errors import AttentionChoiceError
 from streambp.offload import engines
 from streambp.planner.measure_device import CPU, measure_device
 from tests.emulated import backend
+from tests.families import build, make_batch
 from tests.hangs import HANG
 from tests.seeds import seed_torch
 
@@ -71,6 +76,35 @@ def test_the_host_runs_ahead_of_kernels_and_a_side_stream_of_both(device):
         backend.extension().set_delays(0, 0, 0.0, 0.0)
 
 
+def test_a_thread_may_wait_while_another_goes_on(device):
+    """What another thread puts just after the last task of those that are waited for needs nobody else to ask for it."""
+    rounds, x = threading.Barrier(2, timeout=HANG), torch.zeros(8, device=device)
+
+    def ask():
+        for _ in range(200):
+            rounds.wait()
+            x.sum().item()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    for _ in range(200):
+        rounds.wait()
+        for _ in range(3):
+            x.add_(1)
+    asking.join(HANG)
+    assert not asking.is_alive()
+    assert float(x[0]) == 600
+
+
+def test_a_tensor_is_elsewhere_where_torch_would_move_it(device):
+    for index in range(backend.DEVICES):
+        for current in range(backend.DEVICES):
+            x = torch.zeros(2, device=f"{backend.NAME}:{index}")
+            with backend.Device(current):
+                for wanted in ("cpu", backend.NAME, f"{backend.NAME}:0", torch.device(backend.NAME, 1), 0, 1, x, x.cpu()):
+                    assert is_elsewhere(x, [wanted, torch.float32, False]) == (x.to(wanted).device != x.device), wanted
+
+
 def test_pinned_memory_makes_copies_asynchronous(device):
     x = torch.randn(8, device=device)
     pinned = torch.zeros(8, pin_memory=True)
@@ -107,7 +141,8 @@ def test_a_number_of_allocations_from_now_one_fails(device):
 
 
 def results(device):
-    """Of operators whose outputs grow, whose shapes are in the data, and that add where indices meet."""
+    """Of operators whose outputs grow, whose shapes are in the data, that add where indices meet; and of one operator for
+    other dimensions, layouts and dtypes, which the device must tell apart where it remembers shapes."""
     x = torch.linspace(-1, 1, 24, device=device).view(4, 6)  # [4, 6]
     index = torch.tensor([0, 2, 2, 1], device=device)
     out = torch.empty(0, device=device)
@@ -116,7 +151,9 @@ def results(device):
         torch.arange(5, device=device), torch.arange(5.0, device=device), out, x[index], x[x > 0], x.nonzero(), x.cumsum(0),
         torch.zeros(4, 6, device=device).index_add_(0, index, x), x.sort(descending=True)[0], torch.cat([x, x.flip(0)]),
         torch.zeros(4, 6, device=device).index_put_((index,), x, accumulate=True), x.masked_fill(x > 0, 2.0), x @ x.T,
-        torch.nn.functional.pad(x, (1, 2)), x.resize_(5, 6)[:4],
+        torch.nn.functional.pad(x, (1, 2)), x.sum(0), x.sum(1), x.T.sum(0), x.sum(0, keepdim=True), x.double().sum(0),
+        x.sum(0, dtype=torch.float64), x + x.T.contiguous().T, *(torch.cat([x, x], dim) for dim in (0, 1)),
+        x.resize_(5, 6)[:4],
     ]  # fmt: skip
 
 
@@ -140,6 +177,28 @@ def test_random_numbers_are_the_devices_own(device):
     assert torch.equal(torch.get_rng_state(), outer)
     seed_torch(1)
     assert torch.equal(torch.rand(4, device=device), first)
+
+
+def test_what_runs_there_is_told(device):
+    """By `streambp env` before a step, by `describe` after one: other makers' devices have streams and plain products."""
+    found = {part["device"]: part for part in environment()["devices"]}
+    for index in range(backend.DEVICES):
+        here = found[f"{backend.NAME}:{index}"]
+        assert here["name"] == "an emulated device"
+        assert here["memory"].startswith("64.0 GiB")
+        assert here["offload engine"] == engines.AcceleratorEngine.__name__
+        assert here["attention in bfloat16"].startswith("math ")
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=8))
+    model(**make_batch("plain"), use_cache=False).loss.backward()
+    told = streambp.describe(model).attention
+    assert f"plain products, because FlashAttention cannot: it does not run on {backend.NAME}," in told
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_what_cannot_run_there_is_refused_by_name(name, device):
+    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=8, attention=name))
+    with pytest.raises(AttentionChoiceError, match=f"does not run on {backend.NAME}"):
+        model(**make_batch("plain"), use_cache=False)
 
 
 def test_accelerate_sees_it(device):

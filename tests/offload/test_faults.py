@@ -5,23 +5,17 @@ covers: offload/arena.py, offload/engines.py, offload/manager.py
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import re
-import warnings
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
-from streambp.device import forget_error
 from streambp.offload import arena, engines, manager, manager_of
 from streambp.offload.arena import host_limit
 from tests.offload.runs import (
-    BOTH,
     assert_same,
     broken_activation,
     expected_host_bytes,
@@ -242,125 +236,3 @@ def test_abort_leaves_no_race_behind():
         run(model, "F0 F1 B0 B1")
         del held
     assert engine.checked > 1000
-
-
-class FakeEvent:
-    """Passed once the device was waited for."""
-
-    passed = False
-
-    def __init__(self, device=None, enable_timing=False):
-        self.timed = enable_timing
-
-    def record(self, stream):
-        pass
-
-    def query(self):
-        return FakeEvent.passed
-
-    def elapsed_time(self, other):
-        assert self.timed
-        assert other.timed
-        return 2.0
-
-
-class CudaEngine(engines.AcceleratorEngine):
-    """Of a CPU that asks for host memory as a CUDA device does."""
-
-    def host_buffer(self, size):
-        return self.host.buffer(size, torch.device("cuda"))
-
-
-class FakeStream(contextlib.nullcontext):
-    def __init__(self, device=None):
-        super().__init__()
-
-    def wait_event(self, event):
-        assert isinstance(event, FakeEvent)
-
-    def synchronize(self):
-        pass
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    """CUDA's streams and events on the CPU, where every copy is done at once; whether copies may be asynchronous."""
-    asynchronous = []
-    real = Tensor.copy_
-
-    def copy(self, source, non_blocking=None):
-        if non_blocking is not None:
-            asynchronous.append(non_blocking)
-        return real(self, source)
-
-    monkeypatch.setattr(Tensor, "copy_", copy)
-    monkeypatch.setattr(torch, "Stream", FakeStream)
-    monkeypatch.setattr(torch, "Event", FakeEvent)
-    monkeypatch.setattr(torch.accelerator, "current_stream", FakeStream)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: monkeypatch.setattr(FakeEvent, "passed", True))
-    monkeypatch.setattr(FakeEvent, "passed", False)
-    monkeypatch.setattr(engines, "forget_error", lambda device: forget_error(torch.device("cpu")))
-    monkeypatch.setattr(manager, "make_engine", lambda device: CudaEngine(device))
-    return asynchronous
-
-
-@pytest.mark.fast("2")
-@pytest.mark.parametrize("error", [0, 2])
-def test_memory_that_cannot_be_pinned_is_copied_synchronously_with_one_warning(error, fake_cuda, monkeypatch):
-    monkeypatch.setattr(engines, "pin", lambda buffer: error)
-    expected = step(model_with(("attn_out", "kv")))
-    model = offloaded(gpu_memory=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert_same(step(model), expected)
-    assert [str(w.message) for w in caught if "could not be pinned" in str(w.message)][1:] == []
-    assert bool(caught) == bool(error)
-    assert set(fake_cuda) == {not error}
-    stats = manager_of(model).stats()
-    assert stats["stall_back"] > 0
-    assert stats["gb_per_s_out"] > 0
-
-
-class FakeRuntime:
-    """CUDA's runtime where nothing can be pinned: the error of a failed call is kept until a launch reports it."""
-
-    def __init__(self):
-        self.pending = 0
-        self.calls = 0
-
-    def cudaHostRegister(self, pointer, size, flags):
-        self.calls += 1
-        self.pending = 2
-        return self.pending
-
-
-class Launches(TorchDispatchMode):
-    """Every operation that computes is a launch, after which torch asks for the pending error."""
-
-    QUIET = ("empty", "view", "detach", "slice", "select", "as_strided", "expand", "transpose", "t.", "alias", "reshape")
-
-    def __init__(self, runtime):
-        super().__init__()
-        self.runtime = runtime
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.runtime.pending and not any(name in str(func) for name in self.QUIET):
-            self.runtime.pending = 0
-            raise RuntimeError(f"CUDA error: out of memory, reported by {func}")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.full
-def test_an_error_that_pinning_left_behind_does_not_reach_the_step(fake_cuda, monkeypatch):
-    runtime = FakeRuntime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    expected = step(model_with(BOTH))
-    model = offloaded(gpu_memory=1)
-    with Launches(runtime):
-        with pytest.warns(UserWarning, match="could not be pinned"):
-            found = step(model)
-        assert_same(found, expected)
-        assert_same(step(model), expected)
-    assert runtime.calls == 1  # what fails once is not tried again: all copies are synchronous
-    assert set(fake_cuda) == {False}
