@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pickle
 import shlex
 import sys
@@ -25,7 +26,7 @@ from streambp.offload.costs import Known
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
 from streambp.planner.doors import doors, fields_of, python, written
-from streambp.planner.plan import Choice, choose, fits, longest, options, plan_profile
+from streambp.planner.plan import Choice, choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
 from streambp.planner.report import duration, plan_table, tree_lines
 from streambp.planner.skeleton import Skeleton, reduce_layers
@@ -145,20 +146,45 @@ def test_memory_is_written_as_a_person_does(size, text):
     assert 0.9 * size < parse_bytes("gpu_memory", text) <= size
 
 
-def test_the_safest_is_nearly_as_fast_and_takes_less(monkeypatch):
-    monkeypatch.setattr(planning, "STREAMED", (streamed(), streamed(("attn_out", "kv")), streamed((), "cpu")))
-    monkeypatch.setattr(planning, "SLOWER", 1.0)  # a small model's choices are further apart
-    found = plan(SMALL, 16384, gpu_memory="80GiB", setting=Setting(optimizer=4))
-    every = [one for one in options(found.profile, [m for m in found.profile.methods if m.chunked], 16384, found.memory,
-                                    found.setting, found.rates) if one.peak.total <= found.memory.usable]  # fmt: skip
-    bar = 2 * min(one.seconds.total for one in every)
-    allowed = [one.peak.total for one in every if one.seconds.total <= bar]
-    assert found.safest.peak.total == min(allowed) < max(one.peak.total for one in every)
-    told = dataclasses.replace(
-        found, safest=dataclasses.replace(found.choice, peak=dataclasses.replace(found.choice.peak, total=1.0))
-    )
-    assert f"safest, 0.0 GiB in {duration(found.choice.seconds.total)}: streambp.StreamConfig(" in plan_table(told)
-    assert "safest" not in plan_table(dataclasses.replace(found, safest=found.choice))
+def slower_and_smaller():
+    """Four methods, in per cent of the first: 0, 1.5, 3 and 10 slower, with 100, 75, 50 and 25 of its bytes a token."""
+    methods = [
+        Method(name, (), "none", False, True, (Phase("forward 0", 0, 10 * size),), (), 0, 0, made_work(1e9 * took, 0.0))
+        for name, size, took in (("fastest", 4, 1), ("nearly", 3, 1.015), ("slower", 2, 1.03), ("slowest", 1, 1.1))
+    ]
+    return made_up(methods=tuple(methods))
+
+
+def check_safest(usable=4 * 10 * 5000):
+    """What a plan calls the safest, at 5,000 tokens; `usable`: bytes beside the weights."""
+    memory = Memory(1000 + usable, None, reserve=0)
+    found = plan_profile(slower_and_smaller(), 5000, memory, Setting(optimizer=0))
+    times = {one.method: one.seconds for one in found.times}
+    assert times["nearly"] < 1.02 * times["fastest"] < times["slower"]
+    return found
+
+
+def test_the_safest_is_at_most_two_per_cent_slower_and_takes_the_least():
+    found = check_safest()
+    assert (found.choice.method, found.safest.method) == ("fastest", "nearly")
+    text = f"safest, 0.0 GiB in {duration(found.safest.seconds.total)}: streambp.StreamConfig("
+    assert text in plan_table(found, modules=False)
+    assert "safest" not in plan_table(dataclasses.replace(found, safest=found.choice), modules=False)
+    tight = check_safest(2 * 10 * 5000)  # the bar goes by the fastest of those that fit
+    assert (tight.choice.method, tight.safest.method) == ("slower", "slower")
+
+
+@pytest.mark.parametrize("bar", [0.0, 0.031, math.inf])
+def test_another_bar_for_the_safest_is_seen(bar, monkeypatch):
+    monkeypatch.setattr(planning, "SLOWER", bar)
+    with pytest.raises(AssertionError):
+        test_the_safest_is_at_most_two_per_cent_slower_and_takes_the_least()
+
+
+def test_a_safest_that_takes_more_is_seen(monkeypatch):
+    monkeypatch.setattr(planning, "_safest", planning._fastest)
+    with pytest.raises(AssertionError):
+        test_the_safest_is_at_most_two_per_cent_slower_and_takes_the_least()
 
 
 @pytest.mark.parametrize(
