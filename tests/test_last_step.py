@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +78,38 @@ def numbers(**others):
     }  # fmt: skip
 
 
+LINES = {  # by what the sentence says of a step: what lines must say, and may not
+    "streamed": ({"layers": "streams"}, ("as unpatched", "ran unpatched", "checkpoints", NOT_TRIED)),
+    "kept its graph": ({"layers": "streams", "saves": "the graph"}, ("as unpatched", "ran unpatched", "checkpoints")),
+    "ran unpatched": (
+        {"layers": "ran unpatched", "saves": "as unpatched", "head": "as unpatched", "attention": "the model's own"},
+        ("streams: ", "blockwise", "checkpoints", "nothing ("),
+    ),
+    "ran whole": ({"layers": "checkpoints", "saves": "nothing"}, ("streams: ", "as unpatched", "of 2 layers (")),
+    NOT_TRIED: ({"layers": NOT_TRIED, "saves": NOT_TRIED, "head": "no call yet"}, ("streams: ", "ran ", "(GiB")),
+}
+
+
+def contradictions(described):
+    """Lines of a description that do not go with its sentence."""
+    first, *rest = described.strip("\n").splitlines()
+    way = next(way for way in LINES if way in first)
+    words, excluded = LINES[way]
+    text = "\n".join(rest).replace("\n" + " " * 12, "; ")
+    lines = {line.partition(" ")[0]: line.partition(" ")[2].strip() for line in text.splitlines()}
+    excluded = tuple(word for word in excluded if not (word == "checkpoints" and "layers ran whole" in first))
+    found = [name for name, word in words.items() if word not in lines[name]]
+    found += [line for line in lines.values() if any(word in line for word in excluded)]
+    alone = "layer inputs alone" in first
+    found += ["saves"] if way == "streamed" and alone != lines["saves"].startswith("nothing") else []
+    found += ["let go"] if ("let go" in first) != ("let go" in lines["saves"]) else []
+    chunks, size = re.search(r"chunks of (\d[\d,]*)\b", first), lines["chunk_size"].partition(" (")[0]
+    cut_otherwise = size != chunks[1] if chunks is not None else size.isdigit() and way == "ran whole"
+    return found + (["chunk_size"] if cut_otherwise else [])
+
+
 def check(model, described, added):
+    assert contradictions(described) == []
     assert str(streambp.describe(model)) == described.strip("\n")
     told = streambp.last_step(model) or NOT_TRIED
     assert described.strip("\n").startswith(f"last step: {told}\n")
@@ -156,10 +188,21 @@ MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)
 WHOLE = f"""
 last step: 46 tokens (2 rows), ran whole under gradient checkpointing: {MIXES}
 layers      checkpoints: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1), {MIXES}
-chunk_size  5
+chunk_size  5 where layers stream
 saves       nothing (auto: layers that run whole keep their inputs alone)
 offload     nothing leaves the device
 attention   auto
+head        blockwise loss, no logits
+"""
+ONE_WHOLE = f"""
+last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed, but 1 of 2 layers ran whole under gradient checkpointing: \
+saved layer inputs alone
+layers      streams: 1 x LlamaDecoderLayer (model.layers.0)
+            checkpoints: 1 x LlamaDecoderLayer (model.layers.1), {MIXES}
+chunk_size  5
+saves       nothing (auto: the first step counts what there is to save)
+offload     nothing leaves the device
+attention   auto; cpu flash in 1 layer
 head        blockwise loss, no logits
 """
 SHARED = """
@@ -243,6 +286,38 @@ def test_layers_that_run_whole(machine, lines, monkeypatch):
     assert lines() == logged(f"1: 46 tokens (2 rows), ran whole under gradient checkpointing: {MIXES}{HEAD}")
 
 
+def test_one_layer_that_runs_whole(machine, lines, monkeypatch):
+    model = build("llama")
+    mixes, real = model.model.layers[1].mlp, type(model.model.layers[1].mlp).forward
+    shift = lambda x: x + 0.5 * torch.roll(x, 1, 1)  # noqa: E731
+    monkeypatch.setattr(type(mixes), "forward", lambda self, x: real(self, shift(x) if self is mixes else x))
+    step(patched(model))
+    check(model, ONE_WHOLE, numbers(stream_whole_layers=1))
+    assert lines() == logged(
+        "1: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed, but 1 of 2 layers ran whole under gradient checkpointing: "
+        f"saved layer inputs alone{HEAD}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "after"),
+    [
+        (UNPATCHED, "ran unpatched: 2 x", "streams: 2 x"),
+        (UNPATCHED, "as unpatched, from logits [B, T, V]: they fit many times over", "blockwise loss, no logits"),
+        (LONG, "in 5 chunks of 5", "in 3 chunks of 8"),
+        (LET_GO, ", so all of it was let go of and recomputed", ""),
+        (WHOLE, "5 where layers stream", "5"),
+        (GRAPH, "the graph of 2 layers (151.7 KiB)", "kv of 2 layers (11.5 KiB)"),
+        (UNTRIED, "not tried yet: 2 x", "streams: 2 x"),
+        (ONE_WHOLE, "saves       nothing (auto: the first step counts what there is to save)", "saves       kv"),
+    ],
+)
+def test_lines_that_contradict_are_seen(text, before, after):
+    assert contradictions(text) == []
+    assert before in text
+    assert contradictions(text.replace(before, after)) != []
+
+
 def test_rows_that_begin_alike(machine, lines, monkeypatch):
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
     model = patched(chunk_size=7, rows="packed")
@@ -280,6 +355,7 @@ TRAINED = numbers(stream_tokens=42)
 
 def check_trained(made, reports, lines, epochs=3):
     """The text, the line, and the fields in each of the logs of training, in none of the others."""
+    assert contradictions(LAUNCHED) == []
     assert str(streambp.describe(made.model)) == LAUNCHED.strip("\n")
     assert lines() == [f"Qwen3ForCausalLM: step 1: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved kv{HEAD}"]
     expected = {name: value for name, value in TRAINED.items() if name != "stream_kept_gib"}
@@ -330,21 +406,25 @@ def test_one_that_a_user_passes_is_moved():
         assert trainer.callback_handler.callbacks == [passed, other]
 
 
-def test_trls_trainer(machine, lines, tmp_path):
+def trained_by_trl(tmp_path, reports, **settings):
     pytest.importorskip("trl", reason="TRL is not installed")
     from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
     from tests.integrations.test_trl import texts, tokenizer
 
-    reports = Reports()
     given = StreamSFTConfig(
         output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, optim="sgd", report_to=[], use_cpu=True,
         logging_steps=1, disable_tqdm=True, bf16=False, save_strategy="no", max_length=5, stream_chunk_size="5",
-        stream_saves=["kv"], stream_rows="as_given",
+        stream_rows="as_given", **settings,
     )  # fmt: skip
     made = StreamSFTTrainer(
         model=model_of(), args=given, train_dataset=texts(), processing_class=tokenizer(), callbacks=[reports]
     )
     made.train()
+    return made
+
+
+def test_trls_trainer(machine, lines, tmp_path):
+    made = trained_by_trl(tmp_path, reports := Reports(), stream_saves=["kv"])
     one_chunk = (("42 tokens", "10 tokens"), ("5 chunks of 5 a row", "one chunk"))
     expected = LAUNCHED.strip("\n")
     for before, now in one_chunk:
@@ -359,6 +439,50 @@ def test_trls_trainer(machine, lines, tmp_path):
             for name, value in TRAINED.items()
             if name != "stream_kept_gib"
         }
+
+
+SAVED_BY_DEFAULT = {
+    "kv": "5.2", "attn_out": "5.9", "self_attn.q_proj": "5.2", "self_attn.k_proj": "2.6", "self_attn.v_proj": "2.6",
+    "self_attn.o_proj": "5.2", "mlp.gate_proj": "7.9", "mlp.up_proj": "7.9",
+}  # fmt: skip
+BY_DEFAULT = LAUNCHED.replace("streamed: saved kv", "streamed: saved 42.7 KiB of 8.0 GiB free").replace(
+    "saves       kv",
+    "saves       "
+    + "".join(f"{name} of 2 layers ({size} KiB)\n            " for name, size in SAVED_BY_DEFAULT.items())
+    + "auto: a step without saves leaves 8.0 GiB free; at least 8.0 GiB stayed free",
+)
+
+
+def test_the_default_under_launch(machine, launched, lines, tmp_path, monkeypatch):
+    """Its first step counts, the others save what was counted; each is told in the same words thrice."""
+    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "rows": "as_given"}')
+    module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
+    Hook().change_trainer(module)
+    reports = Reports()
+    made = module.Trainer(model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports])
+    made.train()
+    assert contradictions(BY_DEFAULT) == []
+    assert str(streambp.describe(made.model)) == BY_DEFAULT.strip("\n")
+    told = "Qwen3ForCausalLM: step {}: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved {}"
+    names = ", ".join(SAVED_BY_DEFAULT)
+    assert lines() == [
+        told.format(1, f"layer inputs alone{HEAD}"),
+        told.format(2, f"42.7 KiB of 8.0 GiB free ({names}){HEAD}"),
+    ]
+    for entries in (made.state.log_history, reports.logs):
+        added = [{name: entry[name] for name in entry if name.startswith("stream_")} for entry in entries[:3]]
+        assert added[0] == TRAINED
+        assert added[1] == added[2] == pytest.approx({**TRAINED, "stream_free_gib": 8.0}, abs=1e-3)
+        assert added[1]["stream_kept_gib"] * GIB == 42.65625 * 1024
+
+
+def test_the_default_of_trls_trainer(machine, lines, tmp_path):
+    made = trained_by_trl(tmp_path, Reports())
+    text, record = str(streambp.describe(made.model)), streambp.last_step(made.model)
+    assert contradictions(text) == []
+    assert text.startswith("last step: 10 tokens (2 rows) in one chunk, kept its graph: backward recomputed nothing, the ")
+    assert lines()[1:] == [f"Qwen3ForCausalLM: step 2: {record}{HEAD}"]
+    assert made.state.log_history[1]["stream_kept_gib"] * GIB == record.saved_bytes > 0
 
 
 def test_what_is_not_known_is_not_told():

@@ -24,7 +24,7 @@ from streambp.layer.site import LayerSite
 from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_of, patch_of, record_of
 from streambp.model.patching import Patch
-from streambp.model.record import NOT_TRIED, UNPATCHED, StepRecord, offloaded, sized
+from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, offloaded, sized
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
 from streambp.offload.costs import Chosen
@@ -145,9 +145,10 @@ def describe(model: nn.Module) -> Description:
 
 
 def _chunk_size(found: Patch, record: StepRecord | None) -> str:
-    """As configured; of "auto" the size in the last step, and the rule."""
+    """As configured, whether or not the last step had chunks; of "auto" the size in the last step, and the rule."""
     if found.state.config.chunk_size != "auto":
-        return f"{found.state.config.chunk_size:,}"
+        no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
+        return f"{found.state.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
     rule = str(found.state.policy or AUTO_RULE)
     if record is None:
         return rule
