@@ -112,8 +112,8 @@ class Runner:
     def _ours(self, arguments: list[str], expected: int, block: Block) -> None:
         """A command of streambp, in this process."""
         if arguments[0] == "plan":  # of the real sizes: a plan has to fit, or not, as the page says
-            arguments = [str(self.made / "8B") if word == str(self.made / stand_ins.CHECKPOINTS[0]) else word
-                         for word in arguments]  # fmt: skip
+            sizes = {str(self.made / name): str(self.made / size) for name, size in stand_ins.SIZED.items()}
+            arguments = [sizes.get(word, word) for word in arguments]
         elif "--seq-len" in arguments:
             arguments[arguments.index("--seq-len") + 1] = "96"
         if (code := cli.main(arguments)) != expected:

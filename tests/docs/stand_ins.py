@@ -14,7 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-CHECKPOINTS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-VL-3B-Instruct")
+CHECKPOINTS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen2.5-VL-3B-Instruct")
+SIZED = MappingProxyType({CHECKPOINTS[0]: "8B", CHECKPOINTS[2]: "70B"})  # whose real configurations plans read
 DATA = ("trl-lib/Capybara", "trl-lib/ultrafeedback_binarized", "trl-lib/DeepMath-103K")
 LENGTHS = MappingProxyType({8192: 16, 4096: 16})  # of chunks; longer numbers are lengths of sequences
 LONG, SHORT = 10_000, 64
@@ -112,10 +113,10 @@ def ranks(words: list[str]) -> list[str]:
 def make(folder: Path) -> None:
     """All checkpoints and data, small, under the names that pages use."""
     tokenizer = make_tokenizer()
-    for name in CHECKPOINTS[:2]:
-        make_text_model(len(tokenizer)).save_pretrained(folder / name)
+    for name in CHECKPOINTS[:3]:
+        make_text_model(len(tokenizer), name).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    make_vision_model(folder / CHECKPOINTS[2], tokenizer)
+    make_vision_model(folder / CHECKPOINTS[3], tokenizer)
     for name, rows in zip(DATA, (conversations(), preferences(), questions()), strict=True):
         (folder / name).mkdir(parents=True)
         for split in ("train", "test"):
@@ -155,11 +156,13 @@ SIZES = MappingProxyType(
 )  # fmt: skip
 
 
-def make_text_model(vocabulary: int) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_text_model(vocabulary: int, name: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=max(1000, vocabulary), **special, **SIZES))
+    kind = "llama" if "Llama" in name else "qwen3"
+    config = AutoConfig.for_model(kind, vocab_size=max(1000, vocabulary), **special, **SIZES)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def make_vision_model(folder: Path, tokenizer: Any) -> None:

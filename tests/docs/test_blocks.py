@@ -22,16 +22,22 @@ EIGHT = {
     "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
+SEVENTY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
+    "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
 WITH_CODE = tuple(page for page in USERS if blocks(page))
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """Small checkpoints and data under the names that pages use, and the configuration of an 8B model for plans."""
+    """Small checkpoints and data under the names that pages use, and configurations of an 8B and a 70B model for plans."""
     folder = tmp_path_factory.mktemp("made")
     stand_ins.make(folder)
-    (folder / "8B").mkdir()
-    (folder / "8B" / "config.json").write_text(json.dumps(EIGHT))
+    for size, config in (("8B", EIGHT), ("70B", SEVENTY)):
+        (folder / size).mkdir()
+        (folder / size / "config.json").write_text(json.dumps(config))
     return folder
 
 
