@@ -250,6 +250,12 @@ LIGERS_NORM = (
 LIGERS_ROUNDINGS = ("llama", "gemma")  # before the product with the weight, after it
 NOT_OF_LAYERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")  # their arguments for what is replaced elsewhere
 
+# ---- bitsandbytes, which the tests' environments need not have
+
+BITSANDBYTES = "bitsandbytes"
+QUANT_STATE = "quant_state"  # of a 4-bit weight: its shape, its dtype and its statistics
+STATISTICS_8BIT = "SCB"  # of an 8-bit weight, which hands them on to its module
+
 # ---- packages by what is theirs; `streambp` is ours
 
 # Their hooks treat tokens alike, or gather and move parameters.

@@ -211,7 +211,9 @@ class LayerSite:
 
     def weights_here(self, direction: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Within, the layer's weights are on the device, wherever they live."""
-        return contextlib.nullcontext() if self.weights is None else self.weights.here(self.index, direction, device)
+        if self.weights is None:
+            return contextlib.nullcontext()
+        return self.weights.here(self.index, direction, device, decodes=direction != "trial")
 
     def weights_for_once(self, args: Any, kwargs: Any, because: str) -> contextlib.AbstractContextManager[None]:
         """The same for a call of the layer that does not stream, which must leave no graph behind.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import HostMemoryError, UnsupportedModelError
-from streambp.known_names import MOVES
+from streambp.known_names import MOVES, STATISTICS_8BIT
 from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
 from streambp.offload.engines import Engine
 
@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 ALIGNMENT = 512  # bytes: as the allocators of devices align, for kernels that read weights in vectors
 MAP = "hf_device_map"  # transformers': where parts of a model were loaded to
-INT8 = "SCB"  # bitsandbytes' 8-bit weights have their statistics there, and hand them on to their module
 ALL_OTHERS = -1  # beside the indices of layers
 WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
@@ -262,7 +261,7 @@ class HostRanges:
         return stack.segments[0]
 
     def _check(self, tensor: Tensor, index: int) -> None:
-        if type(tensor.data) is Tensor and not tensor.is_meta and not hasattr(tensor, INT8):
+        if type(tensor.data) is Tensor and not tensor.is_meta and not hasattr(tensor, STATISTICS_8BIT):
             return
         name = next((n for n, p in self.sites[index].layer.named_parameters() if p is tensor), "a tensor")
         kind = type(tensor if type(tensor.data) is Tensor else tensor.data).__name__

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed import is_initialized
 
 from streambp.errors import UnsupportedModelError
+from streambp.offload.decoded import decoded_once, packed_linears
 from streambp.offload.engines import BACK, COMPUTE, Engine, make_engine
 from streambp.offload.ranges import HostRanges, LayerRange
 
@@ -143,8 +144,11 @@ class HostWeights:
             self._start(device)
 
     @contextlib.contextmanager
-    def here(self, index: int, direction: str, device: torch.device) -> Iterator[None]:
+    def here(self, index: int, direction: str, device: torch.device, decodes: bool = False) -> Iterator[None]:
         """Within, the weights of layer `index` are on the device, and those of the layer that comes next on their way.
+
+        Args:
+            decodes: 4-bit weights are decoded at most once. [Note: decode on arrival]
 
         Raises:
             UnsupportedModelError: a weight cannot live on the host, or layers are on several devices.
@@ -178,7 +182,8 @@ class HostWeights:
             following = self._next.get(access)
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
-            yield
+            with decoded_once(self.ranges.sites[index].of(packed_linears) if decodes else ()):
+                yield
         finally:
             torch.set_autocast_cache_enabled(cached)
             for piece in weights.pieces:

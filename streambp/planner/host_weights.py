@@ -1,8 +1,9 @@
 """Frozen weights of a model's first layers on the host (`StreamConfig.weights`): bytes, seconds, and how many layers.
 
 Each layer's come to the device once in each direction, one copy ahead of the layer at work. So the device holds two layers
-in place of them, and a phase takes as long as its kernels or as the copies of its layers, whichever is longer. The law has
-all layers compute as long as each other; the first layer of a step, which nothing hides, is not counted.
+in place of them, with one layer's decoded weights where these have 4 bits, and a phase takes as long as its kernels or as
+the copies of its layers, whichever is longer. The law has all layers compute as long as each other; the first layer of a
+step, which nothing hides, is not counted.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ MOST_TOKENS = 2**24
 @dataclasses.dataclass(frozen=True)
 class OnHost:
     """The first `layers` of `of` layers: bytes of their frozen weights on the host, of the last two of them, and of the
-    largest."""
+    largest; decoded: of one layer's 4-bit weights once they are decoded, without the largest, which any step counts."""
 
     layers: int
     of: int
     bytes: int
     last: int
     largest: int
+    decoded: int = 0
 
     @property
     def freed(self) -> int:
         """Bytes of the device: without the weights, with the two layers that are there at a time."""
-        return self.bytes - SLOTS * self.largest
+        return self.bytes - SLOTS * self.largest - self.decoded
 
 
-def first(sizes: Sequence[int], layers: int) -> OnHost:
+def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
     """The first `layers` of layers whose frozen weights have these sizes [bytes]."""
     found = sizes[:layers]
-    return OnHost(layers, len(sizes), sum(found), sum(found[-SLOTS:]), max(found, default=0))
+    return OnHost(layers, len(sizes), sum(found), sum(found[-SLOTS:]), max(found, default=0), decoded)
 
 
-def fewest(sizes: Sequence[int], lacking: float) -> OnHost:
+def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
     """As few of the first layers as leave the device `lacking` bytes more; all of them where no number does."""
-    return next(
-        (on_host for n in range(1, len(sizes)) if (on_host := first(sizes, n)).freed >= lacking), first(sizes, len(sizes))
-    )
+    tried = (first(sizes, number, decoded) for number in range(1, len(sizes)))
+    return next((on_host for on_host in tried if on_host.freed >= lacking), first(sizes, len(sizes), decoded))
 
 
 def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:

@@ -225,7 +225,7 @@ def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
     """The setting with all layers' frozen weights on the host; None where there are none, or several GPUs."""
     if setting.gpus > 1 or not any(profile.frozen):
         return None
-    return dataclasses.replace(setting, on_host=first(profile.frozen, len(profile.frozen)))
+    return dataclasses.replace(setting, on_host=first(profile.frozen, len(profile.frozen), profile.decoded))
 
 
 def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates) -> Plan:
@@ -302,7 +302,7 @@ def options(
             used = setting if method.chunked else dataclasses.replace(setting, on_host=None)
             if used.on_host is not None and setting.weights == "auto":
                 lacking = at.total + used.on_host.freed - memory.usable
-                used = dataclasses.replace(setting, on_host=fewest(profile.frozen, lacking))
+                used = dataclasses.replace(setting, on_host=fewest(profile.frozen, lacking, profile.decoded))
                 at = peak(profile, method, seq_len, size, used)
             how = (method.name, method.saves, method.offload, size, seq_len)
             left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None

@@ -146,7 +146,7 @@ class Profile:
     """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time. left_out: unpatched
     methods whose steps could not be counted, and why. mixers: what recurrent and convolutional layers are taken to run.
     saves: what saves="auto" chooses from (`layer_costs.counted_saves`).
-    frozen: bytes of host memory that each layer's frozen weights would take there."""
+    frozen: bytes of host memory that each layer's frozen weights would take there; decoded: as `OnHost`'s."""
 
     model: str
     dtype: str
@@ -160,6 +160,7 @@ class Profile:
     mixers: str = ""
     saves: Mapping[str, Any] | None = None
     frozen: tuple[int, ...] = ()
+    decoded: int = 0
 
     def method(self, name: str) -> Method:
         """The method by that name.

@@ -67,7 +67,7 @@ class Skeleton:
         mixers: Mixers | None = None,
         fused_layers: bool = False,
     ) -> None:
-        self.device = device
+        self.device, self.bits = device, bits
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
         self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
         with self.active():
@@ -218,6 +218,13 @@ class QuantisedLinear(nn.Module):
 def parameters_of(parameter: Tensor) -> int:
     """The model's parameters in this tensor [...], however few bytes store them."""
     return int(getattr(parameter, "stands_for", parameter.numel()))
+
+
+def decoded_bytes(layer: nn.Module) -> int:
+    """Of all weights of a layer that are stored in few bits, decoded to two bytes each, but of the largest, which a product
+    builds by itself."""
+    sizes = [2 * parameters_of(module.weight) for module in layer.modules() if isinstance(module, QuantisedLinear)]
+    return sum(sizes) - max(sizes, default=0)
 
 
 class Dequantised(torch.autograd.Function):

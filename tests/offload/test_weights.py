@@ -91,9 +91,9 @@ def test_the_next_layer_is_on_its_way_before_a_layer_is_computed(monkeypatch):
     step(model, 1)
     weights, seen, here = weights_of(model), [], HostWeights.here
 
-    def entered(self, index, direction, device):
+    def entered(self, index, direction, *others, **named):
         seen.append((direction[0], index, sum(weights.loads.values())))
-        return here(self, index, direction, device)
+        return here(self, index, direction, *others, **named)
 
     monkeypatch.setattr(HostWeights, "here", entered)
     before = sum(weights.loads.values())

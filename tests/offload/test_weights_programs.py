@@ -225,18 +225,18 @@ def test_trainer_evaluates_is_stopped_and_goes_on(tmp_path):
     assert all(torch.equal(adapters[name], one) for name, one in expected.items())
 
 
-def quantised(weights):
+def quantised(weights, dtype=torch.float32):
     """With its MLPs in bitsandbytes' NF4, whose statistics are quantised, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import bitsandbytes as bnb
 
-    model = build("qwen3", num_hidden_layers=4, hidden_size=64, intermediate_size=128).requires_grad_(False)
+    model = build("qwen3", num_hidden_layers=4, hidden_size=64, intermediate_size=128).requires_grad_(False).to(dtype)
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj", "down_proj"):
             old = getattr(layer.mlp, name)
             new = bnb.nn.Linear4bit(
-                old.in_features, old.out_features, False, torch.float32, compress_statistics=True, quant_type="nf4"
+                old.in_features, old.out_features, False, dtype, compress_statistics=True, quant_type="nf4"
             )
             new.weight = bnb.nn.Params4bit(
                 old.weight.detach().clone(), requires_grad=False, compress_statistics=True, quant_type="nf4"

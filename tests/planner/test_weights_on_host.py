@@ -18,7 +18,7 @@ from streambp.planner import Memory, Setting
 from streambp.planner.count import StepCount
 from streambp.planner.estimate import estimate
 from streambp.planner.host_weights import MOVED, fewest, first, hidden_from, with_copies
-from streambp.planner.plan import plan_profile
+from streambp.planner.plan import plan_profile, with_weights_on_host
 from streambp.planner.profile import Group, Method, Phase, from_json, peak, static, to_json
 from streambp.planner.remedies import Training, remedies
 from streambp.planner.report import plan_table
@@ -53,6 +53,8 @@ def test_as_few_layers_as_it_takes():
     assert first(SIZES, LAYERS).freed == 8 * SIZE
     assert first((5, 7, 3), 3).last == 10
     assert first((5, 7, 3), 3).largest == 7
+    assert first((5, 7, 3), 3, 4).freed == 15 - 2 * 7 - 4  # of 4 bits, with a layer's decoded weights
+    assert fewest(SIZES, SIZE, SIZE).layers == 4
 
 
 def test_copies_are_those_of_layers_on_the_host():
@@ -172,6 +174,20 @@ def test_bytes_of_layers_without_data():
     frozen = [sum(p.nbytes for p in layer.parameters() if not p.requires_grad) for layer in layers]
     assert frozen_bytes(model, layers) == tuple(size + 512 for size in frozen)
     assert not any(frozen_bytes(model.requires_grad_(True), layers))
+
+
+@pytest.mark.full
+def test_bytes_of_weights_of_few_bits():
+    """A layer's decoded weights but for the largest; weights of 8 bits are refused, so that no plan has them."""
+    config = build("llama", **CONFIG).config
+    profiles = [estimate(config, 64, chunk_size=32, lora=4, bits=bits, device="cpu").profile for bits in (4, 8)]
+    layer = next(m for m in build("llama", **CONFIG).modules() if type(m).__name__ == "LlamaDecoderLayer")
+    sizes = sorted(2 * p.numel() for name, p in layer.named_parameters() if "proj" in name)
+    assert profiles[0].decoded == sum(sizes[:-1])
+    assert min(profiles[0].frozen) > 0
+    assert profiles[1].frozen == ()
+    assert with_weights_on_host(profiles[0], Setting()).on_host.decoded == profiles[0].decoded
+    assert with_weights_on_host(profiles[1], Setting()) is None
 
 
 LLAMA_70B = {

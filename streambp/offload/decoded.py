@@ -1,0 +1,102 @@
+"""4-bit weights that are decoded once for each pass through a layer, not once for each chunk.
+
+[Note: decode on arrival] A Linear of bitsandbytes decodes its weight in every call, twice for each chunk of a backward.
+While a streamed layer's weights are on the device, such a Linear multiplies by a weight that it decodes at its first call
+and keeps until they leave. So one layer's decoded weights are there at a time. Decoding runs in the compute queue, like
+what reads them, and their memory is the allocator's: no wait is needed.
+
+The numbers are those of the Linear's own forward, which decodes and multiplies, too, unless its rows are so few that a
+kernel of its own does both; calls that are not streamed (a token that is generated) go there as ever. Products are made by
+the same operations in the same modes: autograd's own backward of a product rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from streambp.known_names import BITSANDBYTES, QUANT_STATE
+
+FORWARD = "forward"
+
+
+class Multiplied(torch.autograd.Function):
+    """x [..., in] and a frozen weight [out, in] -> [..., out]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] @ weight [out, in] + bias [out]."""
+        ctx.weight = weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        """grad [..., out] -> the gradient of x [..., in]; weight and bias are frozen."""
+        return torch.matmul(grad, ctx.weight), None, None
+
+
+@dataclasses.dataclass
+class DecodedLinear:
+    """In the place of the forward of a Linear with a 4-bit weight, as long as its layer is computed."""
+
+    module: Any  # its attributes are bitsandbytes'
+    weight: Tensor | None = None  # [out, in], once it is decoded
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], in x's dtype."""
+        module = self.module
+        dtype, bias = module.compute_dtype, module.bias
+        plain = bias is None or (bias.dtype == dtype and not bias.requires_grad)
+        result: Tensor
+        if not plain or not self._multiplies_in(dtype, x):
+            result = type(module).forward(module, x)
+            return result
+        if self.weight is None:
+            self.weight = _decoded(module)
+        result = Multiplied.apply(x.to(dtype), self.weight, bias)  # type: ignore[no-untyped-call]
+        return result.to(x.dtype)
+
+    def _multiplies_in(self, dtype: torch.dtype | None, x: Tensor) -> bool:
+        """Whether the module's own forward multiplies x [..., in] in the dtype that its weight is decoded to."""
+        state, kind = getattr(self.module.weight, QUANT_STATE, None), x.device.type
+        if not self.module.compute_type_is_set or state is None or dtype != state.dtype or not x.numel():
+            return False
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype
+        return not cast and x.shape[-1] == state.shape[1]
+
+
+def _decoded(module: Any) -> Tensor:
+    """The module's weight [out, in]."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    with torch.no_grad():
+        weight: Tensor = dequantize_4bit(module.weight.data, getattr(module.weight, QUANT_STATE))
+    return weight
+
+
+def packed_linears(layer: nn.Module) -> list[nn.Module]:
+    """The Linears inside a layer whose weights have 4 bits, and whose forwards nobody has replaced."""
+    library = sys.modules.get(BITSANDBYTES)
+    if library is None:
+        return []
+    own = library.nn.Linear4bit
+    return [module for module in layer.modules() if type(module).forward is own.forward and FORWARD not in vars(module)]
+
+
+@contextlib.contextmanager
+def decoded_once(linears: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, each of these Linears decodes its weight at most once. [Note: decode on arrival]"""
+    try:
+        for linear in linears:
+            vars(linear)[FORWARD] = DecodedLinear(linear)
+        yield
+    finally:
+        for linear in linears:
+            vars(linear).pop(FORWARD, None)
