@@ -59,7 +59,7 @@ class StreamConfig:
             is installed and computes what the model does; else the model's, as on every CPU. "own": the model's. "liger":
             Liger's norms and MLPs, or an error. They are put on this model's modules and taken off by `unpatch`, and round
             as Liger does, in the model's dtypes.
-        unpatched_runs: with saves="auto", whether a micro-batch may run as unpatched, which is fastest. False: each one
+        unpatched_runs: with saves="auto", whether a micro-batch may run unpatched, which is fastest. False: each one
             streams, so that no number depends on the free memory and a backward that runs out of it is repeated.
         compare_backward: whether backward compares the layers that it computes again with those of the forward, and raises
             where they differ. [Note: witness]

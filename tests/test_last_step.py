@@ -78,14 +78,15 @@ def numbers(**others):
     }  # fmt: skip
 
 
+UNTOUCHED = "as the unpatched model"
 LINES = {  # by what the sentence says of a step: what lines must say, and may not
-    "streamed": ({"layers": "streams"}, ("as unpatched", "ran unpatched", "checkpoints", NOT_TRIED)),
-    "kept its graph": ({"layers": "streams", "saves": "the graph"}, ("as unpatched", "ran unpatched", "checkpoints")),
+    "streamed": ({"layers": "streams"}, (UNTOUCHED, "ran unpatched", "checkpoints", NOT_TRIED)),
+    "kept its graph": ({"layers": "streams", "saves": "the graph"}, (UNTOUCHED, "ran unpatched", "checkpoints")),
     "ran unpatched": (
-        {"layers": "ran unpatched", "saves": "as unpatched", "head": "as unpatched", "attention": "the model's own"},
+        {"layers": "ran unpatched", "saves": UNTOUCHED, "head": UNTOUCHED, "attention": "the model's own"},
         ("streams: ", "blockwise", "checkpoints", "nothing ("),
     ),
-    "ran whole": ({"layers": "checkpoints", "saves": "nothing"}, ("streams: ", "as unpatched", "of 2 layers (")),
+    "ran whole": ({"layers": "checkpoints", "saves": "nothing"}, ("streams: ", UNTOUCHED, "of 2 layers (")),
     NOT_TRIED: ({"layers": NOT_TRIED, "saves": NOT_TRIED, "head": "no call yet"}, ("streams: ", "ran ", "(GiB")),
 }
 
@@ -168,10 +169,10 @@ last step: 46 tokens (2 rows) in one chunk, ran unpatched: it needs 198.0 KiB of
 layers      ran unpatched: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1), longer steps stream
 chunk_size  the whole sequence (auto: an 8th of the sequence, at least 2,048 and at most 8,192 tokens over all rows of the \
 batch, rounded down to a power of two in each row)
-saves       all activations and the logits, as unpatched (auto)
+saves       all activations and the logits, as the unpatched model does (auto)
 offload     nothing leaves the device
 attention   the model's own; where layers stream: auto; cpu flash in 2 layers
-head        as unpatched, from logits [B, T, V]: they fit many times over
+head        as the unpatched model computes it, from logits [B, T, V]: they fit many times over
 """
 GRAPH = """
 last step: 46 tokens (2 rows) in one chunk, kept its graph: backward recomputed nothing, the graph took 151.7 KiB of 8.0 \
@@ -272,7 +273,7 @@ def test_short_steps(machine, lines, monkeypatch):
         f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
         f"2: {ONE}, kept its graph: backward recomputed nothing, the graph took 151.7 KiB of 8.0 GiB free{HEAD}",
         f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
-        f"2: {ONE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as unpatched, from logits [B, T, V]: they fit "
+        f"2: {ONE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as the unpatched model computes it, from logits [B, T, V]: they fit "
         "many times over",
     )
 
@@ -303,7 +304,11 @@ def test_one_layer_that_runs_whole(machine, lines, monkeypatch):
     ("text", "before", "after"),
     [
         (UNPATCHED, "ran unpatched: 2 x", "streams: 2 x"),
-        (UNPATCHED, "as unpatched, from logits [B, T, V]: they fit many times over", "blockwise loss, no logits"),
+        (
+            UNPATCHED,
+            "as the unpatched model computes it, from logits [B, T, V]: they fit many times over",
+            "blockwise loss, no logits",
+        ),
         (LONG, "in 5 chunks of 5", "in 3 chunks of 8"),
         (LET_GO, ", so all of it was let go of and recomputed", ""),
         (WHOLE, "5 where layers stream", "5"),

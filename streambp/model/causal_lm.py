@@ -39,7 +39,7 @@ from streambp.model.unpatched import LossOfLabels
 
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
-AS_UNPATCHED = "as unpatched, from logits [B, T, V]: they fit many times over"
+AS_UNPATCHED = "as the unpatched model computes it, from logits [B, T, V]: they fit many times over"
 PREDICTED = "evaluations build the logits, which a Trainer takes for metrics or as predictions"
 WITH_LOGITS = "builds the logits: the call had a cache"
 

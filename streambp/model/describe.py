@@ -371,11 +371,11 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     notes += [f"rows: {_shared(prefixes.last)}" for prefixes in backbones if prefixes.last is not None]
     if found.state.unasked_cache:
         notes.append(
-            "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran as "
+            "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran "
             "unpatched"
         )
     if found.state.given_cache:
-        notes.append("calls in training that were given a cache (prefix tuning) ran as unpatched")
+        notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
     layers = [wrapper.module for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
     inside = {name for name, module in named if is_compiled(module)}

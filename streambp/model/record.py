@@ -175,7 +175,7 @@ class StepRecord:
     def saves(self) -> tuple[str, ...]:
         """Of saves="auto" without offloading, a line each: what was saved, then why no more."""
         if self.way == UNPATCHED:
-            return ("all activations and the logits, as unpatched (auto)",)
+            return ("all activations and the logits, as the unpatched model does (auto)",)
         if self.split_by is not None:
             return ("nothing (auto: sequences are split over ranks)",)
         if self.way == WHOLE:

@@ -90,9 +90,9 @@ def _choice(plan: Plan) -> list[str]:
         lines += [f"  next in speed: {', '.join(following)}"] if following else []
         lines += [*_safest(plan, choice)]
     lines += _by_default(plan)
-    lines.append(
-        f"What binds the longest sequence: {plan.binds if plan.binds == 'host memory' else f'GPU memory ({plan.binds})'}"
-    )
+    where = plan.binds if plan.binds == "host memory" else f"GPU memory ({plan.binds})"
+    who = "Longer sequences run" if any(row.seq_len for row in plan.longest) else "It runs"
+    lines.append(f"{who} out of {where} first")
     lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
 
@@ -139,7 +139,7 @@ def _safest(plan: Plan, choice: Choice) -> list[str]:
 
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
     """Other plans that fit, each with the command that prints it."""
-    lines = [] if not others else ["", "What fits:" if plan.choice is None else "Beside it:"]
+    lines = [] if not others else ["", "Commands that fit:" if plan.choice is None else "Beside it:"]
     for other, command in zip(others, commands, strict=True):
         choice = other.plan.choice
         assert choice is not None

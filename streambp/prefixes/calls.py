@@ -22,7 +22,7 @@ from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
 IGNORED = -100  # a label that is none
-AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran as unpatched"
+AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
 ONE_ROW = "the last call has one row or none"
 PADDING_IS_SEEN = (
     "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits); "

@@ -169,7 +169,7 @@ class SegmentedForward:
         raise UnsupportedModelError(
             f"{type(self._module).__name__} is called for one document of packed rows after the other, and returns no "
             "tensors [B, T, ...] that could be put together. Pass one document per row, or let it go on from one document "
-            "to the next, as unpatched: StreamConfig(documents='as_given')."
+            "to the next, as the unpatched model does: StreamConfig(documents='as_given')."
         )
 
 

@@ -311,7 +311,7 @@ def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: f
     if run.streamed_layers == 0:
         raise StreamBPError(
             f"None of {layers} patched layers streamed, so there is nothing to judge. A config with output_attentions=True "
-            "makes a model run as unpatched: set it to False."
+            "makes a model run unpatched: set it to False."
         )
     notes = [f"{layer.name} does not stream: {layer.reason}" for layer in described.layers if layer.path != "streams"]
     if run.streamed_layers < layers:

@@ -117,7 +117,7 @@ HELD = ("fsdp2", "zero-3")
 DECISIONS = {
     "chunks": Decision({"saves": ()}),
     "saves": Decision({"saves": ("attn_out", "kv", "mlp.gate_proj"), "offload": "cpu"}),
-    "short": Decision(AUTO, True, says=(("ddp", "as unpatched"),)),
+    "short": Decision(AUTO, True, says=(("ddp", "as the unpatched model"),)),
     "begun again": Decision(AUTO, True, raises=True),
     "kept graphs": Decision({**AUTO, "unpatched_runs": False}, True),
     "let go": Decision({**AUTO, "unpatched_runs": False}, True, between=lambda s: s.pending.let_go and s.pending.let_go()),
@@ -333,7 +333,7 @@ def run(case, rank, number):
     told = [text for engine, text in decision.says if engine == case["engine"]]
     alone = case["engine"] in HELD and "no mask" in case["decisions"]  # no other rank tries that kind of call
     told = ["a mask on some"] if told and decision.batch == "padded" and alone else told
-    if rows_of(case) != "as_given" and "as unpatched" in told:  # where rows may share, nothing runs as unpatched
+    if rows_of(case) != "as_given" and "as the unpatched model" in told:  # where rows may share, nothing runs as unpatched
         told = []
     row["done"] = all(text in row["said"] for text in told)
     gc.collect()

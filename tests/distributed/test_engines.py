@@ -145,7 +145,7 @@ def check(engine, cases):
                 )
                 assert found["head"].startswith(expected)
             if "one_chunk_on" in case:  # [Note: micro-batches as unpatched]
-                assert ("as unpatched" in found["saves"]) == (case.get("engine", engine) == "ddp")
+                assert ("as the unpatched model" in found["saves"]) == (case.get("engine", engine) == "ddp")
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
                 check_host(case, found["host"])

@@ -357,7 +357,7 @@ def test_describe_tells():
     step(model)
     description = str(streambp.describe(model))
     assert description.startswith(f"last step: {2 * LENGTH} tokens (2 rows) in one chunk, ran unpatched: it needs ")
-    assert "as unpatched, from logits [B, T, V]" in description
+    assert "as the unpatched model computes it, from logits [B, T, V]" in description
 
 
 def test_copies_have_seen_nothing():
@@ -563,7 +563,7 @@ def test_a_head_that_has_not_streamed_does():
     assert set(model(**batch, labels=labels).keys()) == {"loss"}
     assert "blockwise" in streambp.describe(model).head
     model(**batch, labels=labels)
-    assert "as unpatched" in streambp.describe(model).head
+    assert "as the unpatched model" in streambp.describe(model).head
 
 
 MUTANTS = {

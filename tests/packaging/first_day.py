@@ -1,71 +1,87 @@
-"""A first day with an installed streambp, step by step; no network, no GPU, a minute.
+"""A first day with an installed streambp: the package's page from its first line on, by copying; no network, no GPU.
 
-From nothing to a patched model, a plan that fits a 24 GB card, a verified model and a trained adapter. Run it away from the
-sources, with the Python of the environment (install.py does).
+From nothing to a patched model, a plan that fits a 24 GB card, a verified model and a trained adapter. Blocks and commands
+are the page's, which is README.md as the package brings it. The checkpoints and the data set of the Hub that they name are
+folders here, small but for the configuration that `plan` reads. Run it away from the sources, with the Python of the
+environment (install.py does).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import json
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(Path("cache").resolve())}
-STREAMBP = [str(Path(sys.executable).with_name("streambp"))]  # the command that the archive brings
-# Sizes of a checkpoint of 8B parameters, which `plan` takes from its config.json alone, and a small one.
+BIN = Path(sys.executable).parent  # with the command that the archive brings
+os.environ |= {
+    "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(Path("cache").resolve()), "HF_HOME": str(Path("cache").resolve()),
+    "CUDA_VISIBLE_DEVICES": "", "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
+}  # fmt: skip
+STAND_INS = Path(__file__).parents[1] / "docs" / "stand_ins.py"
+# Sizes of a checkpoint of 8B parameters, which `plan` takes from its config.json alone.
 LARGE = {
-    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
     "tie_word_embeddings": False,
 }  # fmt: skip
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97,
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
+LAST = "## Try it on this machine"  # of a clone, with its tests
+FIRST = "first.py"  # a program that the page gives no name
+ON_CPU = "use_cpu=True, bf16=False"  # as a comment of the page says
+# What commands must print, by their beginning.
+SAYS = {
+    "python first.py": "last step: 512 tokens in 4 chunks of 128, streamed", "streambp plan": "65,536 tokens: streambp.",
+    "streambp verify": "EXACT", "python train.py": "",
 }  # fmt: skip
 
 
-def command(*words: str, says: str) -> str:
-    """Run a command line of streambp; it must succeed, and print these words."""
-    print(f"$ streambp {' '.join(words)}", flush=True)
-    result = subprocess.run([*STREAMBP, *words], capture_output=True, text=True, check=False)
+def command(line: str, says: str) -> None:
+    """Run a command line; it must succeed, and print these words."""
+    print(f"$ {line}", flush=True)
+    first, *words = shlex.split(line)
+    result = subprocess.run([shutil.which(first) or first, *words], capture_output=True, text=True, check=False)
     print(result.stdout[:3000], flush=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert says in result.stdout, result.stdout
-    return result.stdout
 
 
-def main() -> None:
+def copy_the_page(page: str) -> list[str]:
+    """Write its files and run its commands, down to the adapter; those that ran."""
+    ran = []
+    for language, title, text in FENCE.findall(page.partition(LAST)[0]):
+        if language == "python":
+            assert title != "train.py" or ON_CPU in text
+            Path(title or FIRST).write_text(re.sub(rf"\),  # CPU: {ON_CPU}", f", {ON_CPU}),", text), "utf-8")
+        for line in text.splitlines() if language == "bash" else [] if title else [f"python {FIRST}"]:
+            if line.startswith("pip install"):
+                print(f"$ {line}\n(done by install.py)")
+            elif "train.py" in line and importlib.util.find_spec("trl") is None:
+                print(f"$ {line}\n(not here: TRL has no release for this Python)")
+            else:
+                command(line, next(words for start, words in SAYS.items() if line.startswith(start)))
+                ran.append(line)
+    return ran
+
+
+def train_and_load(ids: Any) -> None:
+    """An adapter in a loop of one's own, which loads without streambp and computes the same."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     import streambp
 
-    here = Path(streambp.__file__).resolve()
-    assert Path(sys.prefix).resolve() in here.parents, f"{here} is not the installed package"
-    command("--version", says=importlib.metadata.version("streambp"))
-    command("env", says=f"streambp: {streambp.__version__}")
-
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    Qwen3Config(**LARGE).save_pretrained("large")
-    told = command("plan", "large", "--seq-len", "64k", "--gpu-memory", "24GiB", "--lora", "16", says="65,536 tokens: ")
-    assert "streambp.StreamConfig(chunk_size=" in told
-
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**SMALL)).save_pretrained("small")
-    command("verify", "small", "--seq-len", "256", says="EXACT")
-
-    model = streambp.patch(AutoModelForCausalLM.from_pretrained("small"), streambp.StreamConfig(chunk_size=32))
-    ids = torch.arange(256)[None] % 89  # [B, T]
-    out = model(input_ids=ids, labels=ids)
-    out.loss.backward()
-    told = streambp.describe(model)
-    print(told, flush=True)
-    assert "streams: 2 x Qwen3DecoderLayer" in told
-
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    adapted = get_peft_model(streambp.unpatch(model), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    name = "Qwen/Qwen3-0.6B"
+    base = AutoModelForCausalLM.from_pretrained(name)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     streambp.patch(adapted, streambp.StreamConfig(chunk_size=32))
     optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
     losses = []
@@ -79,10 +95,36 @@ def main() -> None:
     assert losses[-1] < losses[0] - 0.3
     adapted.save_pretrained("adapter")
     with torch.no_grad():
-        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("small"), "adapter").eval()
+        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), "adapter").eval()
         difference = abs(again(input_ids=ids, labels=ids).loss - adapted.eval()(input_ids=ids, labels=ids).loss)
     assert difference < 1e-4, difference
-    print("the first day went well", flush=True)
+
+
+def main() -> None:
+    import streambp
+
+    here = Path(streambp.__file__).resolve()
+    assert Path(sys.prefix).resolve() in here.parents, f"{here} is not the installed package"
+    command("streambp --version", says=importlib.metadata.version("streambp"))
+    command("streambp env", says=f"streambp: {streambp.__version__}")
+
+    import torch
+
+    found = importlib.util.spec_from_file_location("stand_ins", STAND_INS)
+    assert found is not None
+    assert found.loader is not None
+    stand_ins = importlib.util.module_from_spec(found)
+    found.loader.exec_module(stand_ins)
+    torch.manual_seed(0)
+    stand_ins.make(Path())
+    Path("Qwen/Qwen3-8B/config.json").write_text(json.dumps(LARGE))
+
+    ran = copy_the_page(str(importlib.metadata.metadata("streambp").get_payload()))
+    assert [line.split()[1] for line in ran][:3] == ["first.py", "plan", "verify"]
+    if "python train.py" in ran:
+        assert Path("out/adapter/adapter_config.json").is_file()
+    train_and_load(torch.arange(256)[None] % 89)  # [B, T]
+    print(f"the first day went well: {len(ran)} commands of the page ran", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """An archive as its users get it: `python tests/packaging/install.py ARCHIVE FOLDER`, in the release workflow.
 
-Makes an environment in FOLDER, installs the archive there with the extra `peft`, and runs first_day.py with it, away from
-the sources. `--system-site-packages` and `--no-deps` after FOLDER take libraries, and pip, from the environment that runs
+Makes an environment in FOLDER, installs the archive, or a clone's folder, there with the extras of README.md's first command
+(TRL has no release for Python 3.10), and runs first_day.py with it, away from the sources. `--system-site-packages` and `--no-deps` after FOLDER take libraries, and pip, from the environment that runs
 this.
 """
 
@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+EXTRAS = "trl,peft" if sys.version_info >= (3, 11) else "peft"
 SYSTEM, NO_DEPS = "--system-site-packages", "--no-deps"
 
 
@@ -27,7 +28,7 @@ def install(archive: Path, folder: Path, flags: list[str]) -> Path:
         Path(made, "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     offline = [NO_DEPS, "--no-build-isolation", "--force-reinstall"]  # the shared libraries may have a streambp, too
     options = ["--disable-pip-version-check", *(offline if NO_DEPS in flags else [])]
-    subprocess.run([python, "-m", "pip", "install", *options, f"{archive.resolve()}[peft]"], check=True)
+    subprocess.run([python, "-m", "pip", "install", *options, f"{archive.resolve()}[{EXTRAS}]"], check=True)
     return python
 
 

@@ -25,9 +25,9 @@ from tests.packaging.release import problems
 setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 reads this pyproject.toml")
 
 ROOT = Path(__file__).parents[2]
-TREES = (".ci", ".devcontainer", ".github", "docs", "examples", "paper_repro", "scripts", "streambp", "tests")
+TREES = (".ci", ".devcontainer", ".github", ".vale", "docs", "examples", "paper_repro", "scripts", "streambp", "tests")
 FILES = (
-    ".dockerignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
+    ".dockerignore", ".pre-commit-config.yaml", ".vale.ini", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
     "MANIFEST.in", "README.md", "mkdocs.yml", "pyproject.toml", "setup.py",
 )  # fmt: skip
 LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -132,11 +132,11 @@ def test_the_wheel_alone_runs(archives, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["wheel", "source"])
-def test_a_first_day_with_an_archive(kind, archives, tmp_path):
-    """Installed away from the sources; the libraries are this environment's. From nothing to a trained adapter."""
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["wheel", "source", "clone"])
+def test_a_first_day(place, archives, tmp_path):
+    """Installed away from the sources; the libraries are this environment's. README.md from its first line to an adapter."""
     pytest.importorskip("peft", reason="peft is not installed")
-    archive = archives[0] if kind == "wheel" else archives[1]
+    archive = archives[place]
     made = tmp_path / "clean"
     command = [
         sys.executable,

@@ -104,9 +104,9 @@ function show_levers() {
   });
   const found = [...trainings, ...plan.levers];
   by_id("binds").replaceChildren(
-    plan.best.seq_len ? "What binds the longest sequence: " : "Not even one token fits. What binds: ",
+    plan.best.seq_len ? "Longer sequences run out of " : "Not even one token fits. It runs out of ",
     element("strong", { "data-key": "binds", "data-value": plan.binds }, binds_text(plan.binds)),
-    found.length ? `. What would ${plan.best.seq_len ? "allow a longer one" : "help"}:` : ".");
+    ` first.${found.length ? ` These ${plan.best.seq_len ? "allow longer ones" : "help"}:` : ""}`);
   by_id("levers").replaceChildren(...found.map((lever) => offer(
     lever.change[0].toUpperCase() + lever.change.slice(1), ["up to ", figure(`lever ${lever.change}`, lever.seq_len, whole(lever.seq_len)), " tokens"], () => {
       if (lever.index !== undefined) form.training.value = lever.index;
