@@ -187,8 +187,8 @@ def test_the_wait_of_a_step_that_breaks_off(run):
 def test_the_wait_of_a_step_that_breaks_off_is_needed(run):
     for times in LONGER:
         kept, left_out = after_breaking_off(run, BROKEN_OFF, times)
-        if run[0] == "gpu_memory=1":  # layer inputs alone: none is on its way there
-            assert (kept, left_out) == (True, 0)
+        if run[0] == "gpu_memory=1":  # one layer input at most is on its way, and it may be let go of before this or after
+            assert kept or left_out
             return
         assert left_out > 0
         if not kept:
