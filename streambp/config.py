@@ -64,9 +64,10 @@ class StreamConfig:
         compare_backward: whether backward compares the layers that it computes again with those of the forward, and raises
             where they differ. [Note: witness]
         share_prefixes: the former name. True is rows="packed", False rows="as_given"; it warns, and will go.
-        weights: "cpu": the layers' frozen weights live in host memory, within `host_memory`, and come to the device a layer
-            ahead of their use, once in each direction. Weights that train (adapters) stay on the device. "auto": of as many
-            of the first layers as the device has no room for beside a step; the first forward decides.
+        weights: "cpu": the layers' weights live in host memory, within `host_memory`, and come to the device a layer ahead
+            of their use, once in each direction. Adapters stay on the device; of layers that train as a whole gradients
+            leave for the host. "auto": frozen weights of as many of the first layers as the device has no room for beside a
+            step; the first forward decides.
 
     Raises:
         ConfigError: a value is not among those named above.

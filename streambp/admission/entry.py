@@ -155,13 +155,14 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         call.hidden_states = hidden_states.detach()
         if site.chooser is not None:
             call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
-        if site.weights is not None and site.on_host:
-            site.weights.refuse_trained(site.index)
+        weights = parameters.current()
+        if site.weights is not None:
+            call.arrival, weights = site.weights.arriving(site.index, weights, call.device)
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
         reductions = site.of(reductions_of)
         hidden_states = reduced_after_backward(reductions, hidden_states) if reductions else hidden_states
-        output, *extras = StreamedLayer.apply(strategy, call, parameters, hidden_states, *inputs, *parameters.current())
+        output, *extras = StreamedLayer.apply(strategy, call, parameters, hidden_states, *inputs, *weights)
         call.arguments.inputs = []
     else:
         versions = versions_of(call.look)

@@ -311,11 +311,12 @@ def _weights(weights: HostWeights) -> str:
     if not layers:
         return f"weights of all {staying} layers have room on the device"
     beside = f"; those of {staying} layers have room on the device" if staying else ""
+    leaving = f"; gradients have {sized(weights.gradients.bytes)} of the host" if weights.gradients.bytes else ""
     return (
         f"{sized(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, beside two layers' memory "
         f"({sized(weights.device_bytes)}) on the device: {sum(weights.loads.values()):,} copies of a layer so far, for "
         f"which the device waited {weights.seconds_waited:.1f} s; a token that is generated takes one of each layer"
-        f"{beside}"
+        f"{beside}{leaving}"
     )
 
 

@@ -43,6 +43,7 @@ from torch import Tensor
 from streambp.device import counted_bytes, forget_error, is_accelerator, memory_limit, tells_memory
 
 COMPUTE, OUT, BACK = "compute", "out", "back"
+HOST = "host"  # no queue: the calling thread, which may wait as queues do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Engine(Protocol):
         ...
 
     def wait(self, queue: str, event: Any) -> None:
-        """What is put into the queue from now on comes after the event."""
+        """What is put into the queue from now on comes after the event; HOST: this returns after it."""
         ...
 
     def settle(self) -> None:
@@ -87,6 +88,10 @@ class Engine(Protocol):
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
         """The compute queue has just written `tensor` [...], or reads or writes it next; for checkers."""
+        ...
+
+    def host_access(self, tensor: Tensor, write: bool) -> None:
+        """The calling thread reads or writes `tensor` [...] of host memory next; for checkers."""
         ...
 
     def stalls(self) -> dict[str, float]:
@@ -149,6 +154,9 @@ class SynchronousEngine:
         self._seconds[queue] += time.perf_counter() - start
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
+        """Nothing is checked of `tensor` [...]."""
+
+    def host_access(self, tensor: Tensor, write: bool) -> None:
         """Nothing is checked of `tensor` [...]."""
 
     def stalls(self) -> dict[str, float]:
@@ -286,8 +294,12 @@ class AcceleratorEngine:
         return QueueMark(queue, event)
 
     def wait(self, queue: str, event: Any) -> None:
-        """The stream waits, not the thread; how long compute waits is counted. None: there is nothing to wait for."""
+        """The stream waits, not the thread, but for HOST; how long compute waits is counted. None: there is nothing to wait
+        for."""
         if event is None:
+            return
+        if queue == HOST:
+            event.event.synchronize()
             return
         stream = self._stream(queue)
         if queue != COMPUTE or event.event.query():
@@ -308,6 +320,9 @@ class AcceleratorEngine:
             target.copy_(source, non_blocking=self.host.pinned)
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
+        """Nothing is checked of `tensor` [...]."""
+
+    def host_access(self, tensor: Tensor, write: bool) -> None:
         """Nothing is checked of `tensor` [...]."""
 
     def stalls(self) -> dict[str, float]:

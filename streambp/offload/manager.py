@@ -55,7 +55,7 @@ class OffloadManager:
         self.on_host_full = on_host_full
         self.layers = layers
         self.set_aside = 0  # bytes of host memory that an engine will take
-        self.held = 0  # bytes of `host_memory` that weights take
+        self.held = self.to_come = 0  # bytes of `host_memory` that weights take, and those that their gradients will take
         self.workspace = 0  # bytes of the largest prefix of this forward, as backward will need it
         self._given_gpu_memory = gpu_memory
         self.gpu_memory = self.prefix_memory = gpu_memory
@@ -112,8 +112,8 @@ class OffloadManager:
         if self._transfers is None:
             self._transfers = Transfers(device, self._given_engine or make_engine(device))
         if self._arena is None:
-            wanted = None if self.host_memory is None else max(1, self.host_memory - self.held)
-            limit = host_limit(wanted, set_aside=self.set_aside)
+            wanted = None if self.host_memory is None else max(1, self.host_memory - self.held - self.to_come)
+            limit = host_limit(wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0))
             self._arena = Arena(limit, self._transfers.on(device).host_buffer, self._transfers.settle)
         return self._arena
 

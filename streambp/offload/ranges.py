@@ -5,8 +5,8 @@
     StaysOnHost      stands in for a layer's `_apply`, by which modules are moved
 
 Frozen weights live on the host. On the device stay weights that train or once did (adapters), and weights that somebody
-else holds, too (another layer, the embeddings). A layer that trains as a whole stays on the host until it is frozen, and
-has no backward.
+else holds, too (another layer, the embeddings). Of a layer that trains as a whole all weights live on the host, and their
+gradients come there. [Note: gradients on the host]
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class HostRanges:
     Args:
         root: the model. host_memory: bytes that they may take; None: what is available.
 
-    sites: of the layers, by their index. layers: their ranges. staying: those that live on the device. [Note: layers that
-    stay]
+    sites: of the layers, by their index. layers: their ranges. beside: bytes of host memory for gradients.
+    staying: those that live on the device. [Note: layers that stay]
     """
 
     def __init__(self, root: nn.Module, host_memory: int | None) -> None:
@@ -118,6 +118,7 @@ class HostRanges:
         self.sites: dict[int, Layer] = {}
         self.layers: dict[int, LayerRange] = {}
         self.staying: frozenset[int] = frozenset()
+        self.beside = 0
         self._arena: Arena | None = None
         self._maps: list[tuple[nn.Module, Any]] = []
         self._holders: dict[int, tuple[Tensor, set[int]]] = {}  # of each tensor by its id: indices of layers
@@ -135,6 +136,11 @@ class HostRanges:
     def bytes(self) -> int:
         """Of all ranges."""
         return sum(one.memory.numel() for one in self.layers.values())
+
+    @property
+    def to_come(self) -> int:
+        """Bytes that gradients of a step will take beside those that they have."""
+        return max(0, sum(one.memory.numel() for one in self.layers.values() if one.trains) - self.beside)
 
     def install(self, sites: Iterable[Layer]) -> None:
         """Have the layers' weights stay on the host when the model is moved from now on."""
@@ -159,7 +165,7 @@ class HostRanges:
         Args:
             room: bytes for layers' weights. slots: layers besides whose weights come there from the host, if any do.
         """
-        sizes = {index: self._frozen_bytes(index) for index in self.sites}
+        sizes = {index: self.bytes_of(index) for index in self.sites}
         most = room if sum(sizes.values()) <= room else room - slots * max(sizes.values())
         staying, taken = {index for index, size in sizes.items() if not size}, 0
         for index in sorted(sizes.keys() - staying, reverse=True):
@@ -170,10 +176,10 @@ class HostRanges:
         self.staying = frozenset(staying)
         self._holders.clear()
 
-    def _frozen_bytes(self, index: int) -> int:
-        """What a layer's frozen weights take of the host."""
-        frozen = [tensor for tensor in self.streamed(index).values() if not tensor.requires_grad]
-        return _laid_out(frozen)[1] if frozen else 0
+    def bytes_of(self, index: int, trained: bool = False) -> int:
+        """What a layer's frozen weights take of the host, or those of a layer that trains as a whole."""
+        found = [tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained]
+        return _laid_out(found)[1] if found else 0
 
     def streamed(self, index: int) -> dict[int, Tensor]:
         """The tensors [...] of a layer that live on the host if the layer does, by their id."""
@@ -234,8 +240,12 @@ class HostRanges:
             elif not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)  # adapters are made where their base is
         places, size = _laid_out([tensor for tensor in tensors if id(tensor) in streamed])
-        memory = known.memory if known is not None and known.may_hold(places, size) else self._range(size, index, engine)
-        pieces = [Piece(tensor, offset, _view(memory, offset, tensor)) for tensor, offset in places]
+        before = 0 if known is None else known.memory.numel()
+        if known is not None and known.may_hold(places, size):
+            memory = known.memory
+        else:
+            memory = self.more(size, engine, f"The weights of layer {index}", before)
+        pieces = [Piece(tensor, offset, view_of(memory, offset, tensor)) for tensor, offset in places]
         for piece in pieces:
             if piece.home.data_ptr() != piece.tensor.data_ptr():
                 piece.home.copy_(piece.tensor.data)
@@ -244,18 +254,25 @@ class HostRanges:
         self.layers[index] = LayerRange(memory, pieces, tensors, wanting, trains)
         return self.layers[index]
 
-    def _range(self, size: int, index: int, engine: Engine) -> Tensor:
-        """Host memory [size], uint8, that lasts. The out-of-memory killer would give no exception: so ask first."""
+    def more(self, size: int, engine: Engine, who: str, instead: int = 0) -> Tensor:
+        """Host memory [size], uint8, that lasts. The out-of-memory killer would give no exception: so ask first.
+
+        Args:
+            who: wants it, in the plural. instead: bytes of other memory that are given back for it.
+
+        Raises:
+            HostMemoryError: the host has no room for it.
+        """
         if self._arena is None:
             self._arena = Arena(self.host_memory or NO_LIMIT, engine.host_buffer)
-        others = self.bytes - (self.layers[index].memory.numel() if index in self.layers else 0)
+        others = self.bytes + self.beside - instead
         self._arena.allocated = others
         stack, available = BufferStack("weights"), host_limit(None) if self.host_memory is None else NO_LIMIT
         if size > available or not self._arena.grow(stack, size):
             found = f"{available / 2**30:.2f} GiB are available" if size > available else self._arena.refused
             raise HostMemoryError(
-                f"The weights of layer {index} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB "
-                f"of other layers, and {found or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, "
+                f"{who} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB of other weights and "
+                f"gradients, and {found or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, "
                 "raise host_memory, load the model in 4 bits, or leave weights='cpu' out."
             )
         return stack.segments[0]
@@ -301,14 +318,16 @@ def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]
     return places, size
 
 
-def frozen_bytes(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[int, ...]:
-    """What the frozen weights of each of a model's layers take of the host; they need no data."""
+def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the frozen weights of each of a model's layers take of the host, and the weights of layers that train as a
+    whole; they need no data."""
     ranges = HostRanges(root, None)
     ranges.sites = {index: Bare(index, layer) for index, layer in enumerate(layers)}
-    return tuple(map(ranges._frozen_bytes, ranges.sites))
+    frozen, trained = (tuple(ranges.bytes_of(index, trains) for index in ranges.sites) for trains in (False, True))
+    return frozen, trained
 
 
-def _view(memory: Tensor, offset: int, like: Tensor) -> Tensor:
+def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
     """The part of memory [bytes], uint8, at `offset` as a tensor of the shape, strides [...] and dtype of `like`, with a
     storage of its own: `torch.save` writes a tensor's whole storage."""
     if not like.numel():

@@ -1,8 +1,9 @@
 """Weights that live on the host: a layer's come to the device a layer ahead, once in each direction.
 
-    HostWeights    one for each patched model: which layer is in which slot, and which comes next
-      HostRanges   where they live (`ranges.py`)
-      Slot         device memory for the weights of one layer; there are two
+    HostWeights      one for each patched model: which layer is in which slot, and which comes next
+      HostRanges     where they live (`ranges.py`)
+      HostGradients  where gradients of those that train arrive (`gradients.py`)
+      Slot           device memory for the weights of one layer; there are two
 
 [Note: weights on the host] A parameter stays one object, with one version, everywhere: in the optimizer, in state_dict, in
 looks at the layer. Only its `.data` points elsewhere: at its layer's range of host memory, and within `here` at a slot. So
@@ -26,9 +27,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from torch.distributed import is_initialized
 from streambp.errors import UnsupportedModelError
 from streambp.offload.decoded import decoded_once, packed_linears
 from streambp.offload.engines import BACK, COMPUTE, Engine, make_engine
+from streambp.offload.gradients import Arrival, Arriving, HostGradients
 from streambp.offload.ranges import HostRanges, LayerRange
 
 FORWARD = "forward"
@@ -69,12 +72,14 @@ class HostWeights:
         root: the model. host_memory: bytes of host memory that they may take; None: what is available.
         engine: for tests; made for the device of the first call if None.
 
-    ranges: where they are. loads: how often each layer's came to the device, in each direction. room: bytes that a device
-    has for weights of layers, those that are there among them, beside a step over so many rows of a length; None: none.
+    ranges: where they are. gradients: of those that train. loads: how often each layer's came to the device, in each
+    direction. room: bytes that a device has for weights of layers, those that are there among them, beside a step over so
+    many rows of a length; None: none.
     """
 
     def __init__(self, root: nn.Module, host_memory: int | None = None, engine: Engine | None = None) -> None:
         self.ranges = HostRanges(root, host_memory)
+        self.gradients = HostGradients(self._more)
         self.loads: dict[Access, int] = {}
         self.room: Callable[[torch.device, int, int], float] | None = None
         self._tokens = -1  # of the longest batch that layers stay beside
@@ -107,12 +112,18 @@ class HostWeights:
         return sum(slot.memory.numel() for slot in self._slots)
 
     @property
+    def host_bytes(self) -> tuple[int, int]:
+        """Of the ranges, and what gradients will take beside those that they have."""
+        return self.ranges.bytes, self.ranges.to_come
+
+    @property
     def seconds_waited(self) -> float:
         """That compute has waited for weights; waits for the device."""
         return 0.0 if self._engine is None else self._engine.stalls()[BACK]
 
     def close(self) -> None:
         """Give the device's memory back; it is taken again when it is needed."""
+        self.gradients.let_go()
         if self._engine is not None:
             self._engine.settle()
         self._start_anew()
@@ -133,6 +144,7 @@ class HostWeights:
                 "of all weights. Start a single process without torchrun or accelerate's launcher, or leave weights out."
             )
         device, shape = getattr(given, "device", given) or CPU, tuple(getattr(given, "shape", ())[:2])
+        self.gradients.let_go()
         for slot in self._slots:
             slot.index = -1
         self._device = self._before = None
@@ -211,18 +223,34 @@ class HostWeights:
         self.loads[direction, index] = self.loads.get((direction, index), 0) + 1
         return slot
 
-    def refuse_trained(self, index: int) -> None:
-        """A graph of layer `index` is wanted.
+    def arriving(self, index: int, weights: list[Tensor], device: torch.device) -> tuple[Arrival | None, list[Tensor]]:
+        """What a layer's Function takes for its trained weights [...], and how their gradients will arrive; None: all of
+        them live on the device. [Note: gradients on the host]"""
+        if index in self.ranges.staying:
+            return None, weights
+        self._start(device)
+        layer = self._current(index)
+        if not layer.trains:
+            return None, weights
+        held = {id(piece.tensor) for piece in layer.pieces}
+        arrival = Arrival(functools.partial(self._leave, index))
+        on_host = [weight for weight in weights if id(weight) in held]
+        found = dict(zip(map(id, on_host), Arriving.apply(arrival, *on_host), strict=True))  # type: ignore[no-untyped-call]
+        return arrival, [found.get(id(weight), weight) for weight in weights]
 
-        Raises:
-            UnsupportedModelError: its weights on the host would get gradients.
-        """
-        if any(tensor.requires_grad for tensor in self.ranges.streamed(index).values()):
-            kind = type(self.ranges.sites[index].layer).__name__
-            raise UnsupportedModelError(
-                f"All weights of {kind} {index} train, and weights='cpu' holds frozen weights alone. Freeze them and train "
-                "adapters (peft), or leave weights out."
-            )
+    def _leave(
+        self, index: int, arrival: Arrival, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients [...] of a layer's weights, those of weights on the host on their way there."""
+        assert self._engine is not None
+        return self.gradients.leave(self.ranges.layers[index], weights, gradients, arrival, self._engine)
+
+    def _more(self, size: int) -> Tensor:
+        """Host memory [size], uint8, for gradients."""
+        assert self._engine is not None
+        memory = self.ranges.more(size, self._engine, "The gradients of a layer")
+        self.ranges.beside += size
+        return memory
 
     @torch.inference_mode(False)  # what is made here is there in training as well
     def _start(self, device: torch.device) -> None:

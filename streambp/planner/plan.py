@@ -222,10 +222,16 @@ def plan_profile(
 
 
 def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
-    """The setting with all layers' frozen weights on the host; None where there are none, or several GPUs."""
-    if setting.gpus > 1 or not any(profile.frozen):
+    """The setting with all layers' frozen weights on the host, and those that train where a setting wants all weights
+    there; None where there are none, or several GPUs."""
+    sizes, trained = profile.frozen, 0
+    if setting.weights == "cpu" and profile.trained:
+        sizes, trained = tuple(map(max, sizes, profile.trained)), sum(profile.trained)  # of a layer one of the two is 0
+    if setting.gpus > 1 or not any(sizes):
         return None
-    return dataclasses.replace(setting, on_host=first(profile.frozen, len(profile.frozen), profile.decoded))
+    born = sum(group.trainable_bytes for group in profile.groups)
+    on_host = dataclasses.replace(first(sizes, len(sizes), profile.decoded), trained=trained)
+    return dataclasses.replace(setting, on_host=dataclasses.replace(on_host, part=min(1.0, trained / max(1, born))))
 
 
 def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates) -> Plan:

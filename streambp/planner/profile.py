@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from streambp.errors import ConfigError
 from streambp.fields import check_fields
 from streambp.model.split import BOTH
-from streambp.planner.host_weights import OnHost
+from streambp.planner.host_weights import OnHost, gradients_here
 from streambp.planner.laws import Part
 from streambp.planner.work import Work
 from streambp.sharded.gathered import GatheredShards
@@ -146,7 +146,8 @@ class Profile:
     """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time. left_out: unpatched
     methods whose steps could not be counted, and why. mixers: what recurrent and convolutional layers are taken to run.
     saves: what saves="auto" chooses from (`layer_costs.counted_saves`).
-    frozen: bytes of host memory that each layer's frozen weights would take there; decoded: as `OnHost`'s."""
+    frozen, trained: bytes of host memory that each layer's frozen weights would take there, or those of a layer that trains
+    as a whole; decoded: as `OnHost`'s."""
 
     model: str
     dtype: str
@@ -161,6 +162,7 @@ class Profile:
     saves: Mapping[str, Any] | None = None
     frozen: tuple[int, ...] = ()
     decoded: int = 0
+    trained: tuple[int, ...] = ()
 
     def method(self, name: str) -> Method:
         """The method by that name.
@@ -277,9 +279,12 @@ def static(profile: Profile, setting: Setting) -> Static:
     if setting.zero >= 3:
         weights = min(weights + profile.unsharded, sum(group.bytes for group in profile.groups))
     host = optimizer if setting.optimizer_on_host else 0.0
+    here = 0.0 if setting.optimizer_on_host else optimizer
     if setting.on_host is not None:
         weights, host = weights - setting.on_host.freed, host + setting.on_host.bytes
-    return Static(weights, gradients, 0.0 if setting.optimizer_on_host else optimizer, host)
+        part = setting.on_host.part
+        host, gradients, here = host + part * (gradients + here), (1 - part) * gradients, (1 - part) * here
+    return Static(weights, gradients, here, host)
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
@@ -287,15 +292,18 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     setting = setting if method.chunked else dataclasses.replace(setting, on_host=None)
     kept = static(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)
-    share = kept.gradients / born if born else 0.0
+    part = 0.0 if setting.on_host is None else setting.on_host.part
+    share = kept.gradients / (born * (1 - part)) if born and part < 1 else 0.0
     tokens = seq_len / setting.ranks
     chunk = min(chunk_size, tokens) if method.chunked else 0
     keys = keys_held(method.split, tokens, setting)
     present = kept.gradients if setting.accumulate else 0.0
     parts: dict[str, tuple[float, float]] = {}  # gradients, activations
-    for phase in method.accumulating if setting.accumulate else method.first:
+    phases = method.accumulating if setting.accumulate else method.first
+    here = gradients_here([(phase.name, phase.gradients) for phase in phases], setting.on_host)
+    for phase, of_device in zip(phases, here, strict=True):
         value = phase.at(tokens, chunk, keys)
-        found = (present + share * phase.gradients, value - phase.gradients)
+        found = (present + share * of_device, value - phase.gradients)
         parts[phase.name] = max(parts.get(phase.name, found), found, key=sum)
     worst = max(parts, key=lambda name: sum(parts[name]))
     gradients, activations = parts[worst]
@@ -382,13 +390,5 @@ def from_json(data: Mapping[str, Any]) -> Profile:
 
     groups = tuple(Group(**group) for group in data["groups"])
     methods = tuple(method(value) for value in data["methods"])
-    return Profile(
-        **{
-            **data,
-            "groups": groups,
-            "methods": methods,
-            "tree": node(data["tree"]),
-            "left_out": tuple(data["left_out"]),
-            "frozen": tuple(data["frozen"]),
-        }
-    )
+    given = {name: tuple(data[name]) for name in ("left_out", "frozen", "trained")}
+    return Profile(**{**data, **given, "groups": groups, "methods": methods, "tree": node(data["tree"])})

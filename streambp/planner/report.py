@@ -174,9 +174,14 @@ def _weights(choice: Choice) -> list[str]:
     hidden = "their copies take longer than the layers at any length"
     if choice.hidden_from is not None:
         hidden = f"their copies hide behind the layers from {choice.hidden_from:,} tokens a row"
+    leaving = (
+        f"; gradients of {on_host.trained / GIB:.1f} GiB leave for the host, with their optimizer"
+        if on_host.trained
+        else ""
+    )
     return [
         f"  weights of the first {on_host.layers} of {on_host.of} layers on the host: {on_host.bytes / GIB:.1f} GiB there, "
-        f"{SLOTS * on_host.largest / GIB:.1f} GiB for two layers on the GPU; {hidden}"
+        f"{SLOTS * on_host.largest / GIB:.1f} GiB for two layers on the GPU; {hidden}{leaving}"
     ]
 
 

@@ -31,6 +31,7 @@ from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import MODULE_HOOKS, MOVES
 from streambp.libraries import required
 from streambp.model.patching import unpatch
+from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
 from streambp.planner.fused_layers import fuse_layers, fused_rotary
 from streambp.planner.mixers import Mixers, globals_of, standing_in
@@ -122,6 +123,14 @@ class Skeleton:
             f"{type(self.model).__name__} has no language-model head; the planner estimates steps of causal language "
             "models. Pass a model with one, such as AutoModelForCausalLM gives."
         )
+
+    def on_host(self) -> dict[str, Any]:
+        """What the layers' weights would take of the host and, decoded, of the device, by the names of `Profile`; nothing
+        for weights of 8 bits, which do not live there."""
+        layers = [layer for stack in find_stacks(self.model).stacks for layer in stack.layers]
+        frozen, trained = bytes_on_host(self.model, layers)
+        found = {"frozen": frozen, "trained": trained, "decoded": max(map(decoded_bytes, layers))}
+        return {} if self.bits == 8 else found
 
     def _build(self, config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
         def made(config: PreTrainedConfig) -> nn.Module:

@@ -20,7 +20,6 @@ from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
-from streambp.offload.ranges import frozen_bytes
 from streambp.planner.compose import Counted, Point, Totals, differing, fit, growth, later, solve, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.host import CountingManager, UncountedHost
@@ -37,7 +36,7 @@ from streambp.planner.profile import (
     Node,
     Profile,
 )
-from streambp.planner.skeleton import Reduced, Skeleton, decoded_bytes, parameters_of, reduce_layers
+from streambp.planner.skeleton import Reduced, Skeleton, parameters_of, reduce_layers
 from streambp.planner.splits import SplitCount, fewest_ranks, lines_of_keys, split_of, split_over
 from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
 from streambp.planner.tree import module_tree
@@ -118,10 +117,7 @@ def survey(
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
-    layers = [layer for stack in find_stacks(skeleton.model).stacks for layer in stack.layers]
-    on_host = {"frozen": frozen_bytes(skeleton.model, layers), "decoded": max(map(decoded_bytes, layers))}
-    if skeleton.bits == 8:  # weights on the host are none of those
-        on_host = {}
+    on_host = skeleton.on_host()
     reduced = reduce_layers(skeleton.model)
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods, left_out, refused = [], [], set[str]()
@@ -155,7 +151,7 @@ def survey(
     )
     shape = (name, dtype, len(reduced.kinds), batch_size)
     mixers = assumed(skeleton.model, skeleton.mixers)
-    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out), mixers, **on_host)  # type: ignore[arg-type]
+    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out), mixers, **on_host)
 
 
 @contextlib.contextmanager

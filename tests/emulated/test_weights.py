@@ -1,6 +1,6 @@
 """Weights on the host on the emulated device, where a kernel that meets a tensor of the host raises.
 
-covers: offload/weights.py, offload/ranges.py
+covers: offload/weights.py, offload/ranges.py, offload/gradients.py
 """
 
 from __future__ import annotations
@@ -13,41 +13,45 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from streambp.device import counted_bytes
-from streambp.offload import engines, weights
+from streambp.offload import engines, gradients, weights
 from tests.device import limit_memory
 from tests.emulated import backend
-from tests.families import make_batch
-from tests.offload.weights_runs import made, weights_of
+from tests.families import build, make_batch
+from tests.offload.weights_runs import made, patched, weights_of
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.emulated
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next", "falcon_h1")
-SLOW = {"back": (0.05, 0.0), "compute": (0.0, 0.001)}  # seconds a copy to the device, or a kernel
+# Seconds of each copy to the device or from it, or of each kernel.
+SLOW = {"back": (0.05, 0.0, 0.0), "out": (0.0, 0.05, 0.0), "compute": (0.0, 0.0, 0.001)}
 WAITS = {
-    line.rpartition("# ")[2]: number
-    for number, line in enumerate(inspect.getsource(weights).splitlines(), 1)
+    line.rpartition("# ")[2]: (module.__file__, number)
+    for module in (weights, gradients)
+    for number, line in enumerate(inspect.getsource(module).splitlines(), 1)
     if ".wait(" in line
 }
-NEEDED = {"7": "compute", "8": "back"}
+NEEDED = {"7": "compute", "8": "back", "9": "compute", "10": "out", "11": "out"}
+OF_GRADIENTS = ("9", "10", "11")
 
 
 class Leaky(engines.AcceleratorEngine):
-    """Leaves out the waits of one line of weights.py."""
+    """Leaves out the waits of one line of a file."""
 
-    line: int | None = None
+    line: tuple[str, int] | None = None
     left_out = 0
 
     def wait(self, queue, event):
         caller = sys._getframe(1)
-        if caller.f_code.co_filename == weights.__file__ and caller.f_lineno == Leaky.line:
+        if (caller.f_code.co_filename, caller.f_lineno) == Leaky.line:
             Leaky.left_out += event is not None
         else:
             super().wait(queue, event)
 
 
-def trained(model, batch):
+def trained(model, batch, micro_batches=1):
     model.zero_grad(set_to_none=True)
-    model(**batch, use_cache=False).loss.backward()
+    for _ in range(micro_batches):
+        model(**batch, use_cache=False).loss.backward()
     torch.accelerator.synchronize()
     return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -97,45 +101,73 @@ def test_trainer_leaves_them_there_and_trains_alike(device, tmp_path):
         assert torch.equal(one.cpu(), other.cpu()), name
 
 
+def whole(weights="cpu", **settings):
+    """A model that trains as a whole."""
+    return patched(build("qwen3", num_hidden_layers=4).train(), weights, **settings)
+
+
+def made_run(make, device, micro_batches):
+    batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
+    expected = trained(make(weights="device").to(device), batch, micro_batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "make_engine", Leaky)
+        model = make(compare_backward=False).to(device)  # `found` compares
+        trained(model, batch)
+        trained(model, batch)
+    return model, batch, expected, weights_of(model)._engine, micro_batches
+
+
 @pytest.fixture(scope="module")
 def run(device):
     """A model with its weights on the host, a batch, the gradients of a step, and the model's engine."""
-    batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
-    expected = trained(made(weights="device").to(device), batch)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "make_engine", Leaky)
-        model = made(compare_backward=False).to(device)  # `found` compares
-        trained(model, batch)
-        trained(model, batch)
-    return model, batch, expected, weights_of(model)._engine
+    return made_run(made, device, 1)
+
+
+@pytest.fixture(scope="module")
+def whole_run(device):
+    """The same of a model that trains as a whole. Gradients of a second micro-batch are added up when they arrive."""
+    return made_run(whole, device, 2)
 
 
 def found(run, wait, slow, times=1):
     """Whether a step gives the gradients of weights on the device, and how many waits it left out."""
-    model, batch, expected, engine = run
+    model, batch, expected, engine, micro_batches = run
     assert type(engine) is Leaky
-    c, (back, compute) = backend.extension(), (times * seconds for seconds in SLOW[slow])
+    c, (back, out, compute) = backend.extension(), (times * seconds for seconds in SLOW[slow])
+    streams = [engine._streams[queue].stream_id for queue in (engines.BACK, engines.OUT)]
     Leaky.line, Leaky.left_out = WAITS.get(wait), 0
     try:
         c.set_delays(0, 0, 0.0, compute)
-        c.set_delays(0, engine._streams[engines.BACK].stream_id, back, 0.0)
-        gradients = trained(model, batch)
+        for stream, seconds in zip(streams, (back, out), strict=True):
+            c.set_delays(0, stream, seconds, 0.0)
+        gradients = trained(model, batch, micro_batches)
     finally:
         Leaky.line = None
-        c.set_delays(0, 0, 0.0, 0.0)
-        c.set_delays(0, engine._streams[engines.BACK].stream_id, 0.0, 0.0)
+        for stream in (0, *streams):
+            c.set_delays(0, stream, 0.0, 0.0)
     return same(gradients, expected), Leaky.left_out
 
 
-@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("slow", ["back", "compute"])
 def test_with_all_waits_a_step_is_right(run, slow):
     assert found(run, None, slow) == (True, 0)
 
 
+@pytest.mark.parametrize("slow", SLOW)
+def test_with_all_waits_gradients_on_the_host_are_right(whole_run, slow):
+    assert found(whole_run, None, slow) == (True, 0)
+    model = whole_run[0]
+    layers = {id(p) for site in weights_of(model).ranges.sites.values() for p in site.layer.parameters()}
+    assert {p.grad.device.type for p in model.parameters() if id(p) in layers} == {"cpu"}
+    assert "cpu" not in {p.grad.device.type for p in model.parameters() if id(p) not in layers}
+    assert all(buffer.memory.is_pinned() for buffer in weights_of(model).gradients._buffers)
+
+
 @pytest.mark.parametrize("wait", NEEDED)
-def test_a_wait_that_is_needed(run, wait):
+def test_a_wait_that_is_needed(wait, request):
+    used = request.getfixturevalue("whole_run" if wait in OF_GRADIENTS else "run")
     for times in (1, 5, 25):  # the host can be late as well
-        is_same, left_out = found(run, wait, NEEDED[wait], times)
+        is_same, left_out = found(used, wait, NEEDED[wait], times)
         assert left_out > 0
         if not is_same:
             return
@@ -161,7 +193,7 @@ def test_as_many_layers_stay_as_have_room(device):
     held, room = weights_of(model), []
     frozen = [p for site in held.ranges.sites.values() for p in site.layer.parameters() if not p.requires_grad]
     assert {p.device.type for p in frozen} == {"cpu"}  # nothing is known of a step yet
-    size = max(held.ranges._frozen_bytes(index) for index in held.ranges.sites)
+    size = max(held.ranges.bytes_of(index) for index in held.ranges.sites)
     held.room = lambda device, rows, length: room[-1]
     room.append(4 * size - 1)
     for _ in range(2):

@@ -272,12 +272,6 @@ def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
 
 
 def test_refusals(monkeypatch):
-    full = patched(build("qwen3"))
-    with pytest.raises(UnsupportedModelError, match="All weights of Qwen3DecoderLayer 0 train"):
-        step(full)
-    with torch.no_grad():
-        loss = full(**make_batch("plain"), use_cache=False).loss
-    assert torch.equal(loss, patched(build("qwen3"), "device")(**make_batch("plain"), use_cache=False).loss)
     with pytest.raises(HostMemoryError, match=r"The weights of layer 2 want .* and host_memory is 0.00 GiB"):
         step(made(host_memory=80_000))
     model = made()
@@ -458,7 +452,7 @@ def test_mutant_a_view_with_its_layers_storage(monkeypatch, tmp_path):
     def view(memory, offset, like):
         return memory[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
-    monkeypatch.setattr(ranges, "_view", view)
+    monkeypatch.setattr(ranges, "view_of", view)
     with pytest.raises(AssertionError):
         test_files_hold_what_they_held(tmp_path)
 

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import streambp
 from streambp.admission import probe
-from streambp.offload.ranges import frozen_bytes
+from streambp.offload.ranges import bytes_on_host
 from tests.families import build, make_batch
 from tests.offload.weights_runs import (
     FAMILIES,
@@ -51,7 +51,7 @@ def test_loads_and_bytes_of_families(family):
     assert sum(weights.loads.values()) <= 3 * (2 * layers - 2) + 2
     for index in range(layers):
         assert sum(n for (_, layer), n in weights.loads.items() if layer == index) <= 2 * 3
-    counted = frozen_bytes(weights.ranges.root, [site.layer for site in weights.ranges.sites.values()])
+    counted, _ = bytes_on_host(weights.ranges.root, [site.layer for site in weights.ranges.sites.values()])
     assert list(counted) == [weights.ranges.layers[index].memory.numel() for index in range(layers)]
 
 
@@ -279,7 +279,7 @@ def chosen(weights, room):
 
 def test_the_last_layers_stay_as_many_as_have_room():
     weights = weights_of(made(weights="auto"))
-    size = frozen_bytes(weights.ranges.root, [site.layer for site in weights.ranges.sites.values()])[0]
+    size = bytes_on_host(weights.ranges.root, [site.layer for site in weights.ranges.sites.values()])[0][0]
     assert chosen(weights, 4 * size) == [0, 1, 2, 3]
     assert chosen(weights, 4 * size - 1) == [3]  # two layers more are at work
     assert chosen(weights, 3 * size - 1) == []

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from streambp.errors import StreamBPError
-from streambp.offload.engines import BACK, COMPUTE, OUT, DeviceMemory
+from streambp.offload.engines import BACK, COMPUTE, HOST, OUT, DeviceMemory
 
-QUEUES = (COMPUTE, OUT, BACK)
+QUEUES = (COMPUTE, OUT, BACK, HOST)  # the last is the thread that puts work into the others
 Clock = dict[str, int]
 
 
@@ -39,7 +39,8 @@ class Place:
 class World:
     """What the engines of all devices see of each other: their queues' clocks, and who used which memory.
 
-    accesses: by memory; queue, time, whether it was a write, and where.
+    accesses: by memory; queue, time, whether it was a write, and where. thread: the calling thread is one of those who used
+    the host's.
     """
 
     collect: bool
@@ -47,6 +48,11 @@ class World:
     clocks: dict[str, Clock] = dataclasses.field(default_factory=dict)
     accesses: dict[str, list[tuple[str, int, bool, Place]]] = dataclasses.field(default_factory=dict)
     checked: int = 0
+    thread: bool = False
+
+    def users(self) -> list[str]:
+        """Of host memory."""
+        return [name for name in self.clocks if self.thread or not name.endswith(HOST)]
 
 
 class TraceEngine:
@@ -60,8 +66,8 @@ class TraceEngine:
     def __init__(self, collect: bool = False, name: str = "", world: World | None = None) -> None:
         self._name = name
         self._world = world or World(collect)
-        self._queues = [name + queue for queue in QUEUES]
-        self._world.clocks.update({queue: {} for queue in self._queues})
+        self._queues = [name + queue for queue in QUEUES if queue != HOST]
+        self._world.clocks.update({name + queue: {} for queue in QUEUES})
         self._blocks: dict[int, tuple[int, int]] = {}  # storage of a device tensor -> its block and which life of it
         self._free: list[int] = []
         self._lives = 0
@@ -101,13 +107,19 @@ class TraceEngine:
                 self.wait(queue, clock)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
+        if queue == OUT:  # it begins when the thread has read what was there
+            self.wait(OUT, self._world.clocks[self._name + HOST])
         device, host = (source, target) if queue == OUT else (target, source)
         self._access(queue, self._device(device), self._queues, write=queue == BACK)
-        self._access(queue, Place("host", 0, host.data_ptr()), list(self._world.clocks), write=queue == OUT)
+        self._access(queue, Place("host", 0, host.data_ptr()), self._world.users(), write=queue == OUT)
         target.copy_(source)
 
     def compute_access(self, tensor: Tensor, write: bool) -> None:
         self._access(COMPUTE, self._device(tensor), self._queues, write)
+
+    def host_access(self, tensor: Tensor, write: bool) -> None:
+        self._world.thread = True
+        self._access(HOST, Place("host", 0, tensor.data_ptr()), self._world.users(), write)
 
     def stalls(self) -> dict[str, float]:
         return {OUT: 0.0, BACK: 0.0}

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 from streambp import cli
-from streambp.offload.ranges import frozen_bytes
+from streambp.offload.ranges import bytes_on_host
 from streambp.planner import Memory, Setting
 from streambp.planner.count import StepCount
 from streambp.planner.estimate import estimate
@@ -172,8 +172,10 @@ def test_bytes_of_layers_without_data():
     model = Skeleton(config, torch.bfloat16, 16, 16, "cuda").model
     layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
     frozen = [sum(p.nbytes for p in layer.parameters() if not p.requires_grad) for layer in layers]
-    assert frozen_bytes(model, layers) == tuple(size + 512 for size in frozen)
-    assert not any(frozen_bytes(model.requires_grad_(True), layers))
+    assert bytes_on_host(model, layers) == (tuple(size + 512 for size in frozen), (0, 0))
+    frozen, trained = bytes_on_host(model.requires_grad_(True), layers)
+    assert not any(frozen)
+    assert min(trained) > 0
 
 
 @pytest.mark.full
@@ -208,3 +210,37 @@ def test_the_command_plans_70b_on_24_gib(tmp_path, capsys):
     assert cli.main([*given, "--weights", "device"]) == 1
     text = capsys.readouterr().out
     assert "--weights auto" in text
+
+
+QWEN = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 5120, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN_32B = {**QWEN, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+QWEN_14B = {**QWEN, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40}
+GPT_OSS_120B = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 36, "num_local_experts": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LORA, FULL = ("--lora", "16"), ("--full", "--weights", "cpu", "--optimizer-on-host")
+# GiB of the device and of the host and seconds on an RTX 4090 at 65,536 tokens, and what ends a longer sequence.
+PLANNED = {
+    "Llama-70B, LoRA": (LLAMA_70B, LORA, 21.8, 304.0, 414, "backward 79"),
+    "Qwen3-32B, LoRA": (QWEN_32B, LORA, 21.9, 169.1, 269, "backward 63"),
+    "gpt-oss-120b, LoRA": (GPT_OSS_120B, LORA, 18.6, 251.2, 50.4, "head"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_command_says_what_24_gib_take(name, tmp_path, capsys):
+    config, how, device, host, seconds, binds = PLANNED[name]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert cli.main(["plan", str(file), *how, "--gpu-memory", "24GiB", "--seq-len", "64k", "--no-cache", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    peak = found["choice"]["peak"]
+    assert peak["total"] / GIB == pytest.approx(device, rel=0.03)
+    assert peak["host"] / GIB == pytest.approx(host, rel=0.03)
+    assert found["choice"]["seconds"]["total"] == pytest.approx(seconds, rel=0.03)
+    assert found["binds"] == binds

@@ -1,0 +1,161 @@
+"""Gradients of weights that live on the host: they leave when their layer's backward is over; autograd finds them there.
+
+    HostGradients   of one patched model: memory of the host, used again and again, and what is on its way there
+      Buffer        the gradients of one layer
+    Arriving        the autograd Function between such weights and their layer, by which gradients arrive
+
+[Note: gradients on the host] autograd knows a weight as a tensor on the host, where its gradient therefore has to be. The
+layer's backward hands out host memory that copies are still on their way to. They are waited for in `Arriving`, whose
+tensors are all on the host: its backward runs on the thread that called backward, and the device's thread goes on with the
+next layer. So hooks on weights, among them an optimizer's step, run beside the device, and find what is complete.
+
+A buffer holds one layer's gradients as its range holds the weights. It is used again when nobody has any of them any more:
+neither `.grad`, nor a program that kept one. So a step holds a buffer for each layer, and two beside those whose gradients
+its hooks take away.
+
+[Note: order of gradients] Three waits beside those of `engines.py` and `weights.py`:
+
+    9   out waits for compute        before it reads a gradient
+    10  the caller waits for out     before it gets the gradient
+    11  compute waits for out        before a gradient's device memory is let go: when the next layer's have been computed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp.offload.engines import COMPUTE, HOST, OUT, Engine
+from streambp.offload.ranges import LayerRange, Piece, view_of
+
+Leave = Callable[["Arrival", Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]]
+
+
+@dataclasses.dataclass
+class Arrival:
+    """Of the gradients of one call of a layer. send: puts them on their way. event: after which they are there; None: none
+    has left."""
+
+    send: Leave
+    engine: Engine | None = None
+    event: Any = None
+
+    def leave(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients [...] of a layer's weights, in their order; those of weights on the host are on their way there."""
+        return self.send(self, weights, gradients)
+
+
+class Arriving(torch.autograd.Function):
+    """Weights [...] on the host -> themselves; their gradients wait for an `Arrival`. [Note: gradients on the host]"""
+
+    @staticmethod
+    def forward(ctx: Any, arrival: Arrival, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The weights [...], for a layer's Function to take."""
+        ctx.arrival = arrival
+        ctx.set_materialize_grads(False)
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients [...] of the weights, which are complete from now on."""
+        engine, event = ctx.arrival.engine, ctx.arrival.event
+        if engine is not None:
+            engine.wait(HOST, event)  # 10
+            for gradient in gradients:
+                if gradient is not None:
+                    engine.host_access(gradient, write=False)
+        return None, *gradients
+
+
+@dataclasses.dataclass
+class Buffer:
+    """Host memory [bytes], uint8, for one layer's gradients. given: what sees the storages of those in it."""
+
+    memory: Tensor
+    given: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody has one of them any more."""
+        return all(storage() is None for storage in self.given)
+
+
+class HostGradients:
+    """Of one patched model.
+
+    Args:
+        more: gives host memory [bytes], uint8, that lasts; raises HostMemoryError where there is none.
+    """
+
+    def __init__(self, more: Callable[[int], Tensor]) -> None:
+        self._more = more
+        self._buffers: list[Buffer] = []
+        self._leaving: tuple[Engine, Any, list[Tensor]] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.memory.numel() for buffer in self._buffers)
+
+    def leave(
+        self,
+        layer: LayerRange,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        arrival: Arrival,
+        engine: Engine,
+    ) -> list[Tensor | None]:
+        """Put copies of a layer's gradients [...] to the host into their queue.
+
+        Args:
+            weights: that they are of, in their order. arrival: of the call.
+
+        Returns:
+            the host's tensors [...] that are on their way; gradients of weights that live on the device, as they are.
+        """
+        pieces = {id(piece.tensor): piece for piece in layer.pieces}
+        pairs = zip(weights, gradients, strict=True)
+        going = {id(w): (pieces[id(w)], g) for w, g in pairs if g is not None and id(w) in pieces}
+        self.let_go()
+        if not going:
+            return list(gradients)
+        buffer, there = self._free(layer.memory.numel()), dict[int, Tensor]()
+        for _, gradient in going.values():
+            engine.compute_access(gradient, write=True)
+        engine.wait(OUT, engine.record(COMPUTE))  # 9
+        for key, (piece, gradient) in going.items():
+            engine.copy(OUT, piece.within(buffer.memory), gradient)
+            there[key] = self._given(buffer, piece)
+        arrival.engine, arrival.event = engine, engine.record(OUT)
+        self._leaving = engine, arrival.event, [gradient for _, gradient in going.values()]
+        return [there.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
+
+    def let_go(self) -> None:
+        """Of the gradients on the device that left last."""
+        if self._leaving is not None:
+            engine, event, gradients = self._leaving
+            engine.wait(COMPUTE, event)  # 11
+            for gradient in gradients:
+                engine.compute_access(gradient, write=True)  # as whoever has the memory next may do
+            self._leaving = None
+
+    @torch.inference_mode(False)
+    def _free(self, size: int) -> Buffer:
+        """A buffer of so many bytes that nobody needs."""
+        found = next((one for one in self._buffers if one.memory.numel() == size and one.is_free), None)
+        if found is None:
+            found = Buffer(self._more(size))
+            self._buffers.append(found)
+        found.given.clear()
+        return found
+
+    def _given(self, buffer: Buffer, piece: Piece) -> Tensor:
+        """A gradient [...] in a buffer, with a storage of its own that tells when nobody has it any more."""
+        gradient = view_of(buffer.memory, piece.offset, piece.home)
+        buffer.given.append(weakref.ref(gradient.untyped_storage()))
+        return gradient

@@ -1,0 +1,100 @@
+"""The law of weights on the host, of the sizes that plans are for, against the bytes of steps on tensors without data.
+
+covers: planner/host_weights.py, offload/weights.py, offload/gradients.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import GptOssConfig, LlamaConfig, Qwen3Config
+
+from streambp import StreamConfig
+from streambp.admission.stacks import find_stacks
+from streambp.model.patching import patch
+from streambp.offload import gradients, ranges
+from streambp.offload.engines import SynchronousEngine
+from streambp.planner import Setting
+from streambp.planner.count import StepCount
+from streambp.planner.estimate import estimate
+from streambp.planner.plan import with_weights_on_host
+from streambp.planner.profile import peak
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.step import run_step
+from tests.offload.weights_runs import weights_of
+
+META = torch.device("meta")
+LAYERS, LENGTH, CHUNK, RANK = 6, 16384, 4096, 16
+LLAMA_70B = LlamaConfig(
+    hidden_size=8192, intermediate_size=28672, num_hidden_layers=LAYERS, num_attention_heads=64, num_key_value_heads=8,
+    vocab_size=128256,
+)  # fmt: skip
+QWEN = {"hidden_size": 5120, "num_hidden_layers": LAYERS, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+QWEN_32B = Qwen3Config(**QWEN, intermediate_size=25600, num_attention_heads=64)
+QWEN_14B = Qwen3Config(**QWEN, intermediate_size=17408, num_attention_heads=40)
+GPT_OSS_120B = GptOssConfig(num_hidden_layers=LAYERS, num_local_experts=128, tie_word_embeddings=False)
+CASES = {
+    "Llama-70B, LoRA": (LLAMA_70B, RANK), "Qwen3-32B, LoRA": (QWEN_32B, RANK), "gpt-oss-120b, LoRA": (GPT_OSS_120B, RANK),
+    "Qwen3-14B, full": (QWEN_14B, None),
+}  # fmt: skip
+
+
+class WithoutData(SynchronousEngine):
+    """Host memory without data."""
+
+    def host_buffer(self, size):
+        return torch.empty(size, dtype=torch.uint8, device=META)
+
+
+def viewed(memory, offset, like):
+    """Of host memory, which is not counted."""
+    with _disable_current_modes():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=META)
+
+
+def counted(config, rank, monkeypatch):
+    """The weights of a model's layers, and the most bytes that a second step has on its device."""
+    skeleton = Skeleton(config, torch.bfloat16, rank, 16, "cuda")
+    model = skeleton.model
+    patch(model, StreamConfig(CHUNK, saves=(), weights="cpu", host_memory=2**50))
+    weights = weights_of(model)
+    weights._given_engine = WithoutData(META)
+    monkeypatch.setattr(ranges.HostRanges, "_check", lambda self, tensor, index: None)
+    monkeypatch.setattr(ranges, "view_of", viewed)
+    monkeypatch.setattr(gradients, "view_of", viewed)
+    (layers,) = (stack.layers for stack in find_stacks(model).stacks)
+
+    def loss():
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    with skeleton.running():
+        ids = torch.empty(1, LENGTH, dtype=torch.long)
+        weights.begin(ids)  # slots are made outside of the count
+        held = {id(piece.tensor) for one in weights.ranges.layers.values() for piece in one.pieces}
+        for one in weights.ranges.layers.values():
+            if one.trains:  # so are buffers
+                buffer = gradients.Buffer(torch.empty_like(one.memory))
+                weights.gradients._buffers.append(buffer)
+        spans = run_step(model, layers, loss, StepCount("cudnn"))
+    resident = sum(p.nbytes for p in model.parameters() if id(p) not in held)
+    return weights, resident + weights.device_bytes + max(span.peak for span in spans)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_the_law_is_within_three_percent(name, monkeypatch):
+    config, rank = CASES[name]
+    profile = estimate(config, LENGTH, chunk_size=CHUNK, lora=rank).profile
+    method = next(method for method in profile.methods if method.name == "streambp")
+    used = with_weights_on_host(profile, Setting(optimizer=0, weights="cpu"))
+    expected = peak(profile, method, LENGTH, CHUNK, used)
+    weights, found = counted(config, rank, monkeypatch)
+    taken = weights.ranges.bytes + sum(one.memory.numel() for one in weights.ranges.layers.values() if one.trains)
+    print(f"{name}: {found / 2**30:.2f} GiB counted, {expected.total / 2**30:.2f} by the law; host {taken / 2**30:.2f}")
+    assert expected.host == pytest.approx(taken, rel=0.01)
+    assert found == pytest.approx(expected.total, rel=0.03)
+    resident = peak(profile, method, LENGTH, CHUNK, dataclasses.replace(used, on_host=None))
+    assert found < 0.9 * resident.total
