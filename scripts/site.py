@@ -5,6 +5,7 @@ They stay where a repository has them, once. Their links, which are relative to 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def moved(text: str, repository: str | None) -> str:
         return f"[{label}]({repository.rstrip('/')}/blob/main/{target}{anchor})" if repository else label
 
     return LINK.sub(link, text)
+
+
+def on_config(config: Any) -> Any:
+    """The repository, for the link in the header and for files that are no pages, where a workflow builds the site."""
+    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    if server and name and not config.repo_url:
+        config.repo_url, config.repo_name = f"{server}/{name}", name
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

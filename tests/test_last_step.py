@@ -273,8 +273,8 @@ def test_short_steps(machine, lines, monkeypatch):
         f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
         f"2: {ONE}, kept its graph: backward recomputed nothing, the graph took 151.7 KiB of 8.0 GiB free{HEAD}",
         f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
-        f"2: {ONE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as the unpatched model computes it, from logits [B, T, V]: they fit "
-        "many times over",
+        f"2: {ONE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as the unpatched model computes it, from "
+        "logits [B, T, V]: they fit many times over",
     )
 
 

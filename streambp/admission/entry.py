@@ -204,8 +204,8 @@ def _refuse_without_mixers(site: LayerSite, rows: PackedRows) -> None:
         raise UnsupportedModelError(
             f"position_ids mark {rows.number} documents in packed rows, but no module inside "
             f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
-            "would go on from one document to the next. Pass one document per row, or let it go on, as the unpatched model does: "
-            "StreamConfig(documents='as_given')."
+            "would go on from one document to the next. Pass one document per row, or let it go on, as the unpatched model "
+            "does: StreamConfig(documents='as_given')."
         )
 
 

@@ -264,7 +264,8 @@ class OverCache(NoAttention):
                 f"position_ids mark {documents} documents of packed rows, which the attention of "
                 f"{type(layer).__name__} is not told of: its mask knows padding alone, while the model's recurrent "
                 "layers would compute the documents apart. Pass one document per row, or "
-                "StreamConfig(documents='as_given') to let all layers go on from one to the next, as the unpatched model does."
+                "StreamConfig(documents='as_given') to let all layers go on from one to the next, as the unpatched model "
+                "does."
             )
         because = why_picked_blocks_stay_whole(layer, named.get("position_ids"), found, length, by_sdpa)
         if because is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -127,8 +128,10 @@ def run_plan(arguments: Any) -> int:
         ways = [both_ways(found.profile, batch, found.memory, found.setting, found.rates) for batch in batches]
         print(as_json({"batches": ways}) if arguments.json else batches_table(found, ways), file=arguments.out)
         return FITS if all(packed.fits for _, packed in ways) else DOES_NOT_FIT
-    print(as_json(found) if arguments.json else plan_table(found, arguments.modules), file=arguments.out)
-    if not arguments.json:
+    if arguments.json:
+        print(as_json(found), file=arguments.out)
+    else:
+        print(plan_table(found, arguments.modules, _columns(arguments)), file=arguments.out)
         _print_what_fits(arguments, found, training, counted)
     return FITS if found.choice is not None else DOES_NOT_FIT
 
@@ -149,6 +152,11 @@ def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: C
         return
     commands = [shlex.join(["streambp", *with_options(arguments.given, other.options)]) for other in others]
     print("\n".join(remedies_table(found, others, commands)), file=arguments.out)
+
+
+def _columns(arguments: Any) -> int | None:
+    """Of the terminal that is printed to; None: it is a file or another program."""
+    return shutil.get_terminal_size().columns if arguments.out.isatty() else None
 
 
 def _batches(arguments: Any) -> list[Batch]:

@@ -14,13 +14,13 @@ from typing import Any
 
 from streambp.planner.plan import CHUNK_TOKENS, LONGEST, SLOWER, Plan
 from streambp.planner.profile import Profile, to_json
-from streambp.rates import DEVICES
+from streambp.rates import DEVICES, USUAL
 
 START = 65_536  # tokens, where nothing fits and no length was asked for
 PLACES = {
     "/*STYLE*/": ("page.css",),
-    "/*PLAN*/": ("plan.js",),
-    "/*PAGE*/": ("elements.js", "controls.js", "results.js", "chart.js", "frontier.js", "page.js"),
+    "/*PLAN*/": ("host_weights.js", "plan.js"),
+    "/*PAGE*/": ("elements.js", "controls.js", "doors.js", "results.js", "chart.js", "frontier.js", "page.js"),
 }
 DATA = "/*DATA*/"
 
@@ -46,7 +46,7 @@ def page(
         "name": name,
         "profiles": [{"training": label, "profile": _embedded(profile)} for label, profile in profiles.items()],
         "unfused": [_embedded(unfused[label]) for label in profiles] if unfused else [],
-        "setting": dataclasses.asdict(setting),
+        "setting": dataclasses.asdict(dataclasses.replace(setting, on_host=None)),
         "memory": {
             "gpu": memory.gpu,
             "host": None if memory.host is None else memory.host * setting.gpus,
@@ -57,6 +57,7 @@ def page(
         "devices": [dataclasses.asdict(rates) for rates in ({plan.rates.name: plan.rates} | dict(DEVICES)).values()],
         "longest": LONGEST,
         "slower": SLOWER,
+        "usual": USUAL,
     }
     text = part("page.html")
     for place, files in PLACES.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,23 +26,38 @@ GIB = 2**30
 BAR = 40
 BY_DEFAULT = 'streambp.patch(model) alone (saves="auto")'
 AT_ONCE = ("attn_out", "kv", GRAPH)  # what is saved beside outputs of Linears
+CODE = "StreamConfig("
+LONG = 120  # of a paragraph where there is no terminal
+NARROW = 60  # columns of a terminal; narrower ones get lines of this width
+PANES = (5, 4, 3)  # columns of the methods' table that a terminal has room for, without what stops them
+# What the methods' names say.
+NAMES = (
+    "plain: unpatched. checkpointing: gradient checkpointing. saves: tensors that backward need not recompute. offload: "
+    "layer inputs and saves wait in host memory. keys on the host: keys and values too."
+)
 
 
-def plan_table(plan: Plan, modules: bool = True) -> str:
-    """The whole plan: what was asked, what to do, what binds, phases, methods; and the modules, if asked for."""
+def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> str:
+    """The whole plan: what was asked, what to do, what runs out first, methods, phases; and the modules, if asked for.
+
+    Args:
+        width: columns of the terminal; None: lines as long as they are.
+    """
+    width = None if width is None else max(width, NARROW)
     lines = [headline(plan.profile, plan.setting), _budget(plan)]
     lines += [f"Recurrent and convolutional layers: assuming {plan.profile.mixers}"] if plan.profile.mixers else []
     lines.append("")
-    lines += [*_choice(plan)]
+    lines = folded([*lines, *_choice(plan)], width)
     if not any(row.seq_len for row in plan.longest):
         return "\n".join(lines)  # rows of zeros would say nothing more
     if plan.choice is not None:
         lines += ["", "The same settings elsewhere:"]
         lines += [f"  {door:<10}{text}" for door, text in doors(plan.choice, plan.setting).items()]
-    lines += ["", *_methods(plan)]
+    lines += ["", *_methods(plan, width), *folded([NAMES], width or LONG)]
     if plan.choice is not None:
-        lines += ["", f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB on each GPU:"]
-        lines += bars(plan.choice.peak, plan.memory.usable)
+        title = f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB on each GPU:"
+        lines += ["", *folded([title], width)]
+        lines += bars(plan.choice.peak, plan.memory.usable, BAR if width is None else min(BAR, width - 40))
     if modules:
         lines += ["", "Modules: parameters, and bytes a token that an unpatched forward keeps for backward:"]
         lines += tree_lines(plan.profile.tree)
@@ -53,7 +69,9 @@ def headline(profile: Profile, setting: Setting) -> str:
     parameters = sum(group.parameters for group in profile.groups)
     trained = sum(group.trainable for group in profile.groups)
     share = "all of them trained" if trained == parameters else f"{_count(trained)} trained"
-    parts = [f"{profile.model}: {_count(parameters)} parameters, {share}, {profile.dtype}, {profile.layers} layers"]
+    stored = sum(group.bytes for group in profile.groups) / GIB
+    parts = [f"{profile.model}: {_count(parameters)} parameters in {stored:.1f} GiB, {share}, {profile.dtype}, "
+             f"{profile.layers} layers"]  # fmt: skip
     parts += [f"{profile.batch_size} rows"] if profile.batch_size > 1 else []
     where = " on the host" if setting.optimizer_on_host else ""
     parts += [f"{setting.optimizer:g} optimizer bytes a parameter{where}"]
@@ -80,7 +98,7 @@ def _choice(plan: Plan) -> list[str]:
         peak = choice.peak
         lines = [
             f"{choice.seq_len:,} tokens: {python(choice)}",
-            f"  peak {peak.total / GIB:.1f} GiB in {peak.phase}, {peak.host / GIB:.1f} GiB of host memory, "
+            f"  peak {peak.total / GIB:.1f} GiB in {phase_text(peak.phase)}, {peak.host / GIB:.1f} GiB of host memory, "
             f"{choice.flops / 1e15:.1f} PFLOP",
             *_seconds(plan, choice),
             *_weights(choice),
@@ -90,7 +108,7 @@ def _choice(plan: Plan) -> list[str]:
         lines += [f"  next in speed: {', '.join(following)}"] if following else []
         lines += [*_safest(plan, choice)]
     lines += _by_default(plan)
-    where = plan.binds if plan.binds == "host memory" else f"GPU memory ({plan.binds})"
+    where = plan.binds if plan.binds == "host memory" else f"GPU memory in {phase_text(plan.binds)}"
     who = "Longer sequences run" if any(row.seq_len for row in plan.longest) else "It runs"
     lines.append(f"{who} out of {where} first")
     lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
@@ -200,7 +218,26 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
-def _methods(plan: Plan) -> list[str]:
+def phase_text(name: str) -> str:
+    """A phase in words: "backward 35" is that of a layer."""
+    kind, _, layer = name.partition(" ")
+    return f"{kind} of layer {layer}" if layer.isdecimal() else name
+
+
+def folded(lines: Sequence[str], width: int | None) -> list[str]:
+    """Lines that are longer than a terminal's, wrapped under themselves; those with code to copy stay whole."""
+    found: list[str] = []
+    for line in lines:
+        if width is None or len(line) <= width or CODE in line:
+            found.append(line)
+        else:
+            under = " " * (len(line) - len(line.lstrip()) + 2)
+            found += textwrap.wrap(line, width, subsequent_indent=under, break_long_words=False, break_on_hyphens=False)
+    return found
+
+
+def _methods(plan: Plan, width: int | None) -> list[str]:
+    """A row for each method; where a terminal is too narrow, without what stops them, tokens a second, and seconds."""
     at = f"{plan.seq_len:,} tokens: GiB"
     rows = [("longest sequence", "tokens", at, "seconds", "tokens/s")]
     times = {timed.method: timed for timed in plan.times}
@@ -213,19 +250,22 @@ def _methods(plan: Plan) -> list[str]:
             else ("too large", "-", "-")
         )
         rows.append((row.method, f"{row.seq_len:,}", *cells))
-    stopped = ["stopped by", *(row.binds for row in plan.longest)]
+    stopped = ["stopped by", *(phase_text(row.binds) for row in plan.longest)]
     lines = [f"{line}  {binds}" for line, binds in zip(columns(rows), stopped, strict=True)]
+    for pane in PANES:
+        if width is not None and max(map(len, lines)) > width:
+            lines = columns([row[:pane] for row in rows])
     return lines + [f"not counted: {reason}" for reason in plan.profile.left_out]
 
 
-def bars(peak: Peak, limit: float) -> list[str]:
-    """One bar for each phase, `BAR` wide at the limit, which is marked; beyond it the bar goes on in another shade."""
-    width = max(len(name) for name in peak.phases)
+def bars(peak: Peak, limit: float, long: int = BAR) -> list[str]:
+    """One bar for each phase, `long` at the limit, which is marked; beyond it the bar goes on in another shade."""
+    width = max(len(phase_text(name)) for name in peak.phases)
     lines = []
     for name, total in peak.phases.items():
-        length = min(round(BAR * total / limit), 2 * BAR)
-        bar = "█" * min(length, BAR)
-        lines.append(f"{name:<{width}}  {total / GIB:>8.1f}  {bar:<{BAR}}│{'▒' * (length - BAR)}")
+        length = min(round(long * total / limit), 2 * long)
+        bar = "█" * min(length, long)
+        lines.append(f"{phase_text(name):<{width}}  {total / GIB:>8.1f}  {bar:<{long}}│{'▒' * (length - long)}")
     return lines
 
 

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -188,7 +189,8 @@ def _not_tracing(tensor: Any = None) -> bool:
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     with required("peft"):
         from peft import LoraConfig, get_peft_model
-    with mock.patch.object(nn.Module, MOVES, _renewed):
+    with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's calls of transformers are no news to who plans
         return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
 
 
@@ -319,9 +321,10 @@ def _per_layer(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _properties(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a configuration computes: some derive the layers' kinds from their number."""
-    names = [name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)]
-    return {name: getattr(config, name, None) for name in names}
+    """What a configuration computes: some derive the layers' kinds from their number. Those of every configuration say
+    nothing of layers, and reading some of them warns."""
+    found = ((name, getattr(type(config), name, None)) for name in dir(type(config)) if name not in vars(PreTrainedConfig))
+    return {name: getattr(config, name, None) for name, value in found if isinstance(value, property)}
 
 
 def _answer(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:

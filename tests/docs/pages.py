@@ -17,13 +17,14 @@ OUTPUT = "text"  # blocks that show what a program prints
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block: `title` is the file that it is, if it is one."""
+    """One fenced block: `title` is the file that it is, if it is one; `shown` is the output right behind it."""
 
     page: str
     line: int
     language: str
     title: str
     text: str
+    shown: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -32,9 +33,12 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """Of a page, in order, without those that are output."""
     text = (ROOT / page).read_text("utf-8")
-    found = []
+    found: list[Block] = []
+    end = 0
     for match in FENCE.finditer(text):
-        line = text.count("\n", 0, match.start()) + 1
+        if match[1] == OUTPUT and found and not text[end : match.start()].strip():
+            found[-1] = dataclasses.replace(found[-1], shown=match[3])
+        line, end = text.count("\n", 0, match.start()) + 1, match.end()
         found.append(Block(page, line, match[1] or "", match[2] or "", match[3]))
     return [block for block in found if block.language != OUTPUT]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import io
 import os
 import re
 import runpy
@@ -116,8 +117,12 @@ class Runner:
             arguments = [sizes.get(word, word) for word in arguments]
         elif "--seq-len" in arguments:
             arguments[arguments.index("--seq-len") + 1] = "96"
-        if (code := cli.main(arguments)) != expected:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            code = cli.main(arguments)
+        print(printed.getvalue())
+        if code != expected:
             raise PageError(f"{block}: streambp {' '.join(arguments)} ended with {code}; the page says {expected}")
+        check_shown(block, printed.getvalue())
 
     def _script(self, arguments: list[str], block: Block) -> None:
         """A Python program, in this process: its imports are there."""
@@ -155,6 +160,15 @@ class Runner:
             yield
         finally:
             os.chdir(before)
+
+
+def check_shown(block: Block, printed: str) -> None:
+    """That a command printed the lines which the page shows of it: whole ones, or as far as "..."."""
+    lines = printed.splitlines()
+    for wanted in block.shown.splitlines():
+        start = wanted.removesuffix("...")
+        if wanted not in lines and (start == wanted or not any(line.startswith(start) for line in lines)):
+            raise PageError(f"{block}: the page shows {wanted!r}, which was not printed")
 
 
 def line_of(block: Block, command: str) -> str:

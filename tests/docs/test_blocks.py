@@ -103,6 +103,7 @@ WRONG = [
     ("```bash\nstreambp verify first-model --seq-len 512 --left-padding 1000\n```", PageError),
     ("```bash\npip install '.[no_such_extra]'\n```", PageError),
     ("```yaml\na: 1\n```", PageError),
+    ("```bash\nstreambp --version\n```\n\n```text\nstreambp 0.0\n```", PageError),
     ("```bash\nstreambp launch --no-such-flag -- axolotl train x.yaml\n```", runner.streambp.StreamBPError),
 ]
 

@@ -59,7 +59,8 @@ def copy_the_page(page: str) -> list[str]:
     for language, title, text in FENCE.findall(page.partition(LAST)[0]):
         if language == "python":
             assert title != "train.py" or ON_CPU in text
-            Path(title or FIRST).write_text(re.sub(rf"\),  # CPU: {ON_CPU}", f", {ON_CPU}),", text), "utf-8")
+            text = re.sub(r"(StreamSFTConfig\([^()]*)\)", rf"\1, {ON_CPU})", text)
+            Path(title or FIRST).write_text(text, "utf-8")
         for line in text.splitlines() if language == "bash" else [] if title else [f"python {FIRST}"]:
             if line.startswith("pip install"):
                 print(f"$ {line}\n(done by install.py)")

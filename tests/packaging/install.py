@@ -1,8 +1,8 @@
 """An archive as its users get it: `python tests/packaging/install.py ARCHIVE FOLDER`, in the release workflow.
 
-Makes an environment in FOLDER, installs the archive, or a clone's folder, there with the extras of README.md's first command
-(TRL has no release for Python 3.10), and runs first_day.py with it, away from the sources. `--system-site-packages` and `--no-deps` after FOLDER take libraries, and pip, from the environment that runs
-this.
+Makes an environment in FOLDER, installs the archive, or a clone's folder, there with the extras of README.md's first
+command (TRL has no release for Python 3.10), and runs first_day.py with it, away from the sources.
+`--system-site-packages` and `--no-deps` after FOLDER take libraries, and pip, from the environment that runs this.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptoo
 ROOT = Path(__file__).parents[2]
 TREES = (".ci", ".devcontainer", ".github", ".vale", "docs", "examples", "paper_repro", "scripts", "streambp", "tests")
 FILES = (
-    ".dockerignore", ".pre-commit-config.yaml", ".vale.ini", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
-    "MANIFEST.in", "README.md", "mkdocs.yml", "pyproject.toml", "setup.py",
+    ".dockerignore", ".pre-commit-config.yaml", ".vale.ini", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
+    "Dockerfile", "LICENSE", "MANIFEST.in", "README.md", "mkdocs.yml", "pyproject.toml", "setup.py",
 )  # fmt: skip
 LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.pyc")
 BUILD = "import sys; from setuptools import build_meta as b; to = sys.argv.pop(); b.build_wheel(to); b.build_sdist(to)"
@@ -134,7 +134,7 @@ def test_the_wheel_alone_runs(archives, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["wheel", "source", "clone"])
 def test_a_first_day(place, archives, tmp_path):
-    """Installed away from the sources; the libraries are this environment's. README.md from its first line to an adapter."""
+    """Installed away from the sources; the libraries are this environment's. README.md down to an adapter."""
     pytest.importorskip("peft", reason="peft is not installed")
     archive = archives[place]
     made = tmp_path / "clean"

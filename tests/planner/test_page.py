@@ -21,9 +21,10 @@ from transformers import Qwen3Config
 
 import streambp.planner.page
 from streambp.cli import main
+from streambp.planner.host_weights import first
 from streambp.planner.laws import Part
 from streambp.planner.page import page
-from streambp.planner.plan import Memory, plan_profile
+from streambp.planner.plan import Memory, options, plan_profile
 from streambp.planner.profile import (
     CONTEXT_PARALLEL,
     ULYSSES,
@@ -87,7 +88,7 @@ def browse(path, folder, fragment=""):
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True).stdout
 
 
-def random_profile(seed, batch_size=1, experts=True, states=False):
+def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False):
     """Lines that no model has: every branch of the arithmetic matters, equal names and equal peaks among them."""
     draw = random.Random(seed)
 
@@ -135,11 +136,14 @@ def random_profile(seed, batch_size=1, experts=True, states=False):
         *(streamed(saves, "cpu", by) for by in (ULYSSES, CONTEXT_PARALLEL) for saves in ((), ("attn_out", "kv"))),
     ]
     groups = [Group("dense", 2_031_739_904, 4_063_479_809, 2_031_739_904, 4_063_479_808)]
+    sizes = tuple(draw.randint(1, 4) * 10**9 for _ in range(8)) if frozen else ()
+    groups += [Group("dense", 2 * sum(sizes), sum(sizes), 0, 0)] if frozen else []
     groups += [Group("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)] if experts else []
     tree = Node("", "</script><b>Model", 1, 9_142_851_015, 8.5)
     return Profile(
-        "Model", "bfloat16", 8, batch_size, tuple(groups), 1_234_567_891, tuple(method(r) for r in recipes), tree
-    )
+        "Model", "bfloat16", 8, batch_size, tuple(groups), 1_234_567_891, tuple(method(r) for r in recipes), tree,
+        frozen=sizes,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +174,9 @@ SETTINGS = [
     Setting(gpus=24, zero=3, ulysses=24),
     Setting(gpus=80, zero=3, context_parallel=80, optimizer_on_host=True),
     Setting(gpus=16, expert_parallel=8, zero=1, gradient_bytes=4, accumulate=True),
+    Setting(weights="device"),
+    Setting(weights="cpu", optimizer=0.0),
+    Setting(on_host=first((4 * GIB, 2 * GIB, 3 * GIB), 2)),
 ]
 MEMORIES = [
     Memory(80 * GIB),
@@ -177,6 +184,7 @@ MEMORIES = [
     Memory(180 * GIB, 30 * GIB, reserve=0.1),
     Memory(400 * GIB, 77_777_777_777),
 ]
+LENGTH = 40_000  # of plans
 LENGTHS = (1, 1000, 4096, 65_537, 262_144, 1_000_003)
 
 COMPARED = ("seq_len", "choice", "safest", "binds", "levers", "longest", "times")
@@ -203,7 +211,7 @@ for (const { profile } of data.profiles) {
       }
     }
     for (const memory of probe.memories) for (const length of probe.plans) {
-      const { best, ...plan } = plan_profile(profile, length, memory, setting, rates);
+      const { best, setting: used, ...plan } = plan_profile(profile, length, memory, setting, rates);
       for (const one of [plan.choice, plan.safest]) if (one) delete one.peak.parts;
       plan.levers = plan.levers.map(({ change, seq_len }) => ({ change, seq_len }));
       results.plans.push(plan);
@@ -215,7 +223,7 @@ return results;
 """
 
 
-def expected(profiles, plans):
+def expected(profiles, memories, plans):
     """The same as PROBE finds, by Python."""
     results = {"peaks": [], "plans": []}
     for profile in profiles:
@@ -229,7 +237,7 @@ def expected(profiles, plans):
                         done = flops(method, length, chunk, setting)
                         found = {"flops": done, "spent": dataclasses.asdict(spent), "speed": speed}
                         results["peaks"].append({**dataclasses.asdict(at), **found})
-            for memory in MEMORIES:
+            for memory in memories:
                 for length in plans:
                     found = plan_profile(profile, length, memory, setting)
                     plan = dataclasses.asdict(found)
@@ -247,17 +255,34 @@ def compare(folder):
     """Peaks and whole plans over a grid of settings, to the bit."""
     seed = seed_of(0)
     print(f"seed {seed}")
-    profiles = [random_profile(seed), random_profile(seed + 1, batch_size=3, experts=False, states=True)]
-    plans = (40_000, "max")
-    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", {"other": profiles[1]})
-    settings = {"settings": SETTINGS, "memories": MEMORIES}
+    profiles, plans = three_profiles(seed), (LENGTH, "max")
+    memories = memories_of(profiles[2])
+    others = {"other": profiles[1], "frozen": profiles[2]}
+    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", others)
+    settings = {"settings": SETTINGS, "memories": memories}
     given = {name: [dataclasses.asdict(one) for one in values] for name, values in settings.items()}
     given |= {"lengths": LENGTHS, "plans": plans}
     data = f'<script type="application/json" id="probe">{json.dumps(given)}</script>'
     file = folder / "grid.html"
     probe = f"{data}<script>{COMPUTED}</script>{PROBE}"
     file.write_text(text.replace("</body>", probe + "</body>"), "utf-8")
-    same(numbers(Elements(browse(file, folder)).texts["results"]), expected(profiles, plans))
+    same(numbers(Elements(browse(file, folder)).texts["results"]), expected(profiles, memories, plans))
+
+
+def three_profiles(seed):
+    """With experts; of three rows, whose states are kept a chunk; and with frozen weights that may live on the host."""
+    return [
+        random_profile(seed), random_profile(seed + 1, batch_size=3, experts=False, states=True),
+        random_profile(seed + 2, experts=False, frozen=True),
+    ]  # fmt: skip
+
+
+def memories_of(profile):
+    """The list, and a device on which a step fits with some of its layers' weights on the host."""
+    methods = [method for method in profile.methods if method.chunked and method.split is None]
+    found = options(profile, methods, LENGTH, Memory(2**50), Setting(weights="device"), RATES)
+    lacking = min(profile.frozen)
+    return [*MEMORIES, Memory(int(min(one.peak.total for one in found) - lacking), None, 0.0)]
 
 
 def same(found, wanted):
@@ -267,6 +292,9 @@ def same(found, wanted):
     assert found["plans"] == wanted["plans"]
     assert {plan["binds"] == "host memory" for plan in found["plans"]} == {True, False}
     assert {plan["choice"] is None for plan in found["plans"]} == {True, False}
+    moved = [plan["choice"]["on_host"] for plan in found["plans"] if plan["choice"] is not None]
+    assert {on_host is None for on_host in moved} == {True, False}
+    assert {on_host["layers"] < on_host["of"] for on_host in moved if on_host is not None} == {True, False}
 
 
 NODE = shutil.which("node")
@@ -277,17 +305,19 @@ def compare_in_node():
     """`compare` without a page: plan.js alone."""
     seed = seed_of(0)
     print(f"seed {seed}")
-    profiles = [random_profile(seed), random_profile(seed + 1, batch_size=3, experts=False, states=True)]
-    plans = (40_000, "max")
-    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", {"other": profiles[1]})
+    profiles, plans = three_profiles(seed), (LENGTH, "max")
+    memories = memories_of(profiles[2])
+    others = {"other": profiles[1], "frozen": profiles[2]}
+    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", others)
     block = re.search(r'(?s)<script type="application/json" id="data">(.*?)</script>', text)[1]
-    settings = {"settings": SETTINGS, "memories": MEMORIES}
+    settings = {"settings": SETTINGS, "memories": memories}
     given = {name: [dataclasses.asdict(one) for one in values] for name, values in settings.items()}
     given |= {"lengths": LENGTHS, "plans": plans}
-    script = [streambp.planner.page.part("plan.js"), f"const data = {block};", COMPUTED]
+    planner = [streambp.planner.page.part(file) for file in streambp.planner.page.PLACES["/*PLAN*/"]]
+    script = [*planner, f"const data = {block};", COMPUTED]
     script += [f"console.log(JSON.stringify(computed({json.dumps(given)})));"]
     found = subprocess.run([NODE], input="\n".join(script), capture_output=True, text=True, timeout=HANG, check=True)
-    same(numbers(found.stdout), expected(profiles, plans))
+    same(numbers(found.stdout), expected(profiles, memories, plans))
 
 
 @pytest.mark.full
@@ -337,6 +367,9 @@ MUTANTS = {
     "sums that hide": ("return sums + gathers", "return gathers"),
     "a node of any size": ("Math.min(ranks, rates.node)", "ranks"),
     "no reserve": ("memory.gpu * (1 - memory.reserve)", "memory.gpu"),
+    "weights that stay": ("weights -= freed(setting.on_host)", "weights -= 0"),
+    "all layers where a few do": ("fewest(profile.frozen, at.total", "fewest(profile.frozen, 1e15 + at.total"),
+    "copies for nothing": ("method.chunked ? setting.on_host : null);\n  for", "null);\n  for"),
 }  # fmt: skip
 
 
@@ -425,6 +458,25 @@ def test_ranks_and_fused_layers_are_controls(tmp_path):
         ({"ulysses": 2, "context_parallel": 2, "gpus": 4}, "one of them at a time"),
     ):
         assert words in Elements(browse(file, tmp_path, urllib.parse.urlencode(fields))).texts["problem"]
+
+
+@needs_browser
+@pytest.mark.full
+def test_weights_on_the_host_are_a_control(tmp_path):
+    """Where a step does not fit otherwise; the verdict says how many layers, and the code has the field."""
+    profile, file = random_profile(2, experts=False, frozen=True), tmp_path / "page.html"
+    memory = memories_of(profile)[-1]
+    file.write_text(page(plan_profile(profile, LENGTH, memory, Setting()), "name"), "utf-8")
+    for weights in ("auto", "cpu", "device"):
+        found = Elements(browse(file, tmp_path, urllib.parse.urlencode({"weights": weights})))
+        choice = plan_profile(profile, LENGTH, memory, Setting(weights=weights)).choice
+        assert (choice is None) == (weights == "device")
+        if choice is not None:
+            figures = {"peak": choice.peak.total, "host": choice.peak.host, "seconds": choice.seconds.total}
+            assert {name: float(found.figures[name]) for name in figures} == figures
+            told = f"weights of {choice.on_host.layers} of {choice.on_host.of} layers on the host"
+            assert told in found.texts["verdict-detail"]
+            assert f'weights="{choice.config.weights}"' in found.texts["code"]
 
 
 USE = """
@@ -549,7 +601,7 @@ def test_the_page_is_valid_and_small():
     assert not stack
     assert len(ids) == len(set(ids))
     assert set(references) <= set(ids)
-    assert len(text) < 140_000  # laws without a zero, which no model has
+    assert len(text) < 150_000  # laws without a zero, which no model has
     block = re.search(r'(?s)<script type="application/json" id="data">(.*?)</script>', text)[1]
     data = json.loads(block)
     assert data["name"] == '</script><script>"&'

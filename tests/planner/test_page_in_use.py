@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 import streambp.planner.page
-from streambp.planner.doors import quoted, written
+from streambp.planner.doors import doors, python, quoted, written
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, choose, fits, options, plan_profile
 from streambp.planner.profile import Setting, available
@@ -202,6 +202,30 @@ dot.parentElement.append(dot);
 
 def test_the_pointer_chooses(address, plan):
     check_pointer(address, plan)
+
+
+DOOR = """
+const door = document.getElementById("door");
+door.value = arguments[0];
+door.dispatchEvent(new Event("change"));
+return document.getElementById("code").textContent;
+"""
+TYPED = """
+form.gpu.value = arguments[0];
+form.gpu.dispatchEvent(new Event("input", { bubbles: true }));
+return form.device.value;
+"""
+
+
+@pytest.mark.full
+def test_every_door_and_the_device_of_a_memory(address, plan):
+    with opened(address) as shown:
+        assert shown.run(DOOR, "Python") == f"streambp.patch(model, {python(plan.choice)})"
+        for door, text in doors(plan.choice, plan.setting).items():
+            assert shown.run(DOOR, door) == text
+        for memory, device in ((24, "RTX4090"), (80, "H100"), (79.5, "H100"), (60, "H100"), (141, "H200")):
+            assert shown.run(TYPED, memory) == device
+        assert shown.console() == []
 
 
 MUTANTS = {

@@ -36,6 +36,7 @@ from tests import zoo
 from tests.families import build, make_batch
 from tests.planner.laws import made_work
 from tests.planner.test_estimates import SMALL, made_up
+from tests.planner.test_page import random_profile
 
 GIB = 2**30
 planning = sys.modules["streambp.planner.plan"]  # the package's attribute of that name is the function
@@ -134,6 +135,18 @@ def test_a_plan_of_a_model(monkeypatch):
         name: length >= found.seq_len for name, length in rows.items()
     }
     assert all(f"{timed.tokens_per_second:,.0f}" in table for timed in found.times if timed.fits)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, None])
+def test_a_plan_fits_the_terminal(width):
+    """But for what is copied: settings, and the page's own words keep their names."""
+    found = plan_profile(random_profile(1), 65_536, Memory(300 * GIB, 200 * GIB), Setting())
+    lines = plan_table(found, modules=False, width=width).splitlines()
+    copied = lines.index("The same settings elsewhere:")  # its four lines are to copy
+    prose = [line for line in lines[:copied] + lines[copied + 5 :] if "StreamConfig(" not in line]
+    assert (max(map(len, prose)) > 100) if width is None else (max(map(len, prose)) <= width)
+    assert any(line.startswith("backward of layer 7 ") for line in lines)
+    assert ("stopped by" in "".join(lines)) == (width is None)
 
 
 @pytest.mark.parametrize(

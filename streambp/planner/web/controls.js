@@ -19,6 +19,9 @@ function fill_controls() {
   const sizes = { 12: "12 B: Adam, float32 weights", 8: "8 B: Adam in float32", 4: "4 B: Adam in bf16", 0: "none" };
   if (!(start.optimizer in sizes)) sizes[start.optimizer] = `${start.optimizer} B a parameter`;
   fill(form.optimizer, Object.entries(sizes).sort(([a], [b]) => b - a), start.optimizer);
+  const places = { auto: "on the GPU if they fit", device: "on the GPU", cpu: "on the host" };
+  fill(form.weights, Object.entries(places), start.weights);
+  by_id("weights-field").hidden = !data.profiles.some(({ profile }) => with_weights_on_host(profile, { gpus: 1 }));
   const chunked = data.profiles[0].profile.methods.filter((method) => method.chunked);
   for (const field of Object.values(FIELDS)) form[field].defaultValue = start[field];
   by_id("ranks").hidden = !chunked.some((method) => method.split);
@@ -60,7 +63,7 @@ function read_hash(hash) {
 }
 
 function write_hash() {
-  const names = ["T", "gpu", "host", "gpus", "ulysses", "context_parallel", "zero", "training", "optimizer", "on_host", "fused"];
+  const names = ["T", "gpu", "host", "gpus", "ulysses", "context_parallel", "zero", "training", "optimizer", "on_host", "weights", "fused"];
   const pairs = [...names, "accumulate", "saves", "offload", "chunk", "device"].map(
     (name) => [name, form[name].type === "checkbox" ? Number(form[name].checked) : form[name].value.replaceAll(",", "")],
   );
@@ -83,7 +86,7 @@ function read_controls() {
   if (by_id("problem").textContent) return null;
   const setting = {
     ...data.setting, gpus, ulysses, context_parallel, zero: Number(form.zero.value), optimizer: Number(form.optimizer.value),
-    optimizer_on_host: form.on_host.checked, accumulate: form.accumulate.checked,
+    optimizer_on_host: form.on_host.checked, weights: form.weights.value, accumulate: form.accumulate.checked,
   };
   const memory = {
     gpu: Math.floor(form.gpu.valueAsNumber * GIB),
@@ -99,22 +102,24 @@ const profile_of = (index) => (form.fused.checked || !data.unfused.length ? data
 
 /** Everything that the page shows; throws a RangeError if these ranks cannot share sequences. */
 function evaluate({ profile, seq_len, setting: asked, memory, rates }) {
-  const setting = with_room(profile, memory, asked), methods = available(profile, setting);
+  const methods = available(profile, asked);
   const { value: saves } = form.saves, { value: offload } = form.offload;
   const only = form.chunk.value === "auto" ? undefined : Number(form.chunk.value);
   const allowed = methods.filter((method) => !method.chunked
     || ((saves === "auto" || saves === method.saves.join("+")) && (offload === "auto" || offload === offloads(method))));
   if (!allowed.some((method) => method.chunked)) return null;
   const size = chunk_sizes(profile.batch_size).at(-1);
-  const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, setting, rates, only);
+  const plan = plan_profile({ ...profile, methods: allowed }, seq_len, memory, asked, rates, only);
+  const setting = with_room(profile, memory, plan.setting); // with weights on the host where the plan has them there
   const rows = methods.map((method) => {
     const offered = allowed.includes(method), within = offered ? only : undefined;
     const time = timed(profile, method, seq_len, memory, setting, rates, within);
     const chosen = plan.choice !== null && plan.choice.method === method.name;
-    const { chunk_size } = chosen ? plan.choice : time;
+    const found = chosen ? plan.choice : choose(profile, [method], seq_len, memory, setting, rates, within);
+    const { chunk_size } = found || time;
     return {
-      method, chunk_size, at: peak(profile, method, seq_len, chunk_size, setting), fits: time.fits, chosen,
-      spent: seconds(method, seq_len, chunk_size, rates, setting), flops: flops(method, seq_len, chunk_size, setting),
+      method, chunk_size, at: found ? found.peak : peak(profile, method, seq_len, chunk_size, setting), fits: time.fits, chosen,
+      spent: found ? found.seconds : seconds(method, seq_len, chunk_size, rates, setting), flops: flops(method, seq_len, chunk_size, setting),
       longest: longest(profile, method, memory, setting, within), offered,
     };
   });

@@ -46,11 +46,12 @@ function written(size) {
   return String(size);
 }
 
-function config_text({ chunk_size, saves, offload, gpu_memory }) {
+function config_text({ chunk_size, saves, offload, gpu_memory, on_host }) {
   const tuple = `(${saves.map((name) => `"${name}"`).join(", ")}${saves.length === 1 ? "," : ""})`;
   const parts = [`chunk_size=${chunk_size}`, `saves=${tuple}`];
   if (offload !== "none") parts.push(`offload="${offload}"`);
   if (gpu_memory !== null) parts.push(`gpu_memory=${written(gpu_memory)}`);
+  if (on_host) parts.push(`weights="${weights_field(on_host)}"`);
   return `streambp.patch(model, streambp.StreamConfig(${parts.join(", ")}))`;
 }
 

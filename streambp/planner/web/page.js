@@ -66,6 +66,7 @@ function start() {
   if (parse_length(form.T.value)) form.T.value = whole(parse_length(form.T.value));
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", (event) => {
+    if (event.target.id === "gpu") infer_device();
     if (event.target.id === "T-slider") set_length(2 ** event.target.valueAsNumber);
     else update();
   });
@@ -73,6 +74,7 @@ function start() {
   form.T.addEventListener("change", () => { if (parse_length(form.T.value)) set_length(parse_length(form.T.value)); });
   by_id("longest").addEventListener("click", () => { set_length(shown.plan.best.seq_len); });
   by_id("step").addEventListener("change", show_phases);
+  by_id("door").addEventListener("change", show_verdict);
   by_id("copy").addEventListener("click", copy_code);
   for (const kind of [BYTES, SECONDS]) {
     kind.svg.addEventListener("pointermove", (event) => point_at_chart(kind, event));

@@ -13,9 +13,12 @@ function statics(profile, setting) {
     whole += group.bytes;
   }
   if (setting.zero >= 3) weights = Math.min(weights + profile.unsharded, whole);
-  return setting.optimizer_on_host
-    ? { weights, gradients, optimizer: 0, host: optimizer }
-    : { weights, gradients, optimizer, host: 0 };
+  let host = setting.optimizer_on_host ? optimizer : 0;
+  if (setting.on_host) {
+    weights -= freed(setting.on_host);
+    host += setting.on_host.bytes;
+  }
+  return { weights, gradients, optimizer: setting.optimizer_on_host ? 0 : optimizer, host };
 }
 
 const ULYSSES = "DeepSpeed Ulysses", CONTEXT_PARALLEL = "context parallelism", SHARE = 8;
@@ -63,6 +66,7 @@ function with_room(profile, memory, setting) {
 }
 
 function peak(profile, method, seq_len, chunk_size, setting) {
+  if (!method.chunked) setting = { ...setting, on_host: null };
   const kept = statics(profile, setting);
   const born = profile.groups.reduce((sum, group) => sum + group.trainable_bytes, 0);
   const share = born ? kept.gradients / born : 0;
@@ -159,7 +163,8 @@ function flops(method, seq_len, chunk_size, setting) {
 function seconds(method, seq_len, chunk_size, rates, setting) {
   const ranks = ranks_of(setting), phases = {};
   let total = 0, products = 0, attention = 0, elementwise = 0, waiting = 0;
-  for (const [name, part] of work(method, seq_len, chunk_size, setting)) {
+  const step = with_copies(work(method, seq_len, chunk_size, setting), method.chunked ? setting.on_host : null);
+  for (const [name, part] of step) {
     const product = part.products / ranks / rates.products;
     const attended = part.forward / ranks / rates.forward + part.backward / ranks / rates.backward;
     const moved = part.moved / ranks / rates.bandwidth, busy = product + attended + moved;
@@ -220,12 +225,17 @@ function options(profile, methods, seq_len, memory, setting, rates, only) {
   return methods.flatMap((method) => {
     const sizes = !method.chunked ? [seq_len] : only === undefined ? chunk_sizes(profile.batch_size) : [only];
     return [...new Set(sizes.map((size) => Math.min(size, seq_len)))].map((size) => {
-      const at = peak(profile, method, seq_len, size, setting), { name, saves, offload } = method;
+      const { name, saves, offload } = method;
+      let at = peak(profile, method, seq_len, size, setting), used = method.chunked ? setting : { ...setting, on_host: null };
+      if (used.on_host && setting.weights === "auto") {
+        used = { ...setting, on_host: fewest(profile.frozen, at.total + freed(used.on_host) - usable(memory)) };
+        at = peak(profile, method, seq_len, size, used);
+      }
       return {
         method: name, saves, offload, chunk_size: size, seq_len, peak: at,
-        flops: flops(method, seq_len, size, setting), seconds: seconds(method, seq_len, size, rates, setting),
+        flops: flops(method, seq_len, size, setting), seconds: seconds(method, seq_len, size, rates, used),
         gpu_memory: method.prefix_on_host ? Math.max(1, Math.trunc(usable(memory) - at.total)) : null,
-        link: link_bytes(method, seq_len, setting), on_host: null, hidden_from: null, // weights stay on the device
+        link: link_bytes(method, seq_len, setting), on_host: used.on_host, hidden_from: null,
       };
     });
   });
@@ -284,11 +294,15 @@ function levers(profile, now, memory, setting, only) {
   if (setting.optimizer && !setting.optimizer_on_host) {
     options.push(["optimizer state on the host", { ...setting, optimizer_on_host: true }, memory]);
   }
+  const moved = with_weights_on_host(profile, setting);
+  if (moved && !setting.on_host && setting.weights !== "cpu") {
+    options.push(["frozen weights on the host (weights='cpu')", moved, memory]);
+  }
   if (memory.host !== null) options.push(["twice the host memory", setting, { ...memory, host: 2 * memory.host }]);
   if (setting.gpus > 1 && setting.zero < 3) {
     options.push([`ZeRO-3 over the ${setting.gpus} GPUs`, { ...setting, zero: 3 }, memory]);
   }
-  const more = { ...setting, gpus: 2 * setting.gpus, zero: 3 };
+  const more = { ...setting, gpus: 2 * setting.gpus, zero: 3, on_host: null };
   const halved = { ...memory, host: memory.host === null ? null : Math.floor(memory.host / 2) };
   const how = split_of(setting);
   if (how) {
@@ -309,18 +323,32 @@ function levers(profile, now, memory, setting, only) {
     .filter((lever) => lever.seq_len > 1.05 * now);
 }
 
+/** With weights "auto" they are on the device if a step fits so; else those of as few of the first layers as it takes are not. */
 function plan_profile(profile, seq_len, memory, setting, rates, only) {
+  const moved = with_weights_on_host(profile, setting), resident = { ...setting, on_host: null };
+  if (moved && setting.weights === "cpu") return plan_with(profile, seq_len, memory, moved, rates, only);
+  const found = plan_with(profile, seq_len, memory, resident, rates, only);
+  if (!moved || setting.weights === "device" || found.choice) return found;
+  const other = plan_with(profile, seq_len, memory, moved, rates, only);
+  return other.choice ? other : found;
+}
+
+function plan_with(profile, seq_len, memory, setting, rates, only) {
   const methods = available(profile, setting), chunked = methods.filter((method) => method.chunked);
   const table = methods.map((method) => longest(profile, method, memory, setting, only));
   const streamed = table.filter((row) => chunked.some((method) => method.name === row.method));
   const best = streamed.reduce((one, other) => (other.seq_len > one.seq_len ? other : one));
   const length = seq_len === "max" ? best.seq_len : seq_len;
   const fitting = length ? fitting_options(profile, chunked, length, memory, setting, rates, only) : [];
-  const choice = fastest_of(fitting);
+  let choice = fastest_of(fitting);
+  if (choice && choice.on_host) {
+    const method = chunked.find(({ name }) => name === choice.method), used = { ...setting, on_host: choice.on_host };
+    choice = { ...choice, hidden_from: hides_from(method, choice.chunk_size, rates, used) };
+  }
   const times = length ? methods.map((method) => timed(profile, method, length, memory, setting, rates, only)) : [];
   return {
     seq_len: length, choice, safest: safest_of(fitting), best, binds: best.binds, longest: table,
     levers: levers(profile, best.seq_len, memory, setting, only),
-    times, next_fastest: next_fastest(profile, times, choice),
+    times, next_fastest: next_fastest(profile, times, choice), setting,
   };
 }

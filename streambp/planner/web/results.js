@@ -23,7 +23,7 @@ function show_verdict() {
   card.dataset.fits = choice ? "yes" : "no";
   const short = at.total > limit ? `needs ${memory_text(at.total)} of the GPU` : `needs ${memory_text(at.host)} of host memory`;
   by_id("verdict-detail").textContent = choice
-    ? `with ${choice.method} in chunks of ${whole(choice.chunk_size)} tokens${ranks_of(setting) > 1 ? ` on each of ${ranks_of(setting)} ranks` : ""}.`
+    ? `with ${choice.method} in chunks of ${whole(choice.chunk_size)} tokens${ranks_of(setting) > 1 ? ` on each of ${ranks_of(setting)} ranks` : ""}${weights_text(choice)}.`
     : `${closest.method.name}, which comes closest, ${short}.`;
   const work = choice ? choice.flops : closest.flops;
   const spent = choice ? choice.seconds : closest.spent, speed = throughput(spent, seq_len, profile.batch_size, setting);
@@ -46,12 +46,20 @@ function show_verdict() {
   by_id("longest").disabled = !best.seq_len;
   show_parts(spent);
   by_id("code-box").hidden = !choice;
-  const pieces = choice ? config_text(choice).split(/(?<=\()/) : [];
+  by_id("door-field").hidden = !choice;
+  const pieces = choice ? doors_text(choice, setting)[by_id("door").value].split(/(?<=[({,])/) : [];
   by_id("code").replaceChildren(...pieces.flatMap((piece) => [piece, element("wbr")]));
   const tera = (rate) => (rate / 1e12).toPrecision(3);
   by_id("rates").textContent = `${tera(rates.products)} TFLOP/s in products, ${tera(rates.forward)} and ${tera(rates.backward)} `
     + `in attention, ${tera(rates.bandwidth)} TB/s; forward and backward, no optimizer.`;
   by_id("usable").textContent = `${memory_text(limit)} usable: ${Math.round(100 * memory.reserve)} % is left alone.`;
+}
+
+/** Layers whose frozen weights live on the host, and from where on their copies take no time. */
+function weights_text({ on_host, hidden_from }) {
+  if (!on_host) return "";
+  const hidden = hidden_from === null ? "their copies take longer than the layers" : `their copies hide from ${whole(hidden_from)} tokens on`;
+  return `; weights of ${on_host.layers} of ${on_host.of} layers on the host, ${memory_text(on_host.bytes)}: ${hidden}`;
 }
 
 /** What a step's seconds go into. */
@@ -95,7 +103,7 @@ function show_next() {
 }
 
 function show_levers() {
-  const { plan, memory, setting } = shown;
+  const { plan, memory } = shown, setting = { ...shown.setting, on_host: null };
   const trainings = data.profiles.flatMap(({ training }, index) => {
     if (index === Number(form.training.value)) return [];
     const profile = profile_of(index), chunked = available(profile, setting).filter((method) => method.chunked);
@@ -113,6 +121,7 @@ function show_levers() {
       for (const name of ["gpus", "ulysses", "context_parallel"]) form[name].value = lever.setting[name];
       form.zero.value = lever.setting.zero;
       form.on_host.checked = lever.setting.optimizer_on_host;
+      if (lever.setting.on_host) form.weights.value = "cpu";
       form.gpu.value = lever.memory.gpu / GIB;
       if (lever.memory.host !== null) form.host.value = (lever.memory.host * lever.setting.gpus) / GIB;
       update();
@@ -174,7 +183,7 @@ function show_phases() {
   select.value = wanted;
   const row = rows.find(({ method }) => method.name === wanted) || rows.find(({ chosen }) => chosen) || closest;
   const { chunk_size } = row;
-  const at = peak(profile, row.method, seq_len, chunk_size, setting), limit = usable(memory);
+  const { at } = row, limit = usable(memory);
   const chunks = row.method.chunked ? ` in chunks of ${whole(Math.min(chunk_size, seq_len))}` : "";
   by_id("phases-note").textContent = `${row.method.name}, ${whole(seq_len)} tokens${chunks}; of the layers of a kind, the first `
     + `and the last. The line is the usable memory, ${memory_text(limit)}.`;
