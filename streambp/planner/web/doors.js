@@ -1,10 +1,10 @@
 // A plan's settings as each way into streambp takes them: what doors.py writes.
 
 /** JSON with Python's spaces. */
-function spaced(value) {
-  if (Array.isArray(value)) return `[${value.map(spaced).join(", ")}]`;
+function python_json(value) {
+  if (Array.isArray(value)) return `[${value.map(python_json).join(", ")}]`;
   if (value === null || typeof value !== "object") return JSON.stringify(value);
-  return `{${Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${spaced(part)}`).join(", ")}}`;
+  return `{${Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${python_json(part)}`).join(", ")}}`;
 }
 
 function doors_text(choice, setting) {
@@ -21,9 +21,9 @@ function doors_text(choice, setting) {
   return {
     Python: config_text(choice),
     launch: `streambp launch ${flags.join(" ")} -- PROGRAM ...`,
-    TRL: `StreamSFTConfig(${all((name, value) => `stream_${name}=${spaced(name === "chunk_size" ? String(value) : value)}`).join(", ")})`,
-    axolotl: `streambp: {${all((name, value) => `${name}: ${spaced(value)}`).join(", ")}}`,
-    DeepSpeed: spaced({ ...engine, streambp: fields }),
+    TRL: `StreamSFTConfig(${all((name, value) => `stream_${name}=${python_json(name === "chunk_size" ? String(value) : value)}`).join(", ")})`,
+    axolotl: `streambp: {${all((name, value) => `${name}: ${python_json(value)}`).join(", ")}}`,
+    DeepSpeed: python_json({ ...engine, streambp: fields }),
   };
 }
 

@@ -36,7 +36,7 @@ function phase_text(name) {
   return pass ? `${pass} of layer ${layer}` : name;
 }
 
-const binds_text = (binds) => (binds === "host memory" ? binds : `GPU memory, ${phase_text(binds)}`);
+const binds_text = (binds) => (binds === "host memory" ? binds : `GPU memory in ${phase_text(binds)}`);
 
 /** Bytes as a person writes them in Python, rounded down. */
 function written(size) {
