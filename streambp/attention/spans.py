@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from typing import Any
 
 GRID = 8192
+JOINED = 2048  # keys of a document that began before its chunk: with no more it is in the call for the chunk's others
 
 
 class Kind(enum.Enum):
@@ -178,7 +179,7 @@ class Spans:
             clipped = [run.clip(start, stop) for run in runs if run.q0 < stop and run.q1 > start]
             causal = [run for run in clipped if run.k1 is None]
             if tiling.native_varlen and _is_packed(causal):
-                inside = [run for run in causal if run.k0 == run.q0]  # all but the first, which may have begun before
+                inside = causal if self._joins(causal[0]) else causal[1:]
                 for run in [*causal[: len(causal) - len(inside)], *(run for run in clipped if run.k1 is not None)]:
                     yield from self._run_blocks(b0, b1, run, tiling)
                 for row in range(b0, b1):
@@ -204,8 +205,7 @@ class Spans:
                     yield from _full_blocks(b0, b1, q0, q1, run.k0, run.k1, pieces)
             return
         if tiling.native_window and run.k1 is None:
-            k0 = max(run.k0, run.q0 - window + 1)
-            yield Block(Kind.WINDOW, b0, b1, run.q0, run.q1, k0, run.q1, window)
+            yield Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)
             return
         step = min((tiling.masked or tiling).q_block or window, window)
         for q0 in range(run.q0, run.q1, step):
@@ -220,10 +220,20 @@ class Spans:
             if run.k1 is None:
                 yield Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1)
 
+    def _first_key(self, run: Run) -> int:
+        """The first key that any query of a run reads."""
+        return run.k0 if self.window is None else max(run.k0, run.q0 - self.window + 1)
+
+    def _joins(self, run: Run) -> bool:
+        """Whether a chunk's first document is in one call with the others: it begins there as well, or reads little of what
+        is before the chunk, which another kernel would read faster."""
+        return run.k0 == run.q0 or self.window is not None or run.q1 - run.k0 <= JOINED
+
     def _varlen_block(self, row: int, runs: list[Run]) -> Block:
-        first, last = runs[0].q0, runs[-1].q1
-        ends = (0, *(run.q1 - first for run in runs))
-        return Block(Kind.VARLEN, row, row + 1, first, last, first, last, self.window, ends, ends)
+        """One call for several documents; the first may have begun before its queries."""
+        k0, q0, stop = self._first_key(runs[0]), runs[0].q0, runs[-1].q1
+        cu_q, cu_k = ((0, *(run.q1 - first for run in runs)) for first in (q0, k0))
+        return Block(Kind.VARLEN, row, row + 1, q0, stop, k0, stop, self.window, cu_q, cu_k)
 
 
 def _causal_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, tiling: Tiling) -> Iterator[Block]:

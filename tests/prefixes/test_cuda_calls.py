@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from streambp.attention import spans
-from streambp.attention.spans import Spans
+from streambp.attention.spans import Run, Spans
 from streambp.prefixes.tree import Tree, find_tree
 from tests.attention.meta_runs import run
 from tests.seeds import seed_of
@@ -86,20 +86,38 @@ def launches(monkeypatch, layout, chunk_size):
     return len(recorder.calls), counted.calls
 
 
-def check_launches(monkeypatch, chunk_size):
-    """64 rows of 500 tokens beside one of 32,000."""
-    many = launches(monkeypatch, padded(64, 500).spans(), chunk_size)
-    one = launches(monkeypatch, Spans.causal(1, 32_000), chunk_size)
-    print(f"chunks of {chunk_size}: attention {many[0]} and {one[0]} calls, with merges and copies {many[1]} and {one[1]}")
+def check_launches(monkeypatch, chunk_size, window):
+    """64 rows of 500 tokens beside one of 32,000: one call for all rows in a chunk, forward and backward."""
+    many = launches(monkeypatch, padded(64, 500).spans(window), chunk_size)
+    one = launches(monkeypatch, Spans.causal(1, 32_000, window), chunk_size)
+    print(
+        f"chunks of {chunk_size}, window {window}: attention {many[0]} and {one[0]} calls, with merges, copies and views "
+        f"{many[1]} and {one[1]}"
+    )
+    assert many[0] == 2 * -(-32_000 // chunk_size)
     assert many[0] <= 1.1 * one[0]
 
 
+@pytest.mark.parametrize("window", [None, 128, 1024])
 @pytest.mark.parametrize("chunk_size", [4096, 8192, 16384])
-def test_many_short_rows_launch_no_more_than_a_long_one(monkeypatch, chunk_size):
-    check_launches(monkeypatch, chunk_size)
+def test_many_short_rows_launch_no_more_than_a_long_one(monkeypatch, chunk_size, window):
+    check_launches(monkeypatch, chunk_size, window)
 
 
-def test_a_call_for_each_row_is_found(monkeypatch):
-    monkeypatch.setattr(spans, "_is_packed", lambda runs: False)
+MUTANTS = {"a call for each row": (spans, "_is_packed"), "one for the row before the chunk": (Spans, "_joins")}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_more_calls_are_found(mutant, monkeypatch):
+    monkeypatch.setattr(*MUTANTS[mutant], lambda *_: False)
     with pytest.raises(AssertionError):
-        check_launches(monkeypatch, 8192)
+        check_launches(monkeypatch, 8192, 128)
+
+
+def test_a_long_document_before_the_chunk_goes_to_the_faster_kernel(monkeypatch):
+    """Its keys are many: cuDNN reads them in half of the time."""
+    packed = Spans(20_000, ((Run(0, 15_000, 0), Run(15_000, 17_000, 15_000), Run(17_000, 20_000, 17_000)),))
+    recorder, _ = run(monkeypatch, packed, 8192)
+    found = Counter(operator for operator, *_ in recorder.calls)
+    assert found["varlen"] == 2  # of the second chunk and the third
+    assert found["cudnn"] > 2
