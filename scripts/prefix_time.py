@@ -3,6 +3,7 @@ are padded.
 
     OMP_NUM_THREADS=1 python scripts/prefix_time.py                            # 16 rows: a prompt of 256, completions of 32
     OMP_NUM_THREADS=1 python scripts/prefix_time.py --prompt 256 --completion 32 --rows 16 --layers 4 --hidden 256
+    OMP_NUM_THREADS=1 python scripts/prefix_time.py --only padded --longest 1024
 
 Labels are of completions. Printed are seconds of processor time, the minimum over all steps, of a batch whose rows share
 their prompt and of one that shares nothing, and the ratio of rows to tree beside the ratio of their tokens; the second is
@@ -12,7 +13,10 @@ weights differ by 5 % either way). The last columns are the look alone, in milli
 step runs and the rows' step does not, or the other way round: they do not depend on how busy the machine is. Where nothing
 is shared these few, and the look, are all that sharing costs.
 
-The last line is the cost where nothing is shared, measured inside the steps: processor time of a call of the model that
+Of padded rows the time as one packed row over that as rows stands beside the share of tokens that are no padding. In layers
+with states each row is a chunk of its own: `states` says how many tokens' time that costs.
+
+The last lines are the cost where nothing is shared, measured inside the steps: processor time of a call of the model that
 sharing adds, which is the call's without the rows' own forward, beside the whole step's. Both steps run the same code but
 for that, so where a machine's processor time varies by 5 % from step to step, this tells what the ratio cannot.
 """
@@ -26,11 +30,12 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import streambp
 from streambp.instance_forward import forwards
 from streambp.model.wrappers import BackboneForward
+from streambp.prefixes import calls as prefixes
 from streambp.prefixes.calls import SharedPrefixes
 from streambp.prefixes.tree import find_tree
 
@@ -163,36 +168,90 @@ def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float
     return min(spent for _, spent in steps), min(whole for whole, _ in steps)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shape = {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256}
-    for name, default in {**shape, "longest": 512, "turns": 6}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    arguments = parser.parse_args()
-    model = build(arguments)
+def ratio_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], turns: int) -> tuple[float, float]:
+    """Seconds of processor time as rows and as one packed row, each the least of its turns."""
+    pairs = [(turn(model, batch, False), turn(model, batch, True)) for _ in range(turns)]
+    plain, once = (min(times) for times in zip(*pairs, strict=True))
+    return plain, once
+
+
+def shared(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
+    """Rows that share a prompt, and rows that share nothing."""
     per_row = arguments.prompt + arguments.completion
-    for shared in (True, False):
-        batch = batch_of(arguments, shared)
-        pairs = [(turn(model, batch, False), turn(model, batch, True)) for _ in range(arguments.turns)]
-        plain, once = (min(times) for times in zip(*pairs, strict=True))
-        tokens = arguments.prompt * shared + arguments.rows * (per_row - arguments.prompt * shared)
-        what = "prompt shared" if shared else "nothing shared"
+    for shares in (True, False):
+        batch = batch_of(arguments, shares)
+        plain, once = ratio_of(model, batch, arguments.turns)
+        tokens = arguments.prompt * shares + arguments.rows * (per_row - arguments.prompt * shares)
+        what = "prompt shared" if shares else "nothing shared"
         times = f"rows {plain:.3f} s, tree {once:.3f} s, ratio {plain / once:.3f}"
         counts = operators(model, batch, False), operators(model, batch, True)
         more, fewer = (sum((counts[i] - counts[1 - i]).values()) for i in (1, 0))
         calls = f"operators {sum(counts[0].values())}, {more} more and {fewer} fewer"
         ratio = arguments.rows * per_row / tokens
         print(f"{what}: {times}, ratio of tokens {ratio:.2f}, look {look(batch):.2f} ms, {calls}", flush=True)
+
+
+def padded(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
+    """Rows with padding on the right."""
     for name, shares in PADDED.items():
-        padded = padded_batch(arguments.longest, shares)
-        pairs = [(turn(model, padded, False), turn(model, padded, True)) for _ in range(arguments.turns)]
-        plain, once = (min(times) for times in zip(*pairs, strict=True))
-        share = float(padded["attention_mask"].double().mean())
+        batch = padded_batch(arguments.longest, shares)
+        plain, once = ratio_of(model, batch, arguments.turns)
+        share = float(batch["attention_mask"].double().mean())
         times = f"rows {plain:.3f} s, packed {once:.3f} s, packed / rows {once / plain:.3f}"
         print(f"{name} tokens: {times}, share of tokens {share:.3f}, ratio of both {once / plain / share:.3f}", flush=True)
-    more_time, whole = added(model, batch)
-    ratio = 1 + more_time / whole
-    print(f"nothing shared: sharing adds {1000 * more_time:.2f} ms to a step of {whole:.3f} s, ratio {ratio:.4f}")
+
+
+def states(_: torch.nn.Module, arguments: argparse.Namespace) -> None:
+    """A model of layers with states, in which each row is a chunk: what a chunk costs beside its tokens."""
+    config = Lfm2Config(
+        vocab_size=1024,
+        hidden_size=arguments.hidden,
+        intermediate_size=3 * arguments.hidden,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        num_hidden_layers=4,
+    )
+    model = Lfm2ForCausalLM(config).train()
+    prefixes.A_CHUNK = 0
+    for rows, longest in ((64, 16), (32, 64), (8, 256)):
+        batch = padded_batch(longest, tuple((row + 1) / rows for row in range(rows)))
+        plain, once = ratio_of(model, batch, max(1, arguments.turns // 3))
+        tokens = int(batch["attention_mask"].sum())
+        of_a_token = plain / batch["input_ids"].numel()
+        chunk = (once - of_a_token * tokens) / (rows - 1)
+        times = f"rows {plain:.3f} s, packed {once:.3f} s"
+        costs = f"a chunk costs {1000 * chunk:.2f} ms beside its tokens, as {chunk / of_a_token:.0f} tokens do"
+        print(f"layers with states, {rows} rows of up to {longest}: {times}; {costs}", flush=True)
+
+
+def nothing(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
+    """What the look costs where nothing is saved: rows without a mask, and with one of ones."""
+    plain = batch_of(arguments, False)
+    masks: dict[str, dict[str, torch.Tensor]] = {
+        "no mask": {},
+        "a mask of ones": {"attention_mask": torch.ones_like(plain["input_ids"])},
+    }
+    for name, more in masks.items():
+        more_time, whole = added(model, {**plain, **more})
+        ratio = 1 + more_time / whole
+        step_of = f"sharing adds {1000 * more_time:.2f} ms to a step of {whole:.3f} s"
+        print(f"nothing shared, {name}: {step_of}, ratio {ratio:.4f}", flush=True)
+
+
+PARTS = {"shared": shared, "padded": padded, "states": states, "nothing": nothing}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shape = {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256}
+    for name, default in {**shape, "longest": 512, "turns": 6}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    arguments = parser.parse_args()
+    model = build(arguments)
+    for name in arguments.only:
+        PARTS[name](model, arguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from streambp.layer.site import LayerSite
 from streambp.prefixes.admission import Over, Trials, why_not
 from streambp.prefixes.arguments import known_by, packed
 from streambp.prefixes.spread import spread_all
-from streambp.prefixes.tree import Tree, find_tree
+from streambp.prefixes.tree import A_CHUNK, Tree, find_tree
 
 IGNORED = -100  # a label that is none
 AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
@@ -153,7 +153,9 @@ class SharedPrefixes:
         key = [(x, None if x.is_inference() else x._version) for x in given]
         if self._looked is None or not _same(self._looked[0], key):
             ids = known_by(kwargs)
-            self._looked = key, find_tree(ids, mask, positions, _labelled(*labels, ids), apart=_apart(sites))
+            scored = _labelled(*labels, ids)
+            found = find_tree(ids, mask, positions, scored, apart=_apart(sites), a_chunk=_a_chunk(sites))
+            self._looked = key, found
         tree = self._looked[1]
         if self.rows == "auto" and not padding_unseen and isinstance(tree, Tree) and any(tree.padding()):
             return PADDING_IS_SEEN
@@ -193,6 +195,11 @@ class SharedPrefixes:
 def _apart(sites: list[LayerSite]) -> int:
     """Tokens between two places where rows part: a chunk of a layer with states ends at each."""
     return max((site.kind.states.least for site in sites), default=1)
+
+
+def _a_chunk(sites: list[LayerSite]) -> float:
+    """Tokens that one chunk more costs, of which attention's layers have no more for a packed row."""
+    return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
 
 
 def _same(one: list[tuple[Tensor, int | None]], other: list[tuple[Tensor, int | None]]) -> bool:

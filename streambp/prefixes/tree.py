@@ -24,6 +24,7 @@ from streambp.chunks import Forks
 
 LEAST = 64  # tokens that a branch must share to be one: fewer cost more in small blocks of attention than they save
 SAVES = 0.1  # of B * T tokens: what a packed row must save, so that prefixes that are equal by chance cost nothing
+A_CHUNK = 64  # tokens, as many as a chunk of a layer with states costs beside its own: measured 38 and more on a CPU
 WIDER = 4  # how much more is compared where all that was compared is equal
 
 
@@ -98,6 +99,11 @@ class Tree:
         """Where in the packed row each segment starts, and where it goes on from, for `ChunkPlan`."""
         found = [(s.own.start, s.before[-1].stop if s.before else 0) for s in self.segments]
         return (*found, *([] if self.furthest is None else [(self.tokens, 0)]))
+
+    @property
+    def pieces(self) -> int:
+        """How many there are between the places where rows part or end: as many chunks as layers with states need."""
+        return len({0, self.length, *itertools.chain.from_iterable(self.forks)}) - 1
 
     def padding(self) -> Iterator[tuple[int, int, int]]:
         """Of each row the columns [start, stop) that hold no token: row, start, stop."""
@@ -174,6 +180,7 @@ def find_tree(
     least: int = LEAST,
     saves: float = SAVES,
     apart: int = 1,
+    a_chunk: float = 0,
 ) -> Tree | str:
     """The tree of a batch's rows; or why they are better computed as they are, or have to be.
 
@@ -185,6 +192,7 @@ def find_tree(
         least: tokens that a branch shares at least. saves: of B * T tokens, padding among them, what has to be saved.
         apart: tokens between two places where rows part, and before their ends, at least; for that a branch may share a few
             tokens less.
+        a_chunk: tokens that a chunk costs beside its own, where chunks end at each of these places.
 
     Waits for the device, a few times for each row.
     """
@@ -196,8 +204,10 @@ def find_tree(
     tree = Tree(ids.shape[1], rows, segments, furthest)
     if not tree.tokens:
         return "the last call's batch is padding alone"
-    if ids.numel() - tree.tokens < max(saves * ids.numel(), 1):
-        return f"a packed row saves too little: the last call's {ids.numel():,} tokens would be {tree.tokens:,}"
+    more = a_chunk * (tree.pieces - 1)
+    if ids.numel() - tree.tokens - more < max(saves * ids.numel(), 1):
+        cut = f", in {tree.pieces} chunks at least" if more else ""
+        return f"a packed row saves too little: the last call's {ids.numel():,} tokens would be {tree.tokens:,}{cut}"
     return tree
 
 

@@ -15,8 +15,10 @@ from streambp.chunks import ChunkPlan
 from streambp.layer.carried import Carried
 from streambp.layer.saved import InMemory, Kept
 from streambp.offload.stores import LayerTensors
-from streambp.prefixes.tree import find_tree
+from streambp.prefixes import calls
+from streambp.prefixes.tree import A_CHUNK, Tree, find_tree
 from tests.oracle import EXACT, gradients, worst_error
+from tests.prefixes import test_padding as padding
 from tests.prefixes.batches import MODES, PROMPT, counted, make_batch
 from tests.prefixes.test_calls import (
     LEAST_HERE,
@@ -172,6 +174,35 @@ def noted(real, seen):
         return real(self, name, chunk, *rest)
 
     return call
+
+
+def check_rows_of_a_chunk_each(monkeypatch):
+    """Each row of a layer with states is a chunk of its own; short ones cost more so than their padding."""
+    monkeypatch.setattr(calls, "A_CHUNK", A_CHUNK)
+    stock, batch = build("lfm2"), padding.make("left")
+    assert "the last call's 92 tokens would be 47, in 4 chunks at least" in rows_instead(stock, batch)
+    ours = sharing(build("qwen3"))  # whose chunks hold several rows
+    gradients(ours, **batch)
+    assert told(ours) == (47, 47)
+
+
+def test_short_rows_are_computed_where_each_is_a_chunk(monkeypatch):
+    check_rows_of_a_chunk_each(monkeypatch)
+
+
+def test_a_look_that_counts_no_chunks_is_found(monkeypatch):
+    monkeypatch.setattr(calls, "_a_chunk", lambda _: 0)
+    with pytest.raises(AssertionError):
+        check_rows_of_a_chunk_each(monkeypatch)
+
+
+@pytest.mark.parametrize(("length", "packs"), [(40, False), (400, True)])
+def test_chunks_count_beside_the_padding_of_a_batch(length, packs):
+    """8 rows, half of whose columns are padding; 7 chunks more are as much work as 448 tokens."""
+    ids = torch.arange(8 * length).view(8, length)
+    mask = (torch.arange(length) < torch.linspace(1, length, 8).long()[:, None]).long()
+    assert isinstance(find_tree(ids, mask), Tree)
+    assert isinstance(find_tree(ids, mask, apart=APART, a_chunk=A_CHUNK), Tree) == packs
 
 
 def check_tree():
