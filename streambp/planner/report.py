@@ -29,7 +29,7 @@ AT_ONCE = ("attn_out", "kv", GRAPH)  # what is saved beside outputs of Linears
 CODE = "StreamConfig("
 LONG = 120  # of a paragraph where there is no terminal
 NARROW = 60  # columns of a terminal; narrower ones get lines of this width
-PANES = (5, 4, 3)  # columns of the methods' table that a terminal has room for, without what stops them
+PANES = (5, 4, 3, 2)  # columns of the methods' table that a terminal has room for, without what stops them
 # What the methods' names say.
 NAMES = (
     "plain: unpatched. checkpointing: gradient checkpointing. saves: tensors that backward need not recompute. offload: "
@@ -237,7 +237,7 @@ def folded(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def _methods(plan: Plan, width: int | None) -> list[str]:
-    """A row for each method; where a terminal is too narrow, without what stops them, tokens a second, and seconds."""
+    """A row for each method; where a terminal is too narrow, without what stops them, then without the last columns."""
     at = f"{plan.seq_len:,} tokens: GiB"
     rows = [("longest sequence", "tokens", at, "seconds", "tokens/s")]
     times = {timed.method: timed for timed in plan.times}
