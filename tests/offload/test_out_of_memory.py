@@ -87,7 +87,7 @@ def test_it_is_let_go_of_and_computed_again(kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("chunk_size", [5, LENGTH])
+@pytest.mark.parametrize("chunk_size", [12, LENGTH])
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_every_29th_operation(kind, chunk_size):
     pair = Pair(chunk_size).warmed()
