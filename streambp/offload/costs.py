@@ -89,13 +89,13 @@ class LayerCost(NamedTuple):
         """Of a call of so many tokens, in rows as long."""
         return self.cost if tokens == self.tokens else self.cost.times(tokens / self.tokens)
 
-    def candidates(self, index: int, tokens: int, length: int) -> Iterator[Candidate]:
-        """What layer `index` may save of a call of `tokens` tokens in rows of `length`. Worth has three digits: layers of
-        one kind are worth the same."""
+    def candidates(self, index: int, tokens: int, length: int, whole: bool = False) -> Iterator[Candidate]:
+        """What layer `index` may save of a call of `tokens` tokens in rows of `length`. whole: in one chunk, whose backward
+        computes no keys and values ahead. Worth has three digits: layers of one kind are worth the same."""
         cost = self.of(tokens)
         worth = {name: product.flops / product.bytes for name, product in cost.products.items() if product.bytes}
         sizes: dict[str, float] = {name: cost.products[name].bytes for name in worth}
-        if cost.kv and worth:
+        if cost.kv and worth and not whole:
             sizes["kv"], worth["kv"] = cost.kv, KV_WORTH * sum(worth.values()) / len(worth)
         if cost.attn_out:
             pace = ATTENTION_PACE * (length / self.length)

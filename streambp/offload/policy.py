@@ -193,7 +193,7 @@ class SavesPolicy:
         graph = any(candidate.name == GRAPH for candidate in chosen)
         if graph and not (watch is None and can_keep_graph()):
             assert cost is not None
-            graph, chosen = False, list(cost.candidates(index, tokens, length))
+            graph, chosen = False, list(cost.candidates(index, tokens, length, whole=True))
             self._plan[index] = chosen
         self._waiting.add(kept)
         inputs = 0.0 if cost is None else cost.of(tokens).x
@@ -281,7 +281,7 @@ class SavesPolicy:
         for index in plan:
             cost = self.known.costs.get(index)
             if cost is not None and device in (None, cost.device):
-                named = [one for one in cost.candidates(index, tokens, length) if one.name not in without]
+                named = [one for one in cost.candidates(index, tokens, length, whole) if one.name not in without]
                 graph = [Candidate(index, GRAPH, cost.graph * tokens / cost.tokens, 0.0)] if whole and cost.graph else []
                 found, count[index] = [*found, *named, *graph], len(named)
         for candidate in sorted(found, key=lambda one: (-one.worth, -one.index)):

@@ -157,6 +157,20 @@ def same_by_hand(chosen, expected):
     }
 
 
+def test_a_call_in_one_chunk_keeps_no_keys(patched):
+    """Its backward computes none ahead, so that they would spare nothing; Linears get their room."""
+    model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
+    expected = seeded(streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=LENGTH, saves=())))
+    model, _ = patched(model, room=6e4, chunk_size=LENGTH)
+    seeded(model)
+    with kept_by_layer() as kept:
+        assert_same(seeded(model), expected)
+    names = {name for saves, _ in kept.values() for name in saves}
+    assert "mlp.gate_proj" in names
+    assert "kv" not in names
+    assert 0 < sum(size for _, size in kept.values()) == pytest.approx(planned(model))
+
+
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "gemma3_text", "qwen3_moe"])
 def test_other_layers(patched, family):
