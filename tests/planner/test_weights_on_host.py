@@ -228,6 +228,7 @@ PLANNED = {
     "Llama-70B, LoRA": (LLAMA_70B, LORA, 21.8, 304.0, 414, "backward 79"),
     "Qwen3-32B, LoRA": (QWEN_32B, LORA, 21.9, 169.1, 269, "backward 63"),
     "gpt-oss-120b, LoRA": (GPT_OSS_120B, LORA, 18.6, 251.2, 50.4, "head"),
+    "Qwen3-14B, full": (QWEN_14B, FULL, 11.8, 274.7, 109, "forward 39"),
 }
 
 
