@@ -53,8 +53,8 @@ class StreamConfig:
         rows: how a batch [B, T] is computed. "as_given": its rows as they are. "packed": as one packed row without padding,
             in which tokens stand once that rows have in common at their beginning (completions of one prompt, chosen and
             rejected), where the model was tried on it and enough is saved; outputs are those of [B, T], but for values at
-            padding. "auto": the same, of padded batches only where the caller gets no such values. `describe` says what
-            became of it.
+            padding. "auto": the same where nobody sees a difference: of padded batches only where the caller gets no such
+            values, and beginnings in common only where no dropout is drawn. `describe` says what became of it.
         kernels: of norms, MLPs and the rotation of queries and keys. "auto": Liger's on an accelerator, where liger-kernel
             is installed and computes what the model does; else the model's, as on every CPU. "own": the model's. "liger":
             Liger's norms and MLPs, or an error. They are put on this model's modules and taken off by `unpatch`, and round
@@ -84,7 +84,7 @@ class StreamConfig:
     gpu_memory: int | str | None = None
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
     documents: Literal["from_positions", "as_given"] = "from_positions"
-    rows: Literal["as_given", "packed", "auto"] = "as_given"
+    rows: Literal["as_given", "packed", "auto"] = "auto"
     kernels: Literal["auto", "own", "liger"] = "auto"
     unpatched_runs: bool = True
     compare_backward: bool = True

@@ -17,8 +17,8 @@ from tests import device_thread, seeds, tiers
 from tests.oracle import lift_float32_casts
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
-ROWS = os.environ.get("STREAMBP_TEST_ROWS", "as_given")
-SHARING = ROWS != "as_given"
+ROWS = os.environ.get("STREAMBP_TEST_ROWS", "auto")
+SHARING = ROWS != "auto"
 if SHARING:  # in this process, wherever a test does not say otherwise
     names = [field.name for field in dataclasses.fields(StreamConfig)]
     given = zip(names, StreamConfig.__init__.__defaults__ or (), strict=True)

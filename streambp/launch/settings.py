@@ -15,7 +15,7 @@ from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.fields import check_fields
 
 T = TypeVar("T")
-DEFAULTS = StreamConfig(lazy_logits=True, rows="auto")  # programs that know nothing of streambp ask for logits
+DEFAULTS = StreamConfig(lazy_logits=True)  # programs that know nothing of streambp ask for logits
 
 
 @dataclasses.dataclass(frozen=True)

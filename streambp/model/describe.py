@@ -29,7 +29,7 @@ from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
 from streambp.offload.costs import Chosen
 from streambp.offload.weights import HostWeights
-from streambp.prefixes.calls import Shared
+from streambp.prefixes.calls import UNREMARKABLE, Shared
 from streambp.reporting import told
 
 BLOCKS = MappingProxyType(
@@ -369,7 +369,8 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         how = "restart" if packed[0] == "position_ids" else "are given"
         notes.append(f"{packed[0]} {how}: attention kept the {packed[1]} documents of the last call's rows apart")
     backbones = [w.prefixes for w in found.state.wrappers if isinstance(w, BackboneForward) and w.prefixes is not None]
-    notes += [f"rows: {_shared(prefixes.last)}" for prefixes in backbones if prefixes.last is not None]
+    tells = (prefixes.last for prefixes in backbones if prefixes.rows == "packed" or prefixes.last not in UNREMARKABLE)
+    notes += [f"rows: {_shared(last)}" for last in tells if last is not None]
     if found.state.unasked_cache:
         notes.append(
             "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran "

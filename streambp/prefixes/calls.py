@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,10 +17,10 @@ from streambp.distributed.agreement import everyones_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
 from streambp.layer.site import LayerSite
-from streambp.prefixes.admission import Over, Trials, why_not
+from streambp.prefixes.admission import Over, Trials, draws_noise, why_not
 from streambp.prefixes.arguments import known_by, packed
 from streambp.prefixes.spread import spread_all
-from streambp.prefixes.tree import A_CHUNK, Tree, find_tree
+from streambp.prefixes.tree import A_CHUNK, NOTHING, Tree, find_tree
 
 IGNORED = -100  # a label that is none
 AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
@@ -28,6 +29,11 @@ PADDING_IS_SEEN = (
     "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits); "
     "with rows='packed' they are another token's"
 )
+NOISE_IS_SEEN = (
+    "dropout would draw the same noise for tokens that rows have in common; with rows='packed' it does, and they are "
+    "computed once"
+)
+UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING)  # with the default, whose user asked for nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +160,12 @@ class SharedPrefixes:
         if self._looked is None or not _same(self._looked[0], key):
             ids = known_by(kwargs)
             scored = _labelled(*labels, ids)
-            found = find_tree(ids, mask, positions, scored, apart=_apart(sites), a_chunk=_a_chunk(sites))
+            look = functools.partial(find_tree, ids, mask, positions, scored, apart=_apart(sites), a_chunk=_a_chunk(sites))
+            found = look()
+            shares = isinstance(found, Tree) and found.tokens < found.tokens_of_rows
+            if shares and self.rows == "auto" and draws_noise(self.module):
+                found = look(least=ids.shape[1] + 1)  # padding alone is left out
+                found = found if isinstance(found, Tree) else NOISE_IS_SEEN
             self._looked = key, found
         tree = self._looked[1]
         if self.rows == "auto" and not padding_unseen and isinstance(tree, Tree) and any(tree.padding()):

@@ -25,6 +25,7 @@ from streambp.chunks import Forks
 LEAST = 64  # tokens that a branch must share to be one: fewer cost more in small blocks of attention than they save
 SAVES = 0.1  # of B * T tokens: what a packed row must save, so that prefixes that are equal by chance cost nothing
 A_CHUNK = 64  # tokens, as many as a chunk of a layer with states costs beside its own: measured 38 and more on a CPU
+NOTHING = "a packed row saves too little: the last call's rows have no padding, and no beginning in common"
 WIDER = 4  # how much more is compared where all that was compared is equal
 
 
@@ -204,6 +205,8 @@ def find_tree(
     tree = Tree(ids.shape[1], rows, segments, furthest)
     if not tree.tokens:
         return "the last call's batch is padding alone"
+    if tree.tokens == ids.numel():
+        return NOTHING
     more = a_chunk * (tree.pieces - 1)
     if ids.numel() - tree.tokens - more < max(saves * ids.numel(), 1):
         cut = f", in {tree.pieces} chunks at least" if more else ""

@@ -57,6 +57,8 @@ def config_for(case, rank):
     """Chunks differ in size, and so in number, between ranks."""
     stream = {name: tuple(value) if isinstance(value, list) else value for name, value in case.get("stream", {}).items()}
     size = 64 if case.get("one_chunk_on") == rank else 5 + 2 * rank
+    if case.get("one_chunk_on") is not None:
+        stream.setdefault("rows", "as_given")  # packed ones stream
     return streambp.StreamConfig(chunk_size=size, lazy_logits=case.get("logits", False), **stream)
 
 

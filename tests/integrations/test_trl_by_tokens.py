@@ -106,8 +106,9 @@ def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
 
 
 def test_a_model_that_computes_padding_is_refused(tmp_path):
-    ours = streambp.patch(build("qwen3", torch.float64))  # before the trainer, whose settings it does not take
-    with pytest.raises(ConfigError, match='needs StreamConfig\\(rows="auto"\\)'):
+    config = streambp.StreamConfig(rows="as_given")
+    ours = streambp.patch(build("qwen3", torch.float64), config)  # before the trainer, whose settings it does not take
+    with pytest.raises(ConfigError, match="leave rows out of StreamConfig"):
         train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=ours, max_length=32, stream_batch_tokens=TOKENS)
 
 

@@ -219,15 +219,14 @@ def left_padded():
     return batch
 
 
-@pytest.mark.sees_padding("the trial has to look behind it")
 def test_a_rotation_is_seen_behind_padding(float64, monkeypatch):
     """At position 0 it changes nothing, and the first tokens of the batch are all there."""
     stock = model_with(monkeypatch, "llama", "rotation")
     with pytest.raises(UnsupportedModelError, match="are changed in place"):
-        patched(stock, saves=("*",))(**left_padded(), use_cache=False)
+        patched(stock, saves=("*",), rows="as_given")(**left_padded(), use_cache=False)
     monkeypatch.setattr(trials, "_turned", lambda *_: {})
     with pytest.raises(BackwardError, match="of the same input it makes something else"):
-        error(stock, left_padded(), saves=("*",))
+        error(stock, left_padded(), saves=("*",), rows="as_given")
 
 
 def test_a_layer_that_runs_whole_keeps_its_input(float64, monkeypatch):

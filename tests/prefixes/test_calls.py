@@ -699,7 +699,9 @@ def test_a_trial_leaves_no_trace(module, trusted):
 
 
 @pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes the default")
-def test_off_by_default():
+def test_the_default_is_silent_where_there_is_nothing_to_pack():
     ours = streambp.patch(build("llama"))
-    gradients(ours, **make_batch("plain"))
-    assert not any(note.startswith("rows: ") for note in streambp.describe(ours).notes)
+    batch = make_batch("nothing shared")
+    for rows in (4, 1):
+        gradients(ours, **{name: x[:rows] for name, x in batch.items()})
+        assert not any(note.startswith("rows: ") for note in streambp.describe(ours).notes)

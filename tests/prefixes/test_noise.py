@@ -12,6 +12,7 @@ import torch
 
 from streambp.errors import BackwardError
 from streambp.layer import recompute
+from streambp.prefixes import calls
 from tests import zoo
 from tests.prefixes.test_calls import float64_everywhere, told  # noqa: F401 - a fixture
 from tests.prefixes.test_padding import WIDTH, any_saving, build, make, packed  # noqa: F401 - a fixture
@@ -82,3 +83,30 @@ def test_neftune_computes_rows():
     ours.model.embed_tokens.neftune_noise_alpha = 5.0
     ours(**make("both"))
     assert "NEFTune" in told(ours)
+
+
+def check_noise_of_each_row(family):
+    """By default rows that begin alike draw noise of their own where they are trained, and share where it is off."""
+    batch = make("all alike")
+    whole = {"input_ids": batch["input_ids"]}
+    ours = packed(zoo.build(family, **DROPPED[family]), rows="auto")
+    ours(**batch, use_cache=False)
+    assert told(ours) == (44, 44)  # without the padding
+    ours(**whole, use_cache=False)
+    assert "same noise" in told(ours)
+    for model in (ours.eval(), packed(zoo.build(family, **DROPPED[family]))):
+        model(**batch, use_cache=False)
+        assert told(model) == (44, 11)
+        model(**whole, use_cache=False)
+        assert told(model) == (4 * WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("family", DROPPED)
+def test_by_default_rows_share_no_noise(family):
+    check_noise_of_each_row(family)
+
+
+def test_shared_noise_is_found(monkeypatch):
+    monkeypatch.setattr(calls, "draws_noise", lambda _: False)
+    with pytest.raises(AssertionError):
+        check_noise_of_each_row("qwen3")

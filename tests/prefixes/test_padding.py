@@ -23,6 +23,7 @@ from streambp.model import causal_lm
 from streambp.prefixes import calls
 from streambp.prefixes.tree import Tree, find_tree
 from tests import families, zoo
+from tests.conftest import SHARING
 from tests.families import VOCABULARY
 from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
 from tests.prefixes.test_calls import (
@@ -298,6 +299,15 @@ def test_auto_shares_prefixes_where_there_is_no_padding():
     logits = ours(**batch, use_cache=False).logits
     assert told(ours) == (4 * WIDTH, WIDTH)
     torch.testing.assert_close(logits, build("llama")(**batch, use_cache=False).logits, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes the default")
+def test_it_is_the_default():
+    """Of `patch` with no settings: a user's padded batch with labels."""
+    stock, batch = build("llama"), make("both")
+    (_, expected), ours = gradients(stock, **batch), streambp.patch(copy.deepcopy(stock))
+    assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
+    assert isinstance(told(ours), tuple)
 
 
 def test_auto_is_found_where_it_looks_at_no_caller(monkeypatch):

@@ -76,7 +76,7 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
             raise ConfigError(
                 'stream_batch_tokens counts tokens, and this model has rows="as_given", which computes padding as well: a '
                 "batch of one long row and many short ones would cost many times its tokens. Leave stream_rows out, or set "
-                'it to "packed"; a model that you patch yourself needs StreamConfig(rows="auto").'
+                'it to "packed"; of a model that you patch yourself leave rows out of StreamConfig.'
             )
         columns = getattr(dataset, "column_names", None) or ()
         if isinstance(dataset, torch.utils.data.IterableDataset) or "input_ids" not in columns:
