@@ -139,9 +139,9 @@ PADDING = {  # of ranks with padding and without
     "padded, offloaded": Decision({**PACKS, "saves": ("kv",), "offload": "cpu"}, batch="padded", says=COMPUTED),
     "padded, lazy": Decision({**PACKS, "lazy_logits": True}, batch="padded", loss=own_loss),
     "padded, packed": Decision(SHARES, batch="padded", says=COMPUTED),
-    "full": Decision(PACKS, masked=True, says=AS_GIVEN),
+    "full": Decision(PACKS, masked=True),  # of which describe says nothing
     "full, packed": Decision(SHARES, masked=True, says=AS_GIVEN),
-    "no mask": Decision(PACKS, says=AS_GIVEN),
+    "no mask": Decision(PACKS),
 }
 EVERY_DECISION = {**DECISIONS, **PADDING}
 
