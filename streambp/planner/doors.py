@@ -9,6 +9,8 @@ from typing import Any
 from streambp.planner.plan import Choice
 from streambp.planner.profile import Setting
 
+ALONE = "not with weights on the host, which take one process"
+IN_BACKWARD = "; streambp.integrations.optimizer_in_backward(model, make, on_host=True) keeps the optimizer there"
 UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
@@ -35,11 +37,14 @@ def doors(choice: Choice, setting: Setting) -> dict[str, str]:
     engine: dict[str, Any] = {"zero_optimization": {"stage": setting.zero}} if setting.zero else {}
     if setting.optimizer_on_host:
         engine = {"zero_optimization": {"stage": max(2, setting.zero), "offload_optimizer": {"device": "cpu"}}}
+    section_of_engine = json.dumps({**engine, "streambp": fields})
+    if choice.on_host is not None:
+        section_of_engine = ALONE + (IN_BACKWARD if setting.optimizer_on_host else "")
     return {
         "launch": f"{shlex.join(['streambp', 'launch', *flags])} -- PROGRAM ...",
         "TRL": f"StreamSFTConfig({trl})",
         "axolotl": f"streambp: {{{section}}}",
-        "DeepSpeed": json.dumps({**engine, "streambp": fields}),
+        "DeepSpeed": section_of_engine,
     }
 
 

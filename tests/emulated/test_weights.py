@@ -1,6 +1,6 @@
 """Weights on the host on the emulated device, where a kernel that meets a tensor of the host raises.
 
-covers: offload/weights.py, offload/ranges.py, offload/gradients.py
+covers: offload/weights.py, offload/ranges.py, offload/gradients.py, integrations/in_backward.py
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from streambp.device import counted_bytes
+from streambp.integrations import optimizer_in_backward
 from streambp.offload import engines, gradients, weights
 from tests.device import limit_memory
 from tests.emulated import backend
@@ -223,6 +224,42 @@ def test_a_limit_decides_what_stays(device):
         finally:
             limit_memory(torch.device(device.type, 0), None)
         assert weights_of(model).ranges.staying == staying
+
+
+def stepped(model, device, **how):
+    """Weights after three steps in backward, on the host, and where the optimizers' states are."""
+    handle = optimizer_in_backward(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), **how)
+    for seed in range(3):
+        if seed == 2:
+            state = handle.state_dict()
+            handle.remove()
+            handle = optimizer_in_backward(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), **how)
+            handle.load_state_dict(state)
+        batch = {name: x.to(device) for name, x in make_batch("plain", seed=seed, rows=1).items()}
+        model(**batch, use_cache=False).loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+    torch.accelerator.synchronize()
+    moments = [
+        x for optimizer in handle.optimizers.values() for values in optimizer.state.values() for x in values.values()
+    ]
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}, {x.device.type for x in moments if x.dim()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_head_step_on_the_host(tied, device):
+    """They stay on the device, and the optimizer's states of no weight do; the step is the same."""
+
+    def model(weights):
+        built = build("qwen3", num_hidden_layers=4, tie_word_embeddings=tied).train()
+        assert (built.lm_head.weight is built.model.embed_tokens.weight) == tied
+        return patched(built, weights).to(device)
+
+    ours = model("cpu")
+    found, where = stepped(ours, device, on_host=True)
+    assert where == {"cpu"}
+    assert {p.device.type for name, p in ours.named_parameters() if ".layers." not in name} == {device.type}
+    assert same(found, stepped(model("device"), device)[0])
+    assert stepped(model("cpu"), device)[1] == {"cpu", device.type}
 
 
 def test_merging_after_the_model_went_to_the_host(device):

@@ -16,6 +16,7 @@ from streambp import cli
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner import Memory, Setting
 from streambp.planner.count import StepCount
+from streambp.planner.doors import doors
 from streambp.planner.estimate import estimate
 from streambp.planner.host_weights import MOVED, fewest, first, hidden_from, with_copies
 from streambp.planner.plan import plan_profile, with_weights_on_host
@@ -91,6 +92,16 @@ def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
     everywhere = plan_profile(profile, length, Memory(14_000_000, None, 0.0), Setting(weights="cpu"))
     assert everywhere.choice.on_host.layers == LAYERS
     assert plan_profile(profile, length, Memory(4_100_000, None, 0.0), Setting(gpus=2)).choice is None
+
+
+@pytest.mark.parametrize(("given", "advice"), [({}, False), ({"optimizer_on_host": True}, True)])
+def test_deepspeed_is_no_door(given, advice):
+    """It starts a process group, in which weights on the host are refused."""
+    setting = Setting(**given)
+    found = plan_profile(made(), 1000, Memory(8_000_000, None, 0.0), setting).choice
+    text = doors(found, setting)["DeepSpeed"]
+    assert text.startswith("not with weights on the host")
+    assert ("on_host=True" in text) == advice
 
 
 def test_seconds_are_the_longer_of_kernels_and_copies():

@@ -7,6 +7,9 @@ function python_json(value) {
   return `{${Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${python_json(part)}`).join(", ")}}`;
 }
 
+const ALONE = "not with weights on the host, which take one process";
+const IN_BACKWARD = "; streambp.integrations.optimizer_in_backward(model, make, on_host=True) keeps the optimizer there";
+
 function doors_text(choice, setting) {
   const { chunk_size, saves, offload, gpu_memory, on_host } = choice, fields = { chunk_size, saves };
   if (offload !== "none") fields.offload = offload;
@@ -23,7 +26,7 @@ function doors_text(choice, setting) {
     launch: `streambp launch ${flags.join(" ")} -- PROGRAM ...`,
     TRL: `StreamSFTConfig(${all((name, value) => `stream_${name}=${python_json(name === "chunk_size" ? String(value) : value)}`).join(", ")})`,
     axolotl: `streambp: {${all((name, value) => `${name}: ${python_json(value)}`).join(", ")}}`,
-    DeepSpeed: python_json({ ...engine, streambp: fields }),
+    DeepSpeed: on_host ? ALONE + (setting.optimizer_on_host ? IN_BACKWARD : "") : python_json({ ...engine, streambp: fields }),
   };
 }
 
