@@ -113,7 +113,8 @@ def test_a_grid_of_models_and_cards(name):
                 cells, failing, commands = cells + 1, failing + (found is not None), commands + len(found or ())
     print(f"\n{name}: {cells} plans, {failing} do not fit and name {commands} commands, all of which do")
     assert cells == 54
-    assert 0 < failing < cells
+    assert failing < cells
+    assert failing or name == "Qwen3-0.6B"  # all plans of which fit
 
 
 def test_what_is_too_large_is_told_by_share():
