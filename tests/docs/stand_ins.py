@@ -41,10 +41,11 @@ def bits(**given: Any) -> None:
 
 
 class Smaller(ast.NodeTransformer):
-    """A program of a page with stand-ins."""
+    """A program of a page with stand-ins. shards: it asks for FSDP."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.shards = False
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         value = node.value
@@ -71,7 +72,8 @@ class Smaller(ast.NodeTransformer):
             values: dict[str, Any] = {key: value for key, value in GIVEN.items() if key in given}
             values |= {key: value for key, value in ADDED.items() if key != "max_steps" or key not in given}
             if "fsdp" in given:
-                values["use_cpu"] = False  # transformers takes FSDP for a GPU's
+                values["use_cpu"] = False  # transformers and accelerate take FSDP for a GPU's
+                self.shards = True
             if "num_generations" in given and "per_device_train_batch_size" in given:
                 values |= dict.fromkeys(GROUP, 2)
             for key, value in values.items():
@@ -82,7 +84,11 @@ class Smaller(ast.NodeTransformer):
 
 def python(text: str, folder: Path) -> str:
     """A program with stand-ins of `folder`."""
-    return ast.unparse(ast.fix_missing_locations(Smaller(folder).visit(ast.parse(text))))
+    smaller = Smaller(folder)
+    tree = smaller.visit(ast.parse(text))
+    if smaller.shards:
+        tree.body[:0] = ast.parse("import tests.distributed.context_trainer as ranks; ranks.let_accelerate_shard()").body
+    return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def deepspeed(text: str) -> str:
