@@ -93,7 +93,14 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
     draw = random.Random(seed)
 
     def phases(chunked, accumulating, split):
-        names = ["embedding", *(f"forward {i}" for i in (0, 7)), "head", "head", *(f"backward {i}" for i in (7, 0))]
+        names = [
+            "embedding",
+            *(f"forward {i}" for i in (0, 7)),
+            "head",
+            "head",
+            "head backward",
+            *(f"backward {i}" for i in (7, 0)),
+        ]
         born = sorted(draw.uniform(0, 16) * GIB for _ in names)
         return tuple(
             Phase(
@@ -137,12 +144,13 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
     ]
     groups = [Group("dense", 2_031_739_904, 4_063_479_809, 2_031_739_904, 4_063_479_808)]
     sizes = tuple(draw.randint(1, 4) * 10**9 for _ in range(8)) if frozen else ()
+    trained = tuple(draw.randint(1, 4) * 10**8 for _ in range(8)) if states else ()
     groups += [Group("dense", 2 * sum(sizes), sum(sizes), 0, 0)] if frozen else []
     groups += [Group("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)] if experts else []
     tree = Node("", "</script><b>Model", 1, 9_142_851_015, 8.5)
     return Profile(
         "Model", "bfloat16", 8, batch_size, tuple(groups), 1_234_567_891, tuple(method(r) for r in recipes), tree,
-        frozen=sizes,
+        frozen=sizes or (0,) * len(trained), trained=trained, decoded=draw.randint(1, 9) * 10**7 if frozen else 0,
     )  # fmt: skip
 
 
@@ -328,10 +336,12 @@ def test_every_number_is_pythons_in_node():
 
 @pytest.mark.full
 @needs_node
-@pytest.mark.parametrize("name", ["no half of a chunk's blocks", "the slowest rate for all", "the first that fits"])
+@pytest.mark.parametrize(
+    "name", ["no half of a chunk's blocks", "the slowest rate for all", "the first that fits", "gradients that stay"]
+)
 def test_changed_seconds_are_seen_in_node(name, monkeypatch):
     real, (right, wrong) = streambp.planner.page.part, SECONDS_MUTANTS[name]
-    assert right in real("plan.js")
+    assert right in real("plan.js") + real("host_weights.js")
     monkeypatch.setattr(streambp.planner.page, "part", lambda file: real(file).replace(right, wrong))
     with pytest.raises(AssertionError):
         compare_in_node()
@@ -339,6 +349,7 @@ def test_changed_seconds_are_seen_in_node(name, monkeypatch):
 
 SECONDS_MUTANTS = {
     "no half of a chunk's blocks": ("Math.ceil(start / k_block)", "Math.floor(start / k_block)"),
+    "gradients that stay": ("on_host.last, on_host.trained]", "on_host.last, 0]"),
     "the slowest rate for all": ("part.backward / ranks / rates.backward", "part.backward / ranks / rates.forward"),
     "the first that fits": ("one.seconds.total / fastest", "1"),
 }
@@ -351,6 +362,7 @@ def test_every_number_is_pythons(tmp_path):
 
 
 MUTANTS = {
+    "all gradients on the device": ("phase.gradients - on_host.trained", "phase.gradients"),
     "experts shared like the rest": ("setting.gpus / expert", "setting.gpus"),
     "all of a gradient": ("present + share * phase.gradients", "present + phase.gradients"),
     "a name's last phase": ("if (!known || gradients + activations > known.sum)", "if (true)"),
@@ -380,7 +392,7 @@ MUTANTS = {
 )
 def test_changed_arithmetic_is_seen(name, tmp_path, monkeypatch):
     real, (right, wrong) = streambp.planner.page.part, MUTANTS[name]
-    assert right in real("plan.js")
+    assert right in real("plan.js") + real("host_weights.js")
     monkeypatch.setattr(streambp.planner.page, "part", lambda file: real(file).replace(right, wrong))
     with pytest.raises(AssertionError):
         compare(tmp_path)

@@ -21,7 +21,7 @@ function fill_controls() {
   fill(form.optimizer, Object.entries(sizes).sort(([a], [b]) => b - a), start.optimizer);
   const places = { auto: "on the GPU if they fit", device: "on the GPU", cpu: "on the host" };
   fill(form.weights, Object.entries(places), start.weights);
-  by_id("weights-field").hidden = !data.profiles.some(({ profile }) => with_weights_on_host(profile, { gpus: 1 }));
+  by_id("weights-field").hidden = !data.profiles.some(({ profile }) => with_weights_on_host(profile, { gpus: 1, weights: "cpu" }));
   const chunked = data.profiles[0].profile.methods.filter((method) => method.chunked);
   for (const field of Object.values(FIELDS)) form[field].defaultValue = start[field];
   by_id("ranks").hidden = !chunked.some((method) => method.split);

@@ -13,12 +13,14 @@ function statics(profile, setting) {
     whole += group.bytes;
   }
   if (setting.zero >= 3) weights = Math.min(weights + profile.unsharded, whole);
-  let host = setting.optimizer_on_host ? optimizer : 0;
+  let host = setting.optimizer_on_host ? optimizer : 0, here = setting.optimizer_on_host ? 0 : optimizer;
   if (setting.on_host) {
+    const { bytes, part } = setting.on_host;
     weights -= freed(setting.on_host);
-    host += setting.on_host.bytes;
+    host += bytes;
+    [host, gradients, here] = [host + part * (gradients + here), (1 - part) * gradients, (1 - part) * here];
   }
-  return { weights, gradients, optimizer: setting.optimizer_on_host ? 0 : optimizer, host };
+  return { weights, gradients, optimizer: here, host };
 }
 
 const ULYSSES = "DeepSpeed Ulysses", CONTEXT_PARALLEL = "context parallelism", SHARE = 8;
@@ -69,16 +71,18 @@ function peak(profile, method, seq_len, chunk_size, setting) {
   if (!method.chunked) setting = { ...setting, on_host: null };
   const kept = statics(profile, setting);
   const born = profile.groups.reduce((sum, group) => sum + group.trainable_bytes, 0);
-  const share = born ? kept.gradients / born : 0;
+  const part = setting.on_host ? setting.on_host.part : 0;
+  const share = born && part < 1 ? kept.gradients / (born * (1 - part)) : 0;
   const tokens = seq_len / ranks_of(setting), keys = keys_held(method.split, tokens, setting);
   const chunk = method.chunked ? Math.min(chunk_size, tokens) : 0;
   const chunks = chunk ? Math.ceil(tokens / chunk) : 0;
   const present = setting.accumulate ? kept.gradients : 0;
   const parts = new Map();
-  for (const phase of setting.accumulate ? method.accumulating : method.first) {
+  const all = setting.accumulate ? method.accumulating : method.first;
+  for (const phase of all) {
     const own = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk + phase.per_chunk * chunks;
     const value = own + phase.per_key * keys;
-    const gradients = present + share * phase.gradients, activations = value - phase.gradients;
+    const gradients = present + share * gradients_here(phase, all, setting.on_host), activations = value - phase.gradients;
     const known = parts.get(phase.name);
     if (!known || gradients + activations > known.sum) {
       parts.set(phase.name, { gradients, activations, sum: gradients + activations });
@@ -228,7 +232,7 @@ function options(profile, methods, seq_len, memory, setting, rates, only) {
       const { name, saves, offload } = method;
       let at = peak(profile, method, seq_len, size, setting), used = method.chunked ? setting : { ...setting, on_host: null };
       if (used.on_host && setting.weights === "auto") {
-        used = { ...setting, on_host: fewest(profile.frozen, at.total + freed(used.on_host) - usable(memory)) };
+        used = { ...setting, on_host: fewest(profile.frozen, at.total + freed(used.on_host) - usable(memory), profile.decoded) };
         at = peak(profile, method, seq_len, size, used);
       }
       return {
