@@ -79,7 +79,7 @@ def stepper(case: str, layers: int, length: int) -> Callable[[], float]:
 
 def serve(arguments: argparse.Namespace) -> None:
     """Run a few steps of a case for each line that comes in, and print the shortest."""
-    steps = {case: stepper(case, arguments.layers, arguments.length) for case in WARM}
+    steps = {case: stepper(case, arguments.layers, arguments.length) for case in WARM if case in arguments.cases}
     for step in steps.values():
         step()
         step()
@@ -95,6 +95,7 @@ def serve(arguments: argparse.Namespace) -> None:
 def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
     command += [f"--{name}={getattr(arguments, name)}" for name in ("layers", "length", "steps")]
+    command += ["--cases", *arguments.cases]
     found = subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": str(tree)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -116,21 +117,22 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
     processes = [served(tree, arguments) for tree in trees]
     found: dict[tuple[str, Path], float] = {}
     for _ in range(arguments.rounds):
-        for case in CASES:
+        for case in arguments.cases:
             for tree, process in zip(trees, processes, strict=True):
                 found[case, tree] = min(ask(process, case), found.get((case, tree), float("inf")))
     for process in processes:
         process.communicate()
-    for case in CASES:
+    for case in arguments.cases:
         here, *there = (found[case, tree] for tree in trees)
-        others = there or [found[WARM[0], HERE]]
-        others += [found[PEERS[case], HERE]] if case in PEERS else []
+        others = there or [found[case, HERE] for case in WARM[:1] if case in arguments.cases]
+        others += [found[PEERS[case], HERE]] if PEERS.get(case) in arguments.cases else []
         yield f"{case:<13} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in others)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="the root of another checkout")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--length", type=int, default=128, help="tokens of the one row")
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn")

@@ -166,6 +166,8 @@ def raised_among_kernels(error: BaseException) -> bool:
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """What autocast casts to on this kind of device; None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     on = knows_autocast(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 

@@ -27,12 +27,13 @@ from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.looks import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import NOTHING, LayerCall
+from streambp.layer.call import LayerCall
 from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_forward
 from streambp.layer.gradients import counts_when_alone
 from streambp.layer.graphs import can_keep_graph
 from streambp.layer.oom import explained
 from streambp.layer.outputs import deliver
+from streambp.layer.recompute import NOTHING
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.unchanged import NOBODY

@@ -27,9 +27,10 @@ from streambp.device import is_out_of_memory
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import CACHES, EAGER, STATE
-from streambp.layer.call import NOTHING, LayerCall
+from streambp.layer.call import LayerCall
 from streambp.layer.graphs import depends, leaf_besides, why_flat
 from streambp.layer.outputs import recording
+from streambp.layer.recompute import NOTHING
 from streambp.layer.site import ANY_SIZE
 
 MOST = 2**24  # elements of parameters whose gradients are compared, the smallest parameters first

@@ -173,8 +173,7 @@ def own_implementation(config: PreTrainedConfig) -> str | None:
     return name.own if isinstance(name, Routed) else name
 
 
-@contextlib.contextmanager
-def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
+def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager[None]:
     """Within, models with these configs use `stream_attention` and `lazy_mask`. Sub-configs are left alone.
 
     Our name enters transformers' tables here, so that a model unpickled in a process that never called `patch` runs; no
@@ -184,6 +183,11 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     its `routed` in any thread to the last one's end, and then its own again. A thread that is not within a `routed` of its
     own, and meets our name because another is, is sent on to the implementation that the config names.
     """
+    return contextlib.nullcontext() if all(map(_is_here, configs)) else _routed(configs)
+
+
+@contextlib.contextmanager
+def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionInterface.register(NAME, stream_attention)
     AttentionMaskInterface.register(NAME, stream_mask)
     here = HERE.get()

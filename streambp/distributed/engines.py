@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from streambp.distributed.zero import is_partitioned
 from streambp.instance_forward import is_fsdp_unit
-from streambp.known_names import DROPS_MASKS, ENGINES, GRADIENT_HOOKED, MODULE_HOOKS, Z3_LEAF
+from streambp.known_names import DROPS_MASKS, ENGINES, GRADIENT_HOOKED, MODULE_HOOKS, MODULE_TABLES, Z3_LEAF
 
 
 class Hold(NamedTuple):
@@ -42,13 +42,27 @@ class Hold(NamedTuple):
     gradients: bool
 
 
+def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """A module with all inside it, and their parameters; each as often as it is there. In a third of the time of
+    `modules()` and `parameters()`."""
+    parameters_table, _, modules_table = MODULE_TABLES
+    modules, parameters = [module], []
+    for inner in modules:  # which grows
+        own = inner.__dict__
+        if own[modules_table]:
+            modules += [found for found in own[modules_table].values() if found is not None]
+        if own[parameters_table]:
+            parameters += own[parameters_table].values()
+    return modules, [parameter for parameter in parameters if parameter is not None]
+
+
 def held(module: nn.Module) -> Hold:
     """What an engine does with the parameters of a module and of those inside it."""
-    kinds = {type(inner): inner for inner in module.modules()}
-    weights = any(map(is_fsdp_unit, kinds.values())) or any(
-        is_partitioned(parameter) or isinstance(parameter, DTensor) for parameter in module.parameters()
+    modules, parameters = contents_of(module)
+    weights = any(map(is_fsdp_unit, {type(inner): inner for inner in modules}.values())) or any(
+        is_partitioned(parameter) or isinstance(parameter, DTensor) for parameter in parameters
     )
-    return Hold(weights, weights or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in module.parameters()))
+    return Hold(weights, weights or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in parameters))
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:

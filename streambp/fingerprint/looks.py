@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import operator
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
@@ -180,7 +180,7 @@ class Look:
 
     body: Body
     hooks: Hooks
-    answers: dict[Callable[..., Any], Any] = dataclasses.field(default_factory=dict)
+    answers: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ from streambp.layer.oom import AT_ONCE, with_memory
 from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recorded_keys, recording
 from streambp.layer.packing import ONE_DOCUMENT, OneDocument, Packing
 from streambp.layer.products import See, seen
-from streambp.layer.recompute import Autocast, checkpointable, checkpointing_off, parametrizations_computed
+from streambp.layer.recompute import NOTHING, Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite
@@ -40,7 +41,6 @@ from streambp.offload.gradients import Arrival
 from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
-NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered again and again
 TRIED = 3  # tokens of a trial
 
 
@@ -84,6 +84,7 @@ class LayerCall:
         self.wanted: tuple[bool, list[bool]]
         self.arrival: Arrival | None = None  # of gradients of weights that live on the host
         self.witness: Witness | None = None  # once its forward is one that backward comes after. [Note: witness]
+        self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # and what was asked
         self.carried = self._carry()
         barriers = self.carried.layout.barriers
         if barriers:
@@ -107,7 +108,7 @@ class LayerCall:
         return Carried(layout, Prefix(layout.spans, self.plan.length, self.site.config.attention), attention.in_tiles)
 
     def _keep(self) -> Kept:
-        return Kept(self.site, self.plan, self.carried, self.device)
+        return Kept(self.site, self.plan, self.carried, self.device, self.autocast)
 
     def report(self) -> CallReport:
         """What `describe` says of this call, if it streams."""
@@ -134,8 +135,11 @@ class LayerCall:
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
         """What decides, beside the layer, which products of these Linears its backward leaves unread."""
-        stops = [chunk.stop for chunk in self.first_chunks(TRIED)]
-        return self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops
+        asked = linears, needs_input, self.arguments.kind
+        if self._situation is None or any(map(operator.is_not, asked, self._situation[0])):
+            stops = [chunk.stop for chunk in self.first_chunks(TRIED)]
+            self._situation = asked, (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops)
+        return self._situation[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
         """Begin with a chunk, or one half of it, for the witness; what is given the inputs of saved values, in the last

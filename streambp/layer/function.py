@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import weakref
@@ -20,12 +19,13 @@ from streambp.distributed.engines import zeros_for_engines
 from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.looks import versions_of
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import NOTHING, LayerCall
+from streambp.layer.call import LayerCall
 from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_overwrite, reference_counts
 from streambp.layer.graphs import Graph, computed_with_graph, counting, refuse_kept, refuse_other_leaves
 from streambp.layer.oom import explained
 from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
+from streambp.layer.recompute import NOTHING
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.unchanged import NOBODY, begin_backward, recomputing
@@ -69,14 +69,13 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
     whole, states, carries = Whole(call.plan.length), States(), site.kind.states.carries
-    with torch.no_grad(), call.streaming(), contextlib.ExitStack() as stack:
-        # What forward saves is known before the first chunk; the witness notes what each chunk gives.
-        if keep:
-            kept.find_products()
-            if kept.watch is not None:
-                kept.watch.mark()
-            call.witness = site.witness(call.hidden_states, call.autocast)
-            stack.enter_context(call.inputs_seen())
+    # What forward saves is known before the first chunk; the witness notes what each chunk gives.
+    if keep:
+        kept.find_products()
+        if kept.watch is not None:
+            kept.watch.mark()
+        call.witness = site.witness(call.hidden_states, call.autocast)
+    with torch.no_grad(), call.streaming(), call.inputs_seen() if keep else NOTHING:
         for chunk in call.plan.chunks:
             # What the chunk starts from: random state, input, states of the chunk before.
             if keep:
@@ -264,8 +263,9 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     if unread is None:
         unread = call.site.unread[situation] = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
     # Keys and values of all chunks but the last, if they were not saved.
-    with left_out(linears, unread.refill):
-        _refill(call)
+    if len(call.plan) > 1 or call.kept.moves_kv:
+        with left_out(linears, unread.refill):
+            _refill(call)
     # Each chunk with a graph, differentiated, its gradients added up: chunks of later queries come first, so that dK and dV
     # of a chunk are complete when it is its turn.
     left = unread.recompute.difference(call.kept.products)

@@ -179,11 +179,11 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
     """All nodes of the autograd graph that these tensors, of any shape [...], were computed by, each once."""
-    found = list(dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None))
-    seen = set(found)
+    found: list[Any] = list(dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None))
+    seen: set[Any] = {None, *found}
     for node in found:  # which grows
         for before, _ in node.next_functions:
-            if before not in seen and before is not None:
+            if before not in seen:
                 seen.add(before)
                 found.append(before)
     return found

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -24,6 +24,7 @@ from streambp.attention.indexers import indexers_of
 from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
+from streambp.layer.recompute import NOTHING
 from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness
 
@@ -111,18 +112,20 @@ See = Callable[[str, Tensor], None]
 
 def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Within, these modules have these forwards; what was there comes back."""
-    return _forwards(forwards) if forwards else contextlib.nullcontext()
+    return _Forwards(forwards) if forwards else NOTHING
 
 
-@contextlib.contextmanager
-def _forwards(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    before = [(vars(module), vars(module).get("forward")) for module in forwards]
-    for module, forward in forwards.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for own, found in before:
+class _Forwards:
+    def __init__(self, forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> None:
+        self.forwards = forwards
+
+    def __enter__(self) -> None:
+        self.before = [(own := module.__dict__, own.get("forward")) for module in self.forwards]
+        for module, forward in self.forwards.items():
+            module.__dict__["forward"] = forward
+
+    def __exit__(self, *_: object) -> None:
+        for own, found in self.before:
             own.pop("forward", None)
             if found is not None:
                 own["forward"] = found

@@ -22,6 +22,8 @@ from torch.nn.utils import parametrize
 from streambp.errors import BackwardError
 from streambp.known_names import CHECKPOINTING
 
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered again and again
+
 
 class Autocast(NamedTuple):
     """Autocast's state for a device and for the CPU. [Note: autocast]
@@ -61,7 +63,7 @@ class Autocast(NamedTuple):
         for kind, active, _ in self.states:
             if active or torch.is_autocast_enabled(kind):
                 return self._switched(enabled)
-        return contextlib.nullcontext()
+        return NOTHING
 
     @contextlib.contextmanager
     def _switched(self, enabled: bool) -> Iterator[None]:

@@ -45,12 +45,14 @@ class Kept:
 
     lends_attended = True  # the layer gets to work with the very output of attention that is kept
 
-    def __init__(self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device) -> None:
+    def __init__(
+        self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, autocast: Autocast
+    ) -> None:
         self.site, self.plan, self.carried, self.device = site, plan, carried, device
         self.saves = site.config.named_saves
         self.named = True  # by the user
         self.watch: LayerSeen | None = None
-        self.autocast = Autocast.capture(device)  # Linears give their outputs in its dtype. [Note: autocast]
+        self.autocast = autocast  # Linears give their outputs in its dtype. [Note: autocast]
         self.store: SavedTensors = InMemory()
         self.random: list[RandomState] = []
         self.linears: dict[str, nn.Linear] = {}

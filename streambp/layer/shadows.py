@@ -126,9 +126,13 @@ class Parameters:
         Args:
             change: gives a shadow's value from the parameter's.
         """
-        shadows = [change(parameter).requires_grad_() for parameter in self.current()]
-        with self.replaced(shadows):
+        before = self.current()
+        shadows = [change(parameter).requires_grad_() for parameter in before]
+        try:
+            self._put(shadows)
             yield shadows
+        finally:
+            self._put(before)
 
     @contextlib.contextmanager
     def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:

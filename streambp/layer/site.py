@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from streambp.foreign import compiled_inside
 from streambp.layer.choices import Choices
 from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
-from streambp.layer.recompute import Autocast
+from streambp.layer.recompute import NOTHING, Autocast
 from streambp.layer.witness import (
     TOLERANCE,
     Source,
@@ -212,7 +212,7 @@ class LayerSite:
     def weights_here(self, direction: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Within, the layer's weights are on the device, wherever they live."""
         if self.weights is None:
-            return contextlib.nullcontext()
+            return NOTHING
         return self.weights.here(self.index, direction, device, decodes=direction != "trial")
 
     def weights_for_once(self, args: Any, kwargs: Any, because: str) -> contextlib.AbstractContextManager[None]:
@@ -225,7 +225,7 @@ class LayerSite:
             UnsupportedModelError: it would.
         """
         if not self.on_host:
-            return contextlib.nullcontext()
+            return NOTHING
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layer.parameters())):
             raise UnsupportedModelError(
@@ -262,10 +262,14 @@ class LayerSite:
         values to compare."""
         if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None
+        key = "witness", x.dtype, x.device.type, autocast.states if autocast.on else ()
+        return Witness(self.witnesses, self.of(functools.partial(self._source, x, autocast), key))
+
+    def _source(self, x: Tensor, autocast: Autocast, _: nn.Module) -> Source:
         dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes))
         exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(compiled_inside))
         tolerance = tolerance_of(dtype, not exact and self.of(chooses))
-        return Witness(self.witnesses, Source(self.index, functools.partial(gives_otherwise, self.layer), tolerance))
+        return Source(self.index, functools.partial(gives_otherwise, self.layer), tolerance)
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
         """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed
@@ -305,10 +309,15 @@ class LayerSite:
                 "repeat the step: from now on layers are tried with the hooks that are on them."
             )
 
-    def of(self, question: Callable[[nn.Module], T]) -> T:
-        """What a function says of the layer as of the last look; asked again when it has changed. [Note: fingerprint]"""
+    def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:
+        """What a function says of the layer as of the last look; asked again when it has changed. [Note: fingerprint]
+
+        Args:
+            known_as: instead of by the function itself.
+        """
         answers = (self.fingerprint.last or self.fingerprint.look(self.layer)).answers
-        if question not in answers:
-            answers[question] = question(self.layer)
-        answer: T = answers[question]
+        key = known_as or question
+        if key not in answers:
+            answers[key] = question(self.layer)
+        answer: T = answers[key]
         return answer

@@ -27,16 +27,17 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from streambp.device import MEMORY_ERRORS, is_out_of_memory, without_autocast
+from streambp.device import MEMORY_ERRORS, autocast_dtype, is_out_of_memory, without_autocast
 from streambp.errors import BackwardError
 
 ROWS = 8  # of an output, where a product in it is left out
+REMEMBERED = 32  # numbers of rows
 FEATURES = 1024  # a combination of rows is folded to at most about so many
 # Of half precision, four eps; of others, what sums of thousands of terms may differ by in another order. A model in float64
 # computes some of its parts in float32.
@@ -93,8 +94,7 @@ class Source:
     tolerance: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """Combinations [n] of the rows of one tensor, in forward and in backward, and of what both contain unchanged.
 
     source: of which layer. It has no witness, which has these: a backward that breaks off must leave no cycle behind.
@@ -164,7 +164,7 @@ class Witness:
             if not self.last:
                 return
             rows = rows_of(output.shape[-2])
-            x, output = x[..., rows, :], output[..., rows, :]
+            x, output = x[..., rows, :] if self._again else x, output[..., rows, :]
         self.see("output", output, x)
 
     def rows(self, x: Tensor) -> slice | None:
@@ -182,7 +182,8 @@ class Witnesses:
     """Of one model: what all layers' backward passes have to compare, asked of the device in one go."""
 
     def __init__(self) -> None:
-        self._weights: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}  # by the number of rows
+        self._longest: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._asked: weakref.WeakValueDictionary[int, Question] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # autograd has a thread for each device
 
@@ -192,15 +193,30 @@ class Witnesses:
 
     def combined(self, x: Tensor) -> Tensor:
         """One random combination of the rows of x [..., n]: [n], or folded to fewer numbers."""
+        x, device = x.detach(), x.device
         features = x.shape[-1]
         rows = x.numel() // max(1, features)
-        weights = self._weights.get((x.dtype, x.device))
-        if weights is None or len(weights) < rows:
-            weights = self._weights[x.dtype, x.device] = self._made(2 * rows, x)
-        with torch.no_grad(), without_autocast(x.device.type):
-            found = torch.mv(x.detach().reshape(rows, features).t(), weights[:rows])
-            folded = math.gcd(features, FEATURES) if features > FEATURES else features
-            return found if folded in (features, 1) else found.view(-1, folded).sum(0)
+        weights = self._weights.get((rows, x.dtype, device))
+        if weights is None:
+            weights = self._first(rows, x)
+        columns = x.reshape(rows, features).t()  # [n, rows]
+        if autocast_dtype(device.type) is None:
+            found = torch.mv(columns, weights)
+        else:
+            with without_autocast(device.type):
+                found = torch.mv(columns, weights)
+        folded = math.gcd(features, FEATURES) if features > FEATURES else features
+        return found if folded in (features, 1) else found.view(-1, folded).sum(0)
+
+    def _first(self, rows: int, like: Tensor) -> Tensor:
+        """Weights [rows], a view of the longest that were made."""
+        key = like.dtype, like.device
+        if key not in self._longest or self._longest[key].shape[0] < rows:
+            self._longest[key] = self._made(2 * rows, like)
+        if len(self._weights) == REMEMBERED:
+            self._weights.clear()
+        weights = self._weights[rows, like.dtype, like.device] = self._longest[key][:rows]
+        return weights
 
     def _made(self, rows: int, like: Tensor) -> Tensor:
         """Weights [rows] of either sign, by their place alone, and small enough for sums in float16."""
@@ -253,10 +269,10 @@ def _changed(found: list[Compared]) -> list[Source]:
     """Those that differ."""
     groups: dict[tuple[Any, ...], list[Compared]] = {}
     for one in found:
-        key = one.now.device, one.now.dtype, len(one.now), one.source.tolerance
+        key = one.now.device, one.now.dtype, one.now.shape[0], one.source.tolerance, one.unchanged is None
         groups.setdefault(key, []).append(one)
     flags: dict[torch.device, list[Tensor]] = {}
-    for (device, dtype, _, tolerance), group in groups.items():
+    for (device, dtype, _, tolerance, _), group in groups.items():
         flags.setdefault(device, []).append(_differ(group, dtype, tolerance))
     ordered = [one for device in flags for key, group in groups.items() if key[0] == device for one in group]
     different = [flag for parts in flags.values() for flag in torch.cat(parts).tolist()]
@@ -269,8 +285,10 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.enter_context(without_autocast(group[0].now.device.type))
         then, now = (torch.stack(parts).to(wide) for parts in zip(*((one.then, one.now) for one in group), strict=True))
-        same = torch.stack([torch.zeros_like(one.now) if one.unchanged is None else one.unchanged for one in group])
-        added, size = (now - same.to(wide)).norm(dim=1), now.norm(dim=1)
+        added = size = now.norm(dim=1)
+        same = [one.unchanged for one in group if one.unchanged is not None]  # all have some, or none has
+        if same:
+            added = (now - torch.stack(same).to(wide)).norm(dim=1)
         off = (now - then).norm(dim=1)
         limit = tolerance * added + torch.finfo(dtype).eps * size
         return off > limit

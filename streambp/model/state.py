@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import transformers
 from torch import nn
+from torch.distributed import is_initialized
 from transformers import PreTrainedConfig
 
 from streambp.attention.interface import own_implementation
@@ -125,7 +126,7 @@ class PatchState:
             return None  # its graph would hold slots, where other layers' weights come next
         if not self.unpatched.within:
             # It may be begun again, on this rank alone. [Note: what a rank decides alone]
-            if self.root is not None and any(held(self.root)):
+            if self.root is not None and is_initialized() and any(held(self.root)):
                 return None
             cached = self.asked_cache and not self.warned_of_documents
             if finds_other_documents(kwargs, own_implementation(config), cached):

@@ -86,6 +86,7 @@ class SavesPolicy:
         self._chunks: dict[tuple[int, int], int] = {}
         self._seen: dict[int, LayerSeen] = {}
         self._plan: dict[int, list[Candidate]] = {}
+        self._by_name: set[int] = set()  # layers whose graphs cannot be kept
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # of `layer.saved.Kept`
         self._last = layers  # the layer whose forward began last
         self._device = torch.device("meta")  # of the first layer: only layers on it save anything
@@ -115,7 +116,7 @@ class SavesPolicy:
             self.learn()
             known, self.present = self.states(device)
             if known is not self.known:
-                self.known, self._seen = known, {}
+                self.known, self._seen, self._by_name = known, {}, set()
                 if self.link is not None:
                     self.link.measured.clear()
         self._begun = not with_layers
@@ -192,9 +193,13 @@ class SavesPolicy:
             return Saves(watch=watch)
         graph = any(candidate.name == GRAPH for candidate in chosen)
         if graph and not (watch is None and can_keep_graph()):
-            assert cost is not None
-            graph, chosen = False, list(cost.candidates(index, tokens, length, whole=True))
+            if watch is None:
+                self._by_name.add(index)
+            rooms = [[math.inf, sum(candidate.bytes for candidate in chosen)]]
+            graph, chosen = False, self._fill(rooms, [index], None, tokens, length, True, (GRAPH,))[index]
             self._plan[index] = chosen
+        elif index in self._by_name and can_keep_graph():
+            self._by_name.discard(index)
         self._waiting.add(kept)
         inputs = 0.0 if cost is None else cost.of(tokens).x
         self._expected -= sum(candidate.bytes for candidate in chosen) + inputs
@@ -215,11 +220,8 @@ class SavesPolicy:
         if free is None or need is None or not self.known.costs:
             return
         room = max(room for _, room in self._rooms(free, tokens, chunk))
-        self._device, self._slack, self._retries = (
-            kept.device,
-            SLACK * free,
-            getattr(self.free, "retries", _none)(kept.device),
-        )
+        self._device, self._slack = kept.device, SLACK * free
+        self._retries = getattr(self.free, "retries", _none)(kept.device)
         _, self._plan, _ = self.predicted(free, tokens, chunk, kept.device, length)
         self.latest = chosen = Chosen(tokens, length, chunk, room, self._plan)
         planned = sum(chosen.bytes.values())
@@ -277,25 +279,26 @@ class SavesPolicy:
         """
         plan: dict[int, list[Candidate]] = {index: [] for index in indices}
         found: list[Candidate] = []
-        count: dict[int, int] = {}
+        graphs: dict[int, Candidate] = {}
+        taken = dict.fromkeys(plan, 0.0)
         for index in plan:
             cost = self.known.costs.get(index)
             if cost is not None and device in (None, cost.device):
                 named = [one for one in cost.candidates(index, tokens, length, whole) if one.name not in without]
-                graph = [Candidate(index, GRAPH, cost.graph * tokens / cost.tokens, 0.0)] if whole and cost.graph else []
-                found, count[index] = [*found, *named, *graph], len(named)
-        for candidate in sorted(found, key=lambda one: (-one.worth, -one.index)):
-            index, size, chosen = candidate.index, candidate.bytes, plan[candidate.index]
-            if candidate.name == GRAPH:  # in place of all that is named
-                if len(chosen) < count[index]:
-                    continue
-                there, spared = sum(one.bytes for one in chosen), sum(one.bytes * one.worth for one in chosen)
-                candidate, chosen = Candidate(index, GRAPH, max(size, there), spared / max(size, there, 1.0)), []
-                size = max(0.0, size - there)
-            if all(size <= room for upto, room in rooms if index <= upto):
+                found += named
+                if whole and cost.graph and GRAPH not in without and index not in self._by_name:
+                    size = cost.graph * tokens / cost.tokens
+                    graphs[index] = Candidate(index, GRAPH, size, sum(one.bytes * one.worth for one in named) / size)
+        found.sort(key=lambda one: (-one.worth, -one.index))
+        for candidate in (*found, *sorted(graphs.values(), key=lambda one: -one.index)):
+            index, size, graph = candidate.index, candidate.bytes, graphs.get(candidate.index)
+            if graph is not None and graph.bytes <= taken[index] + size:  # it keeps all that has a name, and takes no more
+                candidate, size = graph, graph.bytes - taken[index]
+            if graph not in plan[index] and all(size <= room for upto, room in rooms if index <= upto):
                 for entry in rooms:
                     entry[1] -= size if index <= entry[0] else 0.0
-                plan[index] = [*chosen, candidate]
+                plan[index] = [candidate] if candidate is graph else [*plan[index], candidate]
+                taken[index] += size
         return plan
 
     def _take_back(self, kept: Any, tokens: int) -> None:
@@ -345,9 +348,8 @@ class SavesPolicy:
         """What the micro-batch before lacked, those like it leave free besides."""
         lack, self._shortage = self._shortage, None
         if lack is not None:
-            if (
-                getattr(self.free, "retries", _none)(self._device) > self._retries
-            ):  # the allocator gave its cache back to go on
+            retries = getattr(self.free, "retries", _none)(self._device)
+            if retries > self._retries:  # the allocator gave its cache back to go on
                 lack.by = max(lack.by, self._slack)
             margin = lack.margin(self.margins.pop(lack.key, None))
             self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: margin}

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -17,8 +18,9 @@ import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.config import LAST, StreamConfig
 from streambp.device import alloc_retries, autocast_dtype, counted_bytes, memory_limit, tells_memory
+from streambp.distributed.engines import contents_of
 from streambp.distributed.zero import is_partitioned
-from streambp.known_names import MODULE_TABLES, SHARD_HERE
+from streambp.known_names import SHARD_HERE
 from streambp.model.last_step import record_of
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.model.wrappers import LayerForward
@@ -45,6 +47,7 @@ OPTIMIZER = 12  # bytes a trained parameter, of an optimizer that has not begun
 USABLE, LEFT = 0.95, 2**30  # the rest, or as many bytes, is left to fragmentation and other libraries
 REMEMBERED = 64  # states of a model, and lengths
 HALF = (torch.float16, torch.bfloat16)
+DECIDES = operator.attrgetter("nbytes", "requires_grad", "dtype", "device")  # of a parameter, on what a step takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,23 +151,11 @@ patch.__doc__ = patching.patch.__doc__
 def look_at(model: nn.Module) -> tuple[tuple[Any, ...], float]:
     """What decides what a model's steps take, and the part of its trainable bytes whose gradients are there: a tenth of a
     millisecond for a hundred modules."""
-    parameters, _, modules_table = MODULE_TABLES
-    modules: list[nn.Module | None] = [model]
-    key: list[Any] = []
-    trained = present = 0
-    for module in modules:  # which grows
-        own = {} if module is None else module.__dict__
-        if own and own[modules_table]:
-            modules += own[modules_table].values()
-        for parameter in own[parameters].values() if own and own[parameters] else ():
-            if parameter is None:
-                continue
-            size, trains = parameter.nbytes, parameter.requires_grad
-            key += size, parameter.dtype, trains, parameter.device
-            if trains:
-                trained += size
-                present += size if parameter.is_leaf and parameter.grad is not None else 0
-    return tuple(key), present / trained if trained else 0.0
+    parameters = contents_of(model)[1]
+    key = tuple(map(DECIDES, parameters))
+    trained = [(parameter, found[0]) for parameter, found in zip(parameters, key, strict=True) if found[1]]
+    present = sum(size for parameter, size in trained if parameter.is_leaf and parameter.grad is not None)
+    return key, present / (sum(size for _, size in trained) or 1)  # ZeRO-3 leaves nothing in place of a parameter
 
 
 class ModelStates:
@@ -186,7 +177,7 @@ class ModelStates:
         """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
         look, present = look_at(self.model)
         if self.config.weights != "device":  # counted as if they were there
-            look = tuple(entry for entry in look if not isinstance(entry, torch.device))
+            look = tuple(entry[:-1] for entry in look)
         key = device, autocast_dtype(device.type), look
         if key not in self._known:
             if len(self._known) == REMEMBERED:

@@ -23,7 +23,7 @@ from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.carried import Carried
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
-from streambp.layer.recompute import RandomState
+from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
@@ -48,9 +48,16 @@ class ShardedKept(Kept):
     """
 
     def __init__(
-        self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, pieces: list[Piece], gathers: bool
+        self,
+        site: LayerSite,
+        plan: ChunkPlan,
+        carried: Carried,
+        device: torch.device,
+        autocast: Autocast,
+        pieces: list[Piece],
+        gathers: bool,
     ) -> None:
-        super().__init__(site, plan, carried, device)
+        super().__init__(site, plan, carried, device, autocast)
         self.pieces, self.gathers = pieces, gathers
         self.products_before: list[str] = []
         self.products_after: list[str] = []
@@ -122,7 +129,9 @@ class ShardedCall(LayerCall):
 
     def _keep(self) -> ShardedKept:
         self.pieces = self.shards.pieces(self.rows, self.plan.size)
-        return ShardedKept(self.site, self.plan, self.carried, self.device, self.pieces, self.shards.gathers_keys)
+        return ShardedKept(
+            self.site, self.plan, self.carried, self.device, self.autocast, self.pieces, self.shards.gathers_keys
+        )
 
     def _layout(self) -> Spans:
         named = self.arguments.named

@@ -203,12 +203,14 @@ class Values:
         """(seconds, bytes) of what a layer may save, so that no set of names is worth more than its pieces.
 
         Args:
-            sizes: bytes by name.
+            sizes: bytes by name; of keys and values where saving them spares something: not of a call in one chunk.
         """
         found = [(self.attn_out, sizes.get("attn_out", 0.0))]
         found += [(spared, sizes[n]) for n, spared in self.linears.items() if n in sizes and not n.startswith(KV)]
         keys = [n for n in self.linears if n in sizes and n.startswith(KV)]
         once, size = sum(self.linears[n] for n in keys), sum(sizes[n] for n in keys)
+        if "kv" not in sizes:
+            return [*found, (once, size)]
         first = max(self.kv, self.times * once)  # either of both, then the other
         return [*found, (first, min(size, sizes["kv"])), (self.kv + once - first, max(size, sizes["kv"]))]
 
@@ -312,8 +314,8 @@ def cell(set_up, kind, memory, card, tokens, present):
         rooms = [(upto, free - taken) for upto, taken in need.by_layer(tokens, size, present)]
         if min(room for _, room in rooms) >= 0:
             values = Values(kind, memory, linears, len(costs), tokens, size)
-            sizes = {i: {c.name: c.bytes for c in cost.candidates(i, tokens, tokens)} for i, cost in costs.items()}
-            pieces = {index: values.pieces(some) for index, some in sizes.items()}
+            may = {index: cost.candidates(index, tokens, tokens, size == tokens) for index, cost in costs.items()}
+            pieces = {index: values.pieces({one.name: one.bytes for one in some}) for index, some in may.items()}
             least = min(least, values.base - most_spared(rooms, pieces))
     assert fits == math.isfinite(least)
     if not fits:
