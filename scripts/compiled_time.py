@@ -1,6 +1,7 @@
-"""Processor time of a warm step on a CPU with compiled MLPs and norms, beside the same modules as they are.
+"""Processor time of a warm step on a CPU with compiled regions (`kernels="compiled"`), beside the modules as they are.
 
     OMP_NUM_THREADS=1 python scripts/compiled_time.py                   # lengths 2,048 and 4,096
+    OMP_NUM_THREADS=1 python scripts/compiled_time.py --modules         # whole MLPs and norms, as a user compiles them
     OMP_NUM_THREADS=1 python scripts/compiled_time.py --lengths 512 --repeats 2 --backend aot_eager
 
 A model of four layers of 512 features, float32, in four chunks, nothing saved. Both step in turns in one process. Printed
@@ -21,6 +22,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import streambp
+from streambp.model import compiled_regions
 
 CHUNKS = 4
 COMPILED = ("mlp", "input_layernorm", "post_attention_layernorm")
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--modules", action="store_true", help="compile whole MLPs and norms with Module.compile")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -72,14 +75,16 @@ def main() -> None:
     eager = Qwen3ForCausalLM(config).train()
     compiled = copy.deepcopy(eager)
     backend = Counted(arguments.backend)
-    for layer in compiled.model.layers:
+    compiled_regions.lookup_backend = lambda name: backend  # type: ignore[attr-defined, assignment]
+    for layer in compiled.model.layers if arguments.modules else ():
         for name in COMPILED:
             getattr(layer, name).compile(backend=backend, dynamic=True)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {arguments.backend}")
     for length in arguments.lengths:
         tokens = torch.randint(0, 1024, (1, length))
         for model in (eager, compiled):
-            streambp.patch(model, streambp.StreamConfig(chunk_size=length // CHUNKS, saves=(), kernels="own"))
+            kernels: Any = "own" if model is eager or arguments.modules else "compiled"
+            streambp.patch(model, streambp.StreamConfig(chunk_size=length // CHUNKS, saves=(), kernels=kernels))
             step(model, tokens)
         before = backend.runs
         spent = [[step(model, tokens) for model in (eager, compiled)] for _ in range(arguments.repeats)]

@@ -85,7 +85,7 @@ class StreamConfig:
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
     documents: Literal["from_positions", "as_given"] = "from_positions"
     rows: Literal["as_given", "packed", "auto"] = "auto"
-    kernels: Literal["auto", "own", "liger"] = "auto"
+    kernels: Literal["auto", "own", "liger", "compiled"] = "auto"
     unpatched_runs: bool = True
     compare_backward: bool = True
     share_prefixes: bool | None = None

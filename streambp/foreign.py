@@ -23,6 +23,7 @@ from streambp.known_names import (
     COMPILED_FROM,
     DEPRECATION,
     FORWARDS_ARE_PLAIN,
+    REGION,
     TRLS_FORWARD,
     TRLS_HEAD,
     TRLS_IN_FLOAT32,
@@ -145,6 +146,17 @@ def is_compiled(module: nn.Module) -> bool:
 def compiled_inside(module: nn.Module) -> list[nn.Module]:
     """The modules in it that are compiled."""
     return [inner for inner in module.modules() if inner is not module and is_compiled(inner)]
+
+
+def has_compiled_parts(layer: nn.Module) -> bool:
+    """Whether compiled code computes something in it: modules that are compiled, or regions that `patch` has put there."""
+    return any(module is not layer and (is_compiled(module) or is_region(module)) for module in layer.modules())
+
+
+def is_region(module: nn.Module) -> bool:
+    """Whether the module's own forward calls code that `patch` compiles (`model/compiled_regions.py`)."""
+    forward = module.__dict__.get("forward")
+    return getattr(getattr(forward, "__func__", forward), REGION, None) is not None
 
 
 def name_of(function: Any) -> str:

@@ -20,7 +20,7 @@ from streambp.device import has_data
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, Look
-from streambp.foreign import compiled_inside
+from streambp.foreign import has_compiled_parts
 from streambp.layer.choices import Choices
 from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
@@ -267,7 +267,7 @@ class LayerSite:
 
     def _source(self, x: Tensor, autocast: Autocast, _: nn.Module) -> Source:
         dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes))
-        exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(compiled_inside))
+        exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(has_compiled_parts))
         tolerance = tolerance_of(dtype, not exact and self.of(chooses))
         return Source(self.index, functools.partial(gives_otherwise, self.layer), tolerance)
 

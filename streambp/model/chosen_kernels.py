@@ -26,6 +26,7 @@ from streambp.config import StreamConfig
 from streambp.errors import MissingLibraryError
 from streambp.foreign import home_of, is_compiled
 from streambp.known_names import ACCELERATE_HOOK, LIGER, ROTARY
+from streambp.model.compiled_regions import compile_regions
 from streambp.model.fused_layers import (
     Attributes,
     Fused,
@@ -34,7 +35,9 @@ from streambp.model.fused_layers import (
     Replaced,
     WithRotation,
     fused_modules,
+    globals_that_turn,
     put_on,
+    with_globals,
 )
 
 HALF = 4  # features of a head, of which the other half is turned with these, in the comparison of rotations
@@ -51,6 +54,8 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
     """
     if config.kernels == "liger":
         return put_on(model)
+    if config.kernels == "compiled":
+        return compile_regions(model)
     device = None if config.kernels == "own" else accelerator()
     if device is None:
         return Fused()
@@ -95,7 +100,7 @@ class ByDevice:
                 continue
             if isinstance(forward, types.MethodType):
                 module.__dict__["forward"] = types.MethodType(OnDevice(forward.__func__, self.kind), module)
-            elif forward is None and (space := _globals_that_turn(module)) is not None:
+            elif forward is None and (space := globals_that_turn(module)) is not None:
                 rotation = space[ROTARY]
                 if home_of(rotation).partition(".")[0] == LIGER:
                     self.turning[module] = rotation
@@ -106,32 +111,18 @@ class ByDevice:
         found: list[Replaced] = []
         alike: dict[Callable[..., Any], bool] = {}
         for module, rotation in self.turning.items():
-            space = _globals_that_turn(module)
+            space = globals_that_turn(module)
             if space is None:
                 continue
             own = space[ROTARY]
             if own not in alike:
                 alike[own] = turns_halves(own)
             if alike[own]:
-                forward = types.MethodType(_with(WithRotation(space, rotation, self.kind), type(module).forward), module)
+                around = WithRotation(space, rotation, self.kind)
+                forward = types.MethodType(with_globals(around, type(module).forward), module)
                 module.__dict__["forward"] = forward
                 found.append(Replaced(module, "forward", None, forward, False))
         return found
-
-
-def _globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
-    """Those of a class's forward that calls the rotation by its usual name; None for other modules."""
-    forward: Any = type(module).forward
-    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
-        return None
-    return forward.__globals__ if ROTARY in forward.__globals__ else None
-
-
-def _with(space: dict[str, Any], forward: Any) -> types.FunctionType:
-    """A class's forward with other globals."""
-    found = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
-    found.__kwdefaults__, found.__qualname__ = forward.__kwdefaults__, forward.__qualname__
-    return found
 
 
 def turns_halves(rotation: Callable[..., Any]) -> bool:

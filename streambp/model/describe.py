@@ -19,7 +19,7 @@ from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import is_compiled
 from streambp.instance_forward import forwards
-from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
+from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER, REGION
 from streambp.layer.site import LayerSite
 from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_of, patch_of, record_of
@@ -41,7 +41,7 @@ BLOCKS = MappingProxyType(
     }
 )
 CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
-LIGERS = "Liger's kernels"
+LIGERS, REGIONS = "Liger's kernels", "compiled regions"
 FASTER = 0.1  # seconds a step that offload="cpu" has to save before it is told of
 LOST = "could not be told"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
@@ -327,14 +327,20 @@ def _fused_layers(found: Patch) -> list[str]:
         if isinstance(wrapper, LayerForward):
             for home, names in fused_modules(wrapper.module).items():
                 layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
+    who, fused, choice = {LIGER: LIGERS, REGION: REGIONS}, found.fused, found.state.config.kernels
     notes = [
-        f"{LIGERS if home == LIGER else f'forwards of {home}'} compute {', '.join(names)} of {number} layers"
+        f"{who.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
         for (home, names), number in layers.items()
     ]
-    left = found.fused.left
-    if found.fused.why_own is not None:
-        notes.append(f"kernels='auto' leaves all modules as they are: {found.fused.why_own}")
-    return notes + ([f"{LIGERS} compute otherwise than {', '.join(left)}, which stay as they are"] if left else [])
+    if fused.compiler is not None:
+        notes.append(
+            f"{fused.compiler.graphs.total()} graphs of regions so far, compiled in {fused.compiler.seconds:.1f} s"
+        )
+    if fused.why_own is not None:
+        notes.append(f"kernels='{choice}' leaves all modules as they are: {fused.why_own.rstrip('.')}.")
+    whose = REGIONS if choice == "compiled" else LIGERS
+    left = f"{whose} compute otherwise than {', '.join(fused.left)}, which stay as they are"
+    return notes + ([left] if fused.left else [])
 
 
 def _shared(last: Shared | str) -> str:

@@ -19,6 +19,7 @@ import functools
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streambp.errors import ConfigError, MissingLibraryError
-from streambp.foreign import home_of
+from streambp.foreign import home_of, is_region
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import (
     ACTIVATIONS,
@@ -39,6 +40,7 @@ from streambp.known_names import (
     LIGERS_TABLE,
     MODULES_ARE_HARMLESS,
     NOT_OF_LAYERS,
+    REGION,
     ROTARY,
 )
 from streambp.libraries import required
@@ -89,12 +91,14 @@ class Fused:
 
     Args:
         left: classes of modules that keep their own forward because Liger's computes otherwise.
-        why_own: why kernels="auto" leaves all modules of a model on an accelerator as they are.
+        why_own: why kernels="auto" or "compiled" leaves all modules of a model as they are.
+        compiler: what compiles the modules' forwards; None: they are Liger's. [Note: compiled regions]
     """
 
     replaced: tuple[Replaced, ...] = ()
     left: tuple[str, ...] = ()
     why_own: str | None = None
+    compiler: Any = None
 
     def take_off(self) -> None:
         """Put back what was set."""
@@ -229,6 +233,8 @@ class WithRotation(dict[str, Any]):
         around: these. fused: Liger's, of q [B, H, T, D], k [B, H_kv, T, D], cos and sin [B, T, D]. kind: of device.
     """
 
+    home = LIGER
+
     def __init__(self, around: dict[str, Any], fused: Callable[..., Any], kind: str) -> None:
         super().__init__({"__name__": around["__name__"], ROTARY: self.turned})
         self.around = around
@@ -247,6 +253,21 @@ class WithRotation(dict[str, Any]):
         return (self.fused if plain and takes(q, self.kind) else now)(q, k, cos, sin, *args, **kwargs)
 
 
+def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
+    """Those of a class's forward that calls the rotation by its usual name; None for other modules."""
+    forward: Any = type(module).forward
+    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
+        return None
+    return forward.__globals__ if ROTARY in forward.__globals__ else None
+
+
+def with_globals(space: dict[str, Any], forward: Any) -> types.FunctionType:
+    """A class's forward with other globals."""
+    found = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
+    found.__kwdefaults__, found.__qualname__ = forward.__kwdefaults__, forward.__qualname__
+    return found
+
+
 def takes(x: Tensor, kind: str) -> bool:
     """Whether kernels of that kind of device compute with x [..., h]."""
     return x.device.type == kind and x.dtype != torch.float64
@@ -255,22 +276,26 @@ def takes(x: Tensor, kind: str) -> bool:
 def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
     """Names of the modules inside a layer that forwards of another library compute, by the library, whoever has put them
     there: Liger's, on the class or the instance, and any other's on the instance, as hub kernels are. Liger's rotation,
-    which is every model's of a family if others have put it on, is named with them."""
+    which is every model's of a family if others have put it on, is named with them. `REGION`: what `patch` compiles."""
     found: dict[str, list[str]] = {}
-    turns = False
+    turning: set[str] = set()
     for name, module in layer.named_modules():
         forward = module.__dict__.get("forward")
         function = getattr(forward, "__func__", forward) or type(module).forward
         while isinstance(function, functools.partial | OnDevice):
             function = function.func if isinstance(function, functools.partial) else function.fused
-        turns |= isinstance(getattr(function, "__globals__", None), WithRotation)
         home = home_of(function).partition(".")[0]
+        if isinstance(around := getattr(function, "__globals__", None), WithRotation):
+            turning.add(around.home)
+        elif name and is_region(module):
+            found.setdefault(REGION, []).append(name)
         others = forward is not None and not isinstance(forward, InstanceForward) and home not in MODULES_ARE_HARMLESS
         if name and (home == LIGER or others):
             found.setdefault(home, []).append(name)
     rotation = vars(sys.modules.get(type(layer).__module__, layer)).get(ROTARY)
-    if turns or home_of(rotation).partition(".")[0] == LIGER:
-        found.setdefault(LIGER, []).append("the rotation of queries and keys")
+    turning |= {LIGER} if home_of(rotation).partition(".")[0] == LIGER else set()
+    for home in sorted(turning):
+        found.setdefault(home, []).append("the rotation of queries and keys")
     return found
 
 

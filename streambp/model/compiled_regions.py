@@ -1,0 +1,298 @@
+"""`kernels="compiled"`: parts of a model's layers that torch compiles, put on by instance as Liger's kernels are.
+
+[Note: compiled regions] A region is code of a layer that treats tokens alike and holds no Linear: a norm, the activation
+and the product of a gated MLP, the rotation of queries and keys. Linears stay outside: a streamed layer gives them another
+forward in each pass, saves their products and adds up their weights' gradients. A region computes the class's own code.
+That a norm treats tokens alike, and that an MLP is down(act(gate) * up), is tried by value before they are put on, in plain
+torch; a module for which it does not hold (dropout between, groups of features) keeps its own forward. The trials of a
+layer run regions as they were written, like all that is compiled (`admission/rehearsal.py`).
+
+A region is compiled for tokens [n, h], with n dynamic: chunks, rows and sequences of any length share one graph, and a
+single token has one of its own. Each pass has its graphs: forward, the refill, whose weights are a chunk's, recomputation.
+A region's code is a copy for this model alone: torch counts the graphs of a code, and after the eighth runs it eagerly
+without a word.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import time
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.utils._triton import has_triton
+
+from streambp.admission.stacks import find_stacks
+from streambp.device import has_data
+from streambp.foreign import compiled_inside, is_compiled
+from streambp.known_names import ACCELERATE_HOOK, FUSED_MLP, GATED_MLP, REGION, ROTARY
+from streambp.model.fused_layers import TRIED, Fused, Replaced, WithRotation, globals_that_turn, with_globals
+
+BACKEND = "inductor"
+COMPILERS = ("cc", "gcc", "clang", "g++", "clang++", "cl")  # one of which what inductor makes needs
+GRAPHS = 64  # of a region, before torch runs it eagerly: eight without this, where torch can be told
+NORMS = "Norm"  # what names of classes have in them
+NUMBER = re.compile(r"\.\d+")  # of an expert: all have one role
+PLAIN = (Tensor, nn.Parameter)
+
+
+class Compiler:
+    """Compiles the regions of a model, and counts.
+
+    graphs: that torch was given for a role in layers, without those of backward. seconds: that compiling them took.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: Counter[str] = Counter()
+        self.seconds = 0.0
+        self.made: dict[Any, Callable[..., Any]] = {}
+
+    def __reduce__(self) -> Any:
+        return Compiler, ()  # what is compiled stays in its process, whose copies of the model share it
+
+    def __deepcopy__(self, memo: Any) -> Compiler:
+        return self
+
+    def compiled(self, function: Any, role: str) -> Callable[..., Any]:
+        """The function compiled for one role in layers, once. [Note: compiled regions]"""
+        if (function, role) not in self.made:
+            code = function.__code__.replace(co_name=function.__name__)
+            own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+            own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+            more: dict[str, Any] = {}
+            if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in 2.11
+                more["recompile_limit"] = GRAPHS
+            self.made[function, role] = torch.compile(own, backend=self._counting(role), **more)
+        return self.made[function, role]
+
+    def _counting(self, role: str) -> Callable[..., Any]:
+        def backend(graph: Any, examples: Any, **more: Any) -> Any:
+            self.graphs[role] += 1
+            start = time.monotonic()
+            compiled = lookup_backend(BACKEND)(graph, examples, **more)
+            self.seconds += time.monotonic() - start
+            return compiled
+
+        return backend
+
+
+class Region:
+    """A forward of which compiled code computes a part; of a call that it is not made for, the class's.
+
+    Args:
+        compiled: what computes it, of (module, tokens [n, h], ...).
+    """
+
+    __name__ = "forward"  # a bound method is pickled as what the module has by this name
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self._streambp_region = self.compiled = compiled
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As the class's forward."""
+        return type(module).forward(module, *args, **kwargs)
+
+
+class NormRegion(Region):
+    """Of a norm of x [..., h], and of gates [..., h] with it."""
+
+    def __call__(self, module: nn.Module, *tensors: Any, **others: Any) -> Any:
+        alike = bool(tensors) and all(runs(x) and x.shape == tensors[0].shape for x in tensors)
+        if others or not alike or tensors[0].dim() < 2:
+            return super().__call__(module, *tensors, **others)
+        found: Tensor = self.compiled(module, *(by_token(x) for x in tensors))
+        return found.view(tensors[0].shape)
+
+
+class MLPRegion(Region):
+    """Of an MLP of x [..., h] whose Linears give gate and up [..., m], or both in one [..., 2 m]."""
+
+    def __call__(self, module: nn.Module, *args: Any, **others: Any) -> Any:
+        if others or len(args) != 1 or not runs(args[0]):
+            return super().__call__(module, *args, **others)
+        (x,) = args
+        *entries, down, act = (getattr(module, name) for name in names_of(module))
+        parts = [entry(x) for entry in entries]
+        middle: Tensor = self.compiled(act, *(by_token(part) for part in parts))
+        return down(middle.view(*x.shape[:-1], middle.shape[-1]))
+
+
+def gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up [n, m] -> [n, m]."""
+    return act(gate) * up
+
+
+def gated_in_one(act: Callable[[Tensor], Tensor], both: Tensor) -> Tensor:
+    """Gate before up, [n, 2 m] -> [n, m]."""
+    gate, up = both.chunk(2, -1)
+    return act(gate) * up
+
+
+def names_of(module: nn.Module) -> tuple[str, ...]:
+    """Of its Linears and its activation; () if it is no gated MLP."""
+    return next((names for names in (GATED_MLP, FUSED_MLP) if all(hasattr(module, name) for name in names)), ())
+
+
+class WithCompiledRotation(WithRotation):
+    """The globals of an attention's forward in which the rotation is compiled."""
+
+    home = REGION
+
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """q [B, H, T, D] and k [B, H_kv, T, D], turned by the modeling file's function, compiled if it is still that."""
+        now, four = self.around[ROTARY], (q, k, cos, sin)
+        if now is not self.own or args or kwargs or not all(isinstance(x, Tensor) and runs(x) for x in four):
+            return now(*four, *args, **kwargs)
+        return self.fused(*(_any_length(apart(x) if x is cos or x is sin else x, 0, x.dim() - 2) for x in four))
+
+
+def runs(x: Any) -> bool:
+    """Whether compiled code is to compute with x [...]: a plain tensor with values, which no program compiles around us."""
+    return type(x) in PLAIN and has_data(x) and not torch.compiler.is_compiling()
+
+
+def by_token(x: Tensor) -> Tensor:
+    """x [..., h] as [n, h], for a compiler that is to make one graph for all n."""
+    return _any_length(apart(x.reshape(-1, x.shape[-1])), 0)
+
+
+def apart(x: Tensor) -> Tensor:
+    """x [...], copied if it is a part of another tensor, as a chunk is of a row: torch makes a graph anew for another
+    offset."""
+    return x.clone() if x.nbytes < x.untyped_storage().nbytes() else x
+
+
+def _any_length(x: Tensor, *dims: int) -> Tensor:
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(x, dim)  # type: ignore[no-untyped-call]
+    return x
+
+
+def compile_regions(model: nn.Module) -> Fused:
+    """Put compiled regions on the modules of a model's layers. [Note: compiled regions]
+
+    Args:
+        model: a transformers model, or a module that holds one; changed in place.
+    """
+    device = next((p.device.type for p in model.parameters() if p.device.type != "cpu"), "cpu")
+    if (why := no_compiler(device)) is not None:
+        return Fused(why_own=why)
+    compiler = Compiler()
+    replaced: list[Replaced] = []
+    left: set[str] = set()
+    alike: dict[Any, bool] = {}
+    for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
+        for role, module in layer.named_modules():
+            make = _maker(module)
+            if make is None or module is layer or _is_others(module):
+                continue
+            key = (type(module), type(getattr(module, "act_fn", None)))
+            if key not in alike:
+                alike[key] = make is turning or treats_tokens_alike(module)
+            if not alike[key]:
+                left.add(type(module).__name__)
+                continue
+            forward = types.MethodType(make(module, compiler, NUMBER.sub(".*", role)), module)
+            module.__dict__["forward"] = forward
+            replaced.append(Replaced(module, "forward", None, forward, False))
+    why = None if replaced else "no module of its layers is known to treat tokens alike"
+    return Fused(tuple(replaced), tuple(sorted(left)), why, compiler)
+
+
+def no_compiler(device: str) -> str | None:
+    """Why torch cannot compile for this kind of device; None: it can, as far as one can tell."""
+    if not any(map(shutil.which, COMPILERS)):
+        return "torch.compile needs a C compiler, and there is none on this machine"
+    if device != "cpu" and not has_triton():
+        return "torch.compile needs Triton, which does not run on this platform"
+    return None
+
+
+Maker = Callable[[nn.Module, Compiler, str], Callable[..., Any]]
+
+
+def _maker(module: nn.Module) -> Maker | None:
+    """What makes its region, by what it looks like."""
+    if names_of(module):
+        return _mlp
+    kind = type(module)
+    if NORMS in kind.__name__ and not module._modules and isinstance(kind.forward, types.FunctionType):
+        return None if kind.__module__.startswith("torch.") else _norm
+    return turning if globals_that_turn(module) is not None else None
+
+
+def _is_others(module: nn.Module) -> bool:
+    """Whether somebody else has given it a forward, or compiles it or a part of it."""
+    own = module.__dict__
+    return ACCELERATE_HOOK in own or "forward" in own or is_compiled(module) or bool(compiled_inside(module))
+
+
+def _norm(module: nn.Module, compiler: Compiler, role: str) -> Region:
+    function: Any = type(module).forward
+    return NormRegion(compiler.compiled(function, role))
+
+
+def _mlp(module: nn.Module, compiler: Compiler, role: str) -> Region:
+    return MLPRegion(compiler.compiled(gated if names_of(module) == GATED_MLP else gated_in_one, role))
+
+
+def turning(module: nn.Module, compiler: Compiler, role: str) -> Callable[..., Any]:
+    """Its class's forward, with a compiled rotation among its globals."""
+    space: Any = globals_that_turn(module)
+    around = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")
+    forward: Any = with_globals(around, type(module).forward)
+    setattr(forward, REGION, around.fused)
+    return forward  # type: ignore[no-any-return]
+
+
+class Known(nn.Module):
+    """A Linear's stand-in: gives a value [..., m] that is known, or what it is given; notes what that was."""
+
+    def __init__(self, value: Tensor | None = None) -> None:
+        super().__init__()
+        self.value = value
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., h] -> [..., m]."""
+        self.seen = x
+        return x if self.value is None else self.value
+
+
+def treats_tokens_alike(module: nn.Module) -> bool:
+    """Whether a norm or an MLP computes what its region does, on random numbers on the host."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu")
+
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    names = names_of(module)
+    try:
+        with torch.no_grad():
+            if names:
+                x = some(2, 3, TRIED)  # [B, T, h]
+                parts = [some(2, 3, TRIED) for _ in names[:-2]]  # [B, T, m], of one product 2 m
+                twin.__dict__["_modules"] = {**module._modules, names[-2]: Known()}
+                twin._modules.update({name: Known(part) for name, part in zip(names[:-2], parts, strict=True)})
+                act = getattr(module, names[-1])
+                region = gated if names == GATED_MLP else gated_in_one
+                found = type(module).forward(twin, x)
+                entries = all(twin._modules[name].seen is x for name in names[:-2])  # type: ignore[union-attr]
+                return entries and torch.equal(found, region(act, *parts))
+            parameters = {name: None if p is None else some(TRIED) for name, p in module._parameters.items()}
+            twin.__dict__["_parameters"] = parameters
+            tensors = [some(2, 3, TRIED) for _ in inspect.signature(type(module).forward).parameters][1:]
+            whole = type(module).forward(twin, *tensors)
+            one = type(module).forward(twin, *(x[:, 1] for x in tensors))
+            return whole.shape == tensors[0].shape and torch.equal(whole[:, 1], one)
+    except Exception:  # it takes other arguments, or other sizes
+        return False
