@@ -101,7 +101,7 @@ Weights = Annotated[
 Accumulate = Annotated[
     bool, _option(TRAINING, "plan a step that adds to existing gradients (gradient accumulation)", "--accumulate")
 ]
-Kernels = Annotated[Any, _option(TIME, "attention kernels on the GPU", **one_of("cudnn", "flash"))]
+Attention = Annotated[Any, _option(TIME, "attention kernels on the GPU", **one_of("cudnn", "flash"))]
 Mixers = Annotated[
     Any,
     _option(
@@ -124,8 +124,14 @@ Measured = Annotated[
     Path | None,
     _option(TIME, "measure this machine's rates, write them to a file, and use them; MODEL may be left out"),
 ]
-FusedLayers = Annotated[
-    bool, _option(TIME, "norms, gated activations and rotary embeddings run fused kernels (Liger)", "--fused-layers")
+Kernels = Annotated[
+    Any,
+    _option(
+        TIME,
+        "code of norms, gated activations and rotary embeddings: the model's own, Liger's kernels, compiled regions, or "
+        "what training takes by default: Liger's if liger-kernel is installed here (auto)",
+        **one_of("auto", "own", "liger", "compiled"),
+    ),
 ]
 NoCache = Annotated[bool, _option(OUTPUT, "count anew, and leave nothing for the next plan", "--no-cache")]
 Html = Annotated[
@@ -213,9 +219,9 @@ def plan(
     accumulate: Accumulate = False,
     device: Rated = None,
     measure_device: Measured = None,
-    kernels: Kernels = "cudnn",
+    attention: Attention = "cudnn",
     mixers: Mixers = "kernels",
-    fused_layers: FusedLayers = False,
+    kernels: Kernels = "auto",
     modules: Modules = False,
     html: Html = None,
     json: Json = False,

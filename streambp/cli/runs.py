@@ -21,6 +21,7 @@ from streambp.errors import StreamBPError
 from streambp.fields import shown
 from streambp.planner.batches import COMPLETIONS, Batch, batches_table, both_ways
 from streambp.planner.configuration import TRUST, needs_trust, read_config
+from streambp.planner.fused_layers import fusion
 from streambp.planner.measure import compare_default, compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
@@ -112,6 +113,7 @@ def run_plan(arguments: Any) -> int:
         reserve=arguments.reserve,
         batch_size=arguments.batch_size if arguments.lengths is None and arguments.mean_length is None else 1,
         dtype=getattr(torch, arguments.dtype),
+        attention=arguments.attention,
         kernels=arguments.kernels,
         mixers=arguments.mixers,
         rates=rates,
@@ -121,7 +123,7 @@ def run_plan(arguments: Any) -> int:
     )
     training = Training(arguments.lora, arguments.bits)
     with said:
-        found = counted(lora=training.lora, bits=training.bits, fused_layers=arguments.fused_layers)
+        found = counted(lora=training.lora, bits=training.bits)
         if arguments.html is not None:
             _write_page(arguments, found, training, counted)
     if batches:
@@ -140,13 +142,13 @@ def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: C
     """Commands with which a plan fits that does not; beside one that does, LoRA where no training was named."""
 
     def count(how: Training) -> Profile:
-        return counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers).profile
+        return counted(lora=how.lora, bits=how.bits).profile
 
     if found.choice is None:
         others = list(remedies(found, arguments.seq_len, training, count))
     elif training == Training() and not arguments.full:
         how = next(training.smaller())
-        adapters = counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers)
+        adapters = counted(lora=how.lora, bits=how.bits)
         others = [Remedy(str(how), how.options, adapters)] if adapters.choice is not None else []
     else:
         return
@@ -194,10 +196,11 @@ def _write_page(arguments: Any, found: Plan, training: Training, counted: Callab
     for how in (Training(), *training.smaller()):
         if how not in profiles:
             with contextlib.suppress(StreamBPError):  # adapters do not fit every model
-                profiles[how] = counted(lora=how.lora, bits=how.bits, fused_layers=arguments.fused_layers).profile
-    unfused = {str(how): counted(lora=how.lora, bits=how.bits).profile for how in profiles if arguments.fused_layers}
+                profiles[how] = counted(lora=how.lora, bits=how.bits).profile
+    fused = fusion(arguments.kernels, "cuda") is not None
+    own = {str(how): counted(lora=how.lora, bits=how.bits, kernels="own").profile for how in profiles if fused}
     others = {str(how): profile for how, profile in profiles.items() if how != training}
-    arguments.html.write_text(page(found, name, others, str(training), unfused), "utf-8")
+    arguments.html.write_text(page(found, name, others, str(training), own), "utf-8")
 
 
 def run_profile(arguments: Any) -> int:

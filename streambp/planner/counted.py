@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from streambp.fields import check_fields
-from streambp.known_names import NO_PART_OF_A_STEP
+from streambp.known_names import LIGER, NO_PART_OF_A_STEP
 from streambp.planner.configuration import read_config
+from streambp.planner.fused_layers import Kernels
 from streambp.planner.layer_costs import counted_saves
 from streambp.planner.mixers import KERNELS, Mixers, is_installed
 from streambp.planner.profile import Profile, from_json, to_json
@@ -50,9 +51,9 @@ class Asked:
     bits: Literal[4, 8, 16] = 16
     device: Device = "cuda"
     mixers: Mixers | None = None
-    fused_layers: bool = False
+    kernels: Kernels = "auto"
     batch_size: int = 1
-    kernels: Literal["cudnn", "flash"] = "cudnn"
+    attention: Literal["cudnn", "flash"] = "cudnn"
 
     def __post_init__(self) -> None:
         check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20))
@@ -63,7 +64,7 @@ class Asked:
         Raises:
             StreamBPError: the source is unknown, or options do not go with it.
         """
-        return Skeleton(self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.fused_layers)
+        return Skeleton(self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.kernels)
 
 
 def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, said: Said | None = None) -> Profile:
@@ -80,7 +81,7 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
     if file is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return from_json(json.loads(file.read_text("utf-8")))
-    profile = survey(asked.skeleton(), recipes, asked.batch_size, None, asked.kernels, said=said)
+    profile = survey(asked.skeleton(), recipes, asked.batch_size, None, asked.attention, said=said)
     if asked.device != "cpu" and any(recipe.name == STREAMED[0].name for recipe in recipes):
         profile = dataclasses.replace(profile, saves=counted_saves(asked.skeleton(), profile.layers))
     if file is not None:
@@ -108,7 +109,7 @@ def _digest(asked: Asked, recipes: Sequence[SurveyRecipe]) -> str:
     config = read_config(asked.source)
     fields = {name: value for name, value in config.to_dict().items() if name not in NO_PART_OF_A_STEP}
     options = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name != "source"}
-    packages = sorted({kernel.package for kernel in KERNELS})
+    packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
     parts: list[Any] = [
         type(config).__name__, fields, options, [repr(recipe) for recipe in recipes],
         [_version(name) for name in VERSIONS], [name for name in packages if is_installed(name)], _source(),

@@ -12,6 +12,7 @@ from streambp.config import StreamConfig
 from streambp.errors import ConfigError
 from streambp.fields import MOST, shown
 from streambp.planner.counted import Asked
+from streambp.planner.fused_layers import Kernels
 from streambp.planner.mixers import Mixers
 from streambp.planner.profile import Peak, Profile, Setting, available, flops, named, peak
 from streambp.planner.seconds import Seconds, seconds
@@ -72,10 +73,10 @@ def estimate(
     bits: Literal[4, 8, 16] = 16,
     dtype: torch.dtype = torch.bfloat16,
     device: Device = "cuda",
-    kernels: Literal["cudnn", "flash"] = "cudnn",
+    attention: Literal["cudnn", "flash"] = "cudnn",
     mixers: Mixers | None = None,
     rates: str | Rates = DEFAULT,
-    fused_layers: bool = False,
+    kernels: Kernels = "auto",
 ) -> Estimate:
     """Bytes, FLOPs and seconds of one training step, counted without weights and without a GPU (DESIGN.md section 6).
 
@@ -86,11 +87,12 @@ def estimate(
         setting: GPUs, ZeRO stage, optimizer and so on; `Setting()` if None.
         lora: rank of adapters on every Linear of the layers; the rest is frozen. A PeftModel brings its own.
         bits: 4 or 8 for a quantised frozen base. dtype: of the weights, where no model is given.
-        device: "cpu" counts the kernels that a CPU would run. kernels: whose workspaces count on a GPU.
+        device: "cpu" counts the kernels that a CPU would run. attention: the kernels whose workspaces count on a GPU.
         mixers: what recurrent and convolutional layers run: the "kernels" of fla, mamba_ssm and causal_conv1d, plain
             "torch" as transformers has it, or the kernels that are "installed" here; None: kernels, and torch on a CPU.
         rates: of the GPU, for seconds: a name in `rates.DEVICES`, a file of `--measure-device`, or `Rates`.
-        fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
+        kernels: of norms, gated activations and rotary embeddings, as in `StreamConfig`; "auto": Liger's on a GPU if
+            liger-kernel is installed here.
 
     Returns:
         Peaks of no checkpointing, checkpointing, checkpointing with a fused head, and streambp.
@@ -99,14 +101,14 @@ def estimate(
         StreamBPError: the model is unknown, or has no layers that stream.
     """
     check_length("seq_len", seq_len)
-    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, fused_layers, batch_size, kernels)
+    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention)
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
     setting, known = setting or Setting(), rates_of(rates)
     skeleton = asked.skeleton()
     shard = -(-seq_len // setting.ranks)
     chunk = plan_chunks(shard, batch_size, chunk_size).size
     recipes = (*UNPATCHED, streamed(saves, offload, setting.split))
-    profile = survey(skeleton, recipes, batch_size, (shard, chunk), kernels)
+    profile = survey(skeleton, recipes, batch_size, (shard, chunk), attention)
     available(profile, setting)  # or raise
     methods = tuple(
         MethodEstimate(

@@ -1,9 +1,10 @@
-"""Layers with fused kernels, as Liger's: RMSNorm, gated activations and rotary embeddings, by memory and bytes moved.
+"""Layers with fused kernels, Liger's or compiled: RMSNorm, gated activations and rotary embeddings, by memory and bytes.
 
 Where a model is planned with them, its modules are replaced by ones that allocate and keep what the kernels do. A norm
-keeps its input and a number a row, and writes the gradient over the one it is given. An activation keeps both of its inputs
-and writes their gradients over them. Rotary embeddings turn queries and keys in place. In passes over the tensor a norm
-reads and writes 2, and 3 in backward, an activation 3 and 5, rotary embeddings 2 and 2.
+keeps its input and a number a row, an activation both of its inputs, rotary embeddings nothing. Liger's kernels write
+gradients over what they are given, and turn in place; compiled code gives new tensors. In passes over the tensor a norm
+reads and writes 2, and 3 in backward, an activation 3 and 5, rotary embeddings 2 and 2; a compiled norm 5 in backward, as
+the weight's gradient has a kernel of its own. `scripts/elementwise_bytes.py` counts them beside the kernels themselves.
 """
 
 from __future__ import annotations
@@ -11,82 +12,116 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from streambp.device import has_data
-from streambp.known_names import GATED_MLP, NORM, ROTARY
+from streambp.errors import ConfigError
+from streambp.fields import shown
+from streambp.known_names import GATED_MLP, LIGER, NORM, ROTARY
+from streambp.model.compiled_regions import apart
 from streambp.planner.count import one_kernel
+from streambp.planner.mixers import is_installed
+
+Fusion = Literal["liger", "compiled"]
+Kernels = Literal["auto", "own", "liger", "compiled"]
+
+
+def fusion(kernels: Kernels, device: str) -> Fusion | None:
+    """What `StreamConfig.kernels` gives on a device of this type; None: the model's own code.
+
+    Raises:
+        ConfigError: it is none of `Kernels`.
+    """
+    if kernels == "auto":
+        return "liger" if device != "cpu" and is_installed(LIGER) else None
+    if kernels not in ("own", "liger", "compiled"):
+        raise ConfigError(f"kernels is {shown(kernels)}; it must be one of 'auto', 'own', 'liger', 'compiled'.")
+    return None if kernels == "own" else kernels
 
 
 class Norm(torch.autograd.Function):
     """x [..., h], weight [h] -> [..., h] in x's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
         """Keeps x [..., h] and a float32 a row."""
         with one_kernel(2 * x.nbytes):
             ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
-            ctx.weight = weight
+            ctx.weight, ctx.by = weight, by
             return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """grad [..., h], which the gradient of x is written over, and that of the weight [h]."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+        """grad [..., h] -> the gradient of x, Liger's written over it, and that of the weight [h]."""
         (x, _) = ctx.saved_tensors
-        with one_kernel(3 * x.nbytes):
-            return grad, torch.empty_like(ctx.weight) if ctx.needs_input_grad[1] else None
+        d_weight = torch.empty_like(ctx.weight) if ctx.needs_input_grad[1] else None
+        own = ctx.by == "compiled"
+        with one_kernel((5 if own and d_weight is not None else 3) * x.nbytes):
+            return torch.empty_like(grad) if own else grad, d_weight, None
 
 
 class Gate(torch.autograd.Function):
     """gate, up [..., m] -> act(gate) * up [..., m]."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
         """Keeps gate and up, [..., m] each."""
         with one_kernel(3 * gate.nbytes):
             ctx.save_for_backward(gate, up)
+            ctx.by = by
             return torch.empty_like(gate)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """grad [..., m] -> the gradients of gate and up, written over them."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """grad [..., m] -> the gradients of gate and up, Liger's written over them."""
         gate, up = ctx.saved_tensors
         with one_kernel(5 * gate.nbytes):
-            return gate.view_as(gate), up.view_as(up)
+            if ctx.by == "compiled":
+                return torch.empty_like(gate), torch.empty_like(up), None
+            return gate.view_as(gate), up.view_as(up), None
 
 
 class Rotary(torch.autograd.Function):
-    """q [B, H, T, D], k [B, H_kv, T, D] -> both, turned in place."""
+    """q [B, H, T, D], k [B, H_kv, T, D] -> both, turned; Liger's in place."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
         """Keeps nothing of q [B, H, T, D] and k [B, H_kv, T, D]."""
-        ctx.moved = 2 * (q.nbytes + k.nbytes)
+        ctx.moved, ctx.by = 2 * (q.nbytes + k.nbytes), by
         with one_kernel(ctx.moved):
-            return q.view_as(q), k.view_as(k)
+            return (q.view_as(q), k.view_as(k)) if by == "liger" else (torch.empty_like(q), torch.empty_like(k))
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """dq [B, H, T, D], dk [B, H_kv, T, D], turned back in place."""
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """dq [B, H, T, D], dk [B, H_kv, T, D], turned back; Liger's in place."""
         with one_kernel(ctx.moved):
-            return dq, dk
+            return (dq, dk, None) if ctx.by == "liger" else (torch.empty_like(dq), torch.empty_like(dk), None)
 
 
-def _norm(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    out: Tensor = Norm.apply(hidden_states, module.weight)
+def _norm(by: Fusion, module: nn.Module, hidden_states: Tensor) -> Tensor:
+    if by == "compiled":
+        hidden_states = apart(hidden_states)
+    out: Tensor = Norm.apply(hidden_states, module.weight, by)
     return out
 
 
-def _mlp(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _mlp(by: Fusion, module: nn.Module, x: Tensor) -> Tensor:
     gate, up, down, _ = (getattr(module, name) for name in GATED_MLP)
-    out: Tensor = down(Gate.apply(gate(x), up(x)))
+    out: Tensor = down(Gate.apply(gate(x), up(x), by))
     return out
 
 
-def fuse_layers(model: nn.Module) -> int:
+def _method(compute: Callable[[Fusion, nn.Module, Tensor], Tensor], by: Fusion) -> Callable[..., Tensor]:
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return compute(by, self, hidden_states)
+
+    return forward
+
+
+def fuse_layers(model: nn.Module, by: Fusion) -> int:
     """Replace the norms and gated MLPs of a model without data; how many there were."""
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     found = 0
@@ -94,9 +129,9 @@ def fuse_layers(model: nn.Module) -> int:
         kind = type(module)
         weights = dict(module.named_parameters(recurse=False))
         if kind.__name__.endswith(NORM) and list(weights) == ["weight"] and _takes_one(kind):
-            forward: Callable[..., Tensor] = _norm
+            forward = _method(_norm, by)
         elif all(hasattr(module, name) for name in GATED_MLP):
-            forward = _mlp
+            forward = _method(_mlp, by)
         else:
             continue
         if kind not in classes:
@@ -112,12 +147,12 @@ def _takes_one(kind: type[nn.Module]) -> bool:
 
 
 @contextlib.contextmanager
-def fused_rotary(spaces: list[dict[str, Any]]) -> Iterator[None]:
-    """Within, functions for rotary embeddings among these globals turn in place where tensors have no data."""
+def fused_rotary(spaces: list[dict[str, Any]], by: Fusion) -> Iterator[None]:
+    """Within, functions for rotary embeddings among these globals are kernels where tensors have no data."""
     before = [(space, space[ROTARY]) for space in spaces if _is_rotary(space.get(ROTARY))]
     try:
         for space, function in before:
-            space[ROTARY] = _Rotary(function)
+            space[ROTARY] = _Rotary(function, by)
         yield
     finally:
         for space, function in before:
@@ -133,8 +168,8 @@ def _is_rotary(function: Any) -> bool:
 class _Rotary:
     """In place of a modeling file's function: the kernel where the queries have no data, the function elsewhere."""
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
+    def __init__(self, function: Any, by: Fusion) -> None:
+        self._function, self._by = function, by
 
     def __call__(self, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._function(q, k, *args, **kwargs) if has_data(q) else Rotary.apply(q, k)
+        return self._function(q, k, *args, **kwargs) if has_data(q) else Rotary.apply(q, k, self._by)

@@ -18,6 +18,7 @@ from streambp.planner.counted import Asked, Said, counted
 from streambp.planner.default import ByDefault, by_default
 from streambp.planner.estimate import UNPATCHED, check_length
 from streambp.planner.exchanges import link_bytes
+from streambp.planner.fused_layers import Kernels
 from streambp.planner.host_weights import OnHost, fewest, first
 from streambp.planner.mixers import Mixers
 from streambp.planner.points import CHUNKS
@@ -153,10 +154,10 @@ def plan(
     bits: Literal[4, 8, 16] = 16,
     dtype: torch.dtype = torch.bfloat16,
     device: Device = "cuda",
-    kernels: Literal["cudnn", "flash"] = "cudnn",
+    attention: Literal["cudnn", "flash"] = "cudnn",
     mixers: Mixers | None = None,
     rates: str | Rates = DEFAULT,
-    fused_layers: bool = False,
+    kernels: Kernels = "auto",
     cache: bool = False,
     said: Said | None = None,
     every_split: bool = False,
@@ -167,10 +168,9 @@ def plan(
         seq_len: of whole sequences, where ranks share them (`setting.ulysses`, `setting.context_parallel`).
         gpu_memory: bytes of each GPU, as a number or "80GiB"; `reserve` is the part of it that is left alone.
         host_memory: bytes of host memory for all ranks together; None: no limit.
-        model_or_config, batch_size, lora, bits, dtype, device, kernels, mixers: as in `estimate`.
+        model_or_config, batch_size, lora, bits, dtype, device, attention, mixers, kernels: as in `estimate`.
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
         rates: of the GPU, for seconds: a name in `rates.DEVICES`, a file of `--measure-device`, or `Rates`.
-        fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
         cache: keep what is counted for the next plan of this model, and take it from there (`planner.counted`).
         said: is told of progress, in words and as a part from 0 to 1.
         every_split: count every way in which ranks share sequences, for a page that plans anew.
@@ -180,7 +180,7 @@ def plan(
             argument is out of range.
     """
     known, setting = rates_of(rates), setting or Setting()
-    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, fused_layers, batch_size, kernels)
+    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention)
     if seq_len != "max":
         check_length("seq_len", seq_len)
         if seq_len % setting.ranks:

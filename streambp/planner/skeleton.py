@@ -34,7 +34,7 @@ from streambp.libraries import required
 from streambp.model.patching import unpatch
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
-from streambp.planner.fused_layers import fuse_layers, fused_rotary
+from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
 from streambp.planner.mixers import Mixers, globals_of, standing_in
 
 Device = Literal["cuda", "cpu"]
@@ -53,7 +53,8 @@ class Skeleton:
         device: what it stands for.
         mixers: what recurrent and convolutional layers are taken to run: "kernels" of their packages, transformers' plain
             "torch", or kernels where they are "installed" here; None: kernels on a GPU, torch on a CPU.
-        fused_layers: norms, gated activations and rotary embeddings run fused kernels, as Liger's.
+        kernels: of norms, gated activations and rotary embeddings, as in `StreamConfig`; "auto": Liger's on a GPU if
+            liger-kernel is installed here.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not go with it.
@@ -67,7 +68,7 @@ class Skeleton:
         bits: int,
         device: Device,
         mixers: Mixers | None = None,
-        fused_layers: bool = False,
+        kernels: Kernels = "own",
     ) -> None:
         self.device, self.bits = device, bits
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
@@ -78,9 +79,9 @@ class Skeleton:
                 self.model = _with_adapters(self.model, lora)
             if bits != 16:
                 _quantise(self.model, bits)
-        self.fused_layers = fused_layers
-        if fused_layers:
-            fuse_layers(self.model)
+        self.fused = fusion(kernels, device)
+        if self.fused is not None:
+            fuse_layers(self.model, self.fused)
         self.model.train()
 
     @contextlib.contextmanager
@@ -106,8 +107,8 @@ class Skeleton:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """As `active`; within, the model's mixers allocate what they are taken to run."""
-        spaces = globals_of(self.model) if self.fused_layers else []
-        with self.active(), standing_in(self.model, self.mixers), fused_rotary(spaces):
+        rotary = contextlib.nullcontext() if self.fused is None else fused_rotary(globals_of(self.model), self.fused)
+        with self.active(), standing_in(self.model, self.mixers), rotary:
             yield
 
     @property

@@ -53,7 +53,7 @@ def test_another_plan_is_counted_anew(change, surveys, monkeypatch):
     counted(Asked(SMALL), [streamed()], cache=True)
     asked, recipes, cache = Asked(SMALL), [streamed()], True
     if change == "options":
-        asked = Asked(SMALL, fused_layers=True)
+        asked = Asked(SMALL, kernels="liger")
     if change == "configuration":
         asked = Asked(type(SMALL)(**{**SMALL.to_dict(), "rms_norm_eps": 1e-3}))
     if change == "recipes":

@@ -66,12 +66,11 @@ def counted():
         False: (CHECKPOINTING, CHECKPOINTING_HEAD),
         True: (CHECKPOINTING_HEAD, STREAMED[2], STREAMED[3], STREAMED[4]),
     }
-    return {
-        fused: survey(
-            Skeleton(QWEN3_8B, torch.bfloat16, None, 16, "cuda", None, fused), chosen, accumulating=False, tree=False
-        )
-        for fused, chosen in recipes.items()
-    }
+
+    def skeleton(fused):
+        return Skeleton(QWEN3_8B, torch.bfloat16, None, 16, "cuda", None, "liger" if fused else "own")
+
+    return {fused: survey(skeleton(fused), chosen, accumulating=False, tree=False) for fused, chosen in recipes.items()}
 
 
 def row_work(counted, name, fused, length):
@@ -121,7 +120,7 @@ def test_a_million_tokens_on_eight_h100_within_fifteen_percent(counted):
 
 
 def profile_of_small(recipe, config=SMALL, fused=False):
-    skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda", None, fused)
+    skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda", None, "liger" if fused else "own")
     return survey(skeleton, [recipe], accumulating=False, tree=False)
 
 
