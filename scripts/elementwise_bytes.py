@@ -1,13 +1,13 @@
 """Bytes that the elementwise parts of a layer move for a chunk, and seconds of a step by the planner, by `kernels`.
 
     python scripts/elementwise_bytes.py                                # bytes a token, forward and backward, of each part
-    python scripts/elementwise_bytes.py --seconds                      # and seconds on an H100 and an H200, 4k to 64k
+    python scripts/elementwise_bytes.py --seconds                      # seconds on an H100 and an H200, 4k to 64k
 
 Shapes are those of Qwen3-8B in bfloat16. eager: what the planner's counting mode counts of transformers' own operations.
-compiled: what inductor counts of the buffers that its generated kernels read and write; its C++ compiler has to be there.
+compiled: what inductor counts of the buffers that its generated kernels read and write, fused as for a GPU; they are C++'s.
 liger: bytes that the loads and stores of Liger's kernels touch in Triton's interpreter (TRITON_INTERPRET=1 is set), if
-liger-kernel is installed. planned: what the planner takes a step to move (`planner/fused_layers.py`). Weights and what
-is a number a row stay in it.
+liger-kernel is installed; a norm's kernel loads its weight for each row anew, from a GPU's cache. planned: what the planner
+takes a step to move (`planner/fused_layers.py`).
 """
 
 from __future__ import annotations
@@ -66,32 +66,38 @@ def parts(device: str) -> dict[str, Part]:
     }
 
 
-def differentiated(out: Any, inputs: list[Tensor]) -> None:
-    """Backward from what a part gave, a Tensor [...] or two."""
+def backward_of(out: Any, inputs: list[Tensor]) -> Callable[[], Any]:
+    """Of what a part gave, a Tensor [...] or two."""
     outs = list(out) if isinstance(out, tuple) else [out]
-    torch.autograd.grad(outs, [x for x in inputs if x.requires_grad], [torch.ones_like(x) for x in outs])
+    ones, wanted = [torch.ones_like(x) for x in outs], [x for x in inputs if x.requires_grad]
+    return lambda: torch.autograd.grad(outs, wanted, ones)
 
 
 def counted(run: Callable[..., Any], inputs: list[Tensor]) -> tuple[int, int]:
     """Bytes that the planner's counting mode counts, forward and backward."""
+    backward = backward_of(run(*inputs), inputs)
     with StepCount(None) as count:
-        out = run(*inputs)
-        forward = count.work.moved
-        differentiated(out, inputs)
-    return forward, count.work.moved - forward
+        run(*inputs)
+    forward = count.work.moved
+    with StepCount(None) as count:
+        backward()
+    return forward, count.work.moved
 
 
 def by_inductor(run: Any, inputs: list[Tensor]) -> tuple[int, int]:
     """Bytes of the buffers that generated kernels read and write, forward and backward."""
-    from torch._inductor import metrics
+    from torch._inductor import compile_fx, config, metrics
 
     torch._dynamo.reset()
+    config.fx_graph_cache = False  # what comes from the cache is not counted
+    config.force_pointwise_cat = True  # as it does for a GPU
+    compile_fx.inductor_metrics_log.setLevel("INFO")  # which is when inductor counts
+    compile_fx.inductor_metrics_log.propagate = False
     metrics.reset()
-    out = Compiler().compiled(run, "part")(*inputs)
+    backward = backward_of(Compiler().compiled(run, "part")(*inputs), inputs)
     forward = metrics.num_bytes_accessed
-    metrics.reset()
-    differentiated(out, inputs)
-    return forward, metrics.num_bytes_accessed
+    backward()
+    return forward, metrics.num_bytes_accessed - forward
 
 
 class Touched:
@@ -155,9 +161,9 @@ def print_bytes() -> None:
         found = {}
         for name, (run, inputs) in by_liger(touched).items():
             touched.bytes = 0
-            out = run(*inputs)
+            backward = backward_of(run(*inputs), inputs)
             forward, touched.bytes = touched.bytes, 0
-            differentiated(out, inputs)
+            backward()
             found[name] = forward, touched.bytes
         table["liger"] = found
     except ImportError as error:
@@ -194,14 +200,15 @@ def print_seconds(lengths: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", action="store_true")
+    parser.add_argument("--seconds", action="store_true", help="of a step, by the planner")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384, 65_536])
     parser.add_argument("--backend", default="inductor", help="of compiled parts")
     arguments = parser.parse_args()
     compiled_regions.BACKEND = arguments.backend
-    print_bytes()
     if arguments.seconds:
         print_seconds(arguments.lengths)
+    else:
+        print_bytes()
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ class StreamConfig:
             values, and beginnings in common only where no dropout is drawn. `describe` says what became of it.
         kernels: of norms, MLPs and the rotation of queries and keys. "auto": Liger's on an accelerator, where liger-kernel
             is installed and computes what the model does; else the model's, as on every CPU. "own": the model's. "liger":
-            Liger's norms and MLPs, or an error. They are put on this model's modules and taken off by `unpatch`, and round
-            as Liger does, in the model's dtypes.
+            Liger's norms and MLPs, or an error. "compiled": the model's norms, gated activations and rotation, compiled by
+            torch (Triton's kernels on a GPU, C++ on a CPU), or "own" on a machine without a compiler. They are put on this
+            model's modules and taken off by `unpatch`, and round in other places than the model's, in its dtypes.
         unpatched_runs: with saves="auto", whether a micro-batch may run unpatched, which is fastest. False: each one
             streams, so that no number depends on the free memory and a backward that runs out of it is repeated.
         compare_backward: whether backward compares the layers that it computes again with those of the forward, and raises

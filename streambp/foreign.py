@@ -15,6 +15,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import (
@@ -146,6 +147,32 @@ def is_compiled(module: nn.Module) -> bool:
 def compiled_inside(module: nn.Module) -> list[nn.Module]:
     """The modules in it that are compiled."""
     return [inner for inner in module.modules() if inner is not module and is_compiled(inner)]
+
+
+def compiled_around(
+    model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
+) -> set[str] | None:
+    """Names of modules outside of streamed layers whose compiled code runs; None: no module there is compiled.
+
+    What is compiled with a module of `ours` in it runs eagerly. So do modules that a copy of the model has got since, as
+    accelerate's regional compilation makes one: it computes with the modules that were patched. The head's blocks read
+    its weight alone.
+
+    Args:
+        model: what the program holds. root: what was given to `patch`. ours: modules with another forward of ours.
+    """
+    root = model if root is None else root
+    insides = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    heads = {id(m.get_output_embeddings()) for m in root.modules() if isinstance(m, PreTrainedModel)}
+    computing, forwards = {id(module) for module in root.modules()} - heads, set(map(id, ours))
+    around, apart = False, set()
+    for name, module in (*model.named_modules(), *root.named_modules()):
+        if not is_compiled(module) or id(module) in insides:
+            continue
+        around = True
+        if id(module) in computing and not any(id(inner) in forwards for inner in module.modules()):
+            apart.add(name.replace(f"{COMPILED}.", ""))
+    return apart if around else None
 
 
 def has_compiled_parts(layer: nn.Module) -> bool:

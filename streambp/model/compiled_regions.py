@@ -7,10 +7,11 @@ That a norm treats tokens alike, and that an MLP is down(act(gate) * up), is tri
 torch; a module for which it does not hold (dropout between, groups of features) keeps its own forward. The trials of a
 layer run regions as they were written, like all that is compiled (`admission/rehearsal.py`).
 
-A region is compiled for tokens [n, h], with n dynamic: chunks, rows and sequences of any length share one graph, and a
-single token has one of its own. Each pass has its graphs: forward, the refill, whose weights are a chunk's, recomputation.
-A region's code is a copy for this model alone: torch counts the graphs of a code, and after the eighth runs it eagerly
-without a word.
+A region is compiled for tokens [n, h], with n dynamic: chunks, rows and sequences of any length share one graph. Torch
+makes others for a row's first chunk, whose offset is 0, in a layer's first norm, for a row alone in the rotation, and for a
+single token, which the class's own code computes therefore. Each pass has its graphs: forward, the refill, whose weights
+are a chunk's, recomputation. A region's code is a copy for this model alone: torch counts the graphs of a code, and after
+the eighth runs it eagerly without a word.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class NormRegion(Region):
 
     def __call__(self, module: nn.Module, *tensors: Any, **others: Any) -> Any:
         alike = bool(tensors) and all(runs(x) and x.shape == tensors[0].shape for x in tensors)
-        if others or not alike or tensors[0].dim() < 2:
+        if others or not alike or not _several(tensors[0]):
             return super().__call__(module, *tensors, **others)
         found: Tensor = self.compiled(module, *(by_token(x) for x in tensors))
         return found.view(tensors[0].shape)
@@ -115,7 +116,7 @@ class MLPRegion(Region):
     """Of an MLP of x [..., h] whose Linears give gate and up [..., m], or both in one [..., 2 m]."""
 
     def __call__(self, module: nn.Module, *args: Any, **others: Any) -> Any:
-        if others or len(args) != 1 or not runs(args[0]):
+        if others or len(args) != 1 or not runs(args[0]) or not _several(args[0]):
             return super().__call__(module, *args, **others)
         (x,) = args
         *entries, down, act = (getattr(module, name) for name in names_of(module))
@@ -148,9 +149,10 @@ class WithCompiledRotation(WithRotation):
     def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         """q [B, H, T, D] and k [B, H_kv, T, D], turned by the modeling file's function, compiled if it is still that."""
         now, four = self.around[ROTARY], (q, k, cos, sin)
-        if now is not self.own or args or kwargs or not all(isinstance(x, Tensor) and runs(x) for x in four):
+        if now is not self.own or args or kwargs or not all(map(runs, four)) or q.shape[-2] == 1:
             return now(*four, *args, **kwargs)
-        return self.fused(*(_any_length(apart(x) if x is cos or x is sin else x, 0, x.dim() - 2) for x in four))
+        own = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))  # parts of a row
+        return self.fused(*(_any_length(x, 0, x.dim() - 2) for x in (q, k, *own)))
 
 
 def runs(x: Any) -> bool:
@@ -160,13 +162,12 @@ def runs(x: Any) -> bool:
 
 def by_token(x: Tensor) -> Tensor:
     """x [..., h] as [n, h], for a compiler that is to make one graph for all n."""
-    return _any_length(apart(x.reshape(-1, x.shape[-1])), 0)
+    return _any_length(x.reshape(-1, x.shape[-1]), 0)
 
 
-def apart(x: Tensor) -> Tensor:
-    """x [...], copied if it is a part of another tensor, as a chunk is of a row: torch makes a graph anew for another
-    offset."""
-    return x.clone() if x.nbytes < x.untyped_storage().nbytes() else x
+def _several(x: Tensor) -> bool:
+    """Whether x [n, h] or [B, T, ..., h] has several tokens, of a row."""
+    return x.dim() > 1 and x.shape[min(1, x.dim() - 2)] > 1
 
 
 def _any_length(x: Tensor, *dims: int) -> Tensor:

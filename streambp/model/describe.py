@@ -17,7 +17,7 @@ from streambp.chunks import AUTO_RULE
 from streambp.distributed.engines import belongs_to_engine
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import UnsupportedModelError
-from streambp.foreign import is_compiled
+from streambp.foreign import compiled_around, is_compiled
 from streambp.instance_forward import forwards
 from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER, REGION
 from streambp.layer.site import LayerSite
@@ -332,15 +332,14 @@ def _fused_layers(found: Patch) -> list[str]:
         f"{who.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
         for (home, names), number in layers.items()
     ]
-    if fused.compiler is not None:
-        notes.append(
-            f"{fused.compiler.graphs.total()} graphs of regions so far, compiled in {fused.compiler.seconds:.1f} s"
-        )
+    if (by := fused.compiler) is not None:
+        notes.append(f"{by.graphs.total()} graphs of regions so far, compiled in {by.seconds:.1f} s")
     if fused.why_own is not None:
         notes.append(f"kernels='{choice}' leaves all modules as they are: {fused.why_own.rstrip('.')}.")
     whose = REGIONS if choice == "compiled" else LIGERS
-    left = f"{whose} compute otherwise than {', '.join(fused.left)}, which stay as they are"
-    return notes + ([left] if fused.left else [])
+    if fused.left:
+        notes.append(f"{whose} compute otherwise than {', '.join(fused.left)}, which stay as they are")
+    return notes
 
 
 def _shared(last: Shared | str) -> str:
@@ -384,13 +383,20 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         )
     if found.state.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
+    return (*notes, *_compiled(model, found), *(f"left as it is: {reason}" for reason in found.left_alone))
+
+
+def _compiled(model: nn.Module, found: Patch) -> list[str]:
+    """Which parts run compiled, of those that a program compiles."""
     layers = [wrapper.module for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
-    inside = {name for name, module in named if is_compiled(module)}
-    insides = {id(module) for _, module in named}
-    if hasattr(model, COMPILED) or any(is_compiled(m) for m in model.modules() if id(m) not in insides):
-        notes.append("streamed layers stay eager under torch.compile; the rest of the model is compiled")
+    inside = sorted({name.removesuffix(f".{COMPILED}") for name, module in named if is_compiled(module)})
+    apart, notes = compiled_around(model, found.state.root, layers, [w.module for w in found.state.wrappers]), []
+    if apart is not None:
+        rest = f"{', '.join(sorted(apart))} run compiled" if apart else "what is around them is eager, too"
+        notes.append(f"streamed layers stay eager under torch.compile; {rest}")
     if inside:
-        names = ", ".join(sorted({name.removesuffix(f".{COMPILED}") for name in inside}))
-        notes.append(f"{names} run compiled inside of streamed layers; outputs of Linears in there are not saved")
-    return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))
+        notes.append(
+            f"{', '.join(inside)} run compiled inside of streamed layers; outputs of Linears in there are not saved"
+        )
+    return notes

@@ -21,7 +21,6 @@ from streambp.device import has_data
 from streambp.errors import ConfigError
 from streambp.fields import shown
 from streambp.known_names import GATED_MLP, LIGER, NORM, ROTARY
-from streambp.model.compiled_regions import apart
 from streambp.planner.count import one_kernel
 from streambp.planner.mixers import is_installed
 
@@ -102,8 +101,6 @@ class Rotary(torch.autograd.Function):
 
 
 def _norm(by: Fusion, module: nn.Module, hidden_states: Tensor) -> Tensor:
-    if by == "compiled":
-        hidden_states = apart(hidden_states)
     out: Tensor = Norm.apply(hidden_states, module.weight, by)
     return out
 

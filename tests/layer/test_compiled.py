@@ -25,6 +25,7 @@ REFILLS = CHUNKS - 1  # of the keys and values: calls of a layer's first norm al
 LENGTHS = {None: 2, False: 2, True: 1}  # graphs for two lengths: None makes a dynamic one at the second
 NORMS, MLPS = 3, 2  # passes of their code: forward, the refill, whose weights are a chunk's own, and recomputation
 CONFIG = StreamConfig(chunk_size=CHUNK, saves=())
+EAGER = "what is around them is eager, too"
 
 
 class Counted:
@@ -168,7 +169,25 @@ def test_regional_compilation_by_accelerate(when):
     assert (counted.runs > 0) == (when == "before patch")  # a patched model's copy computes with the original's modules
     described = str(streambp.describe(model))
     assert "streams: 2 x" in described
-    assert "streamed layers stay eager under torch.compile" in described
+    which = "model.embed_tokens, model.norm, model.rotary_emb run compiled" if when == "before patch" else EAGER
+    assert f"streamed layers stay eager under torch.compile; {which}" in described
+
+
+@pytest.mark.parametrize("when", WHEN[:2])
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+def test_a_whole_model_that_is_compiled_runs_eagerly_and_describe_says_so(how, when):
+    counted, model = Counted("eager"), build("llama", num_hidden_layers=1)
+
+    def compiled(model):
+        if how == "torch.compile":
+            return torch.compile(model, backend=counted)
+        model.compile(backend=counted)
+        return model
+
+    model = streambp.patch(compiled(model), CONFIG) if when == "before patch" else compiled(streambp.patch(model, CONFIG))
+    gradients(model, **make_batch("plain", LENGTH))
+    assert counted.runs == 0
+    assert f"streamed layers stay eager under torch.compile; {EAGER}" in str(streambp.describe(model))
 
 
 def test_describe_names_what_runs_compiled():

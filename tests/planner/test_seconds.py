@@ -15,7 +15,7 @@ from transformers import Gemma3TextConfig
 
 import streambp
 from streambp import cli
-from streambp.planner import Setting
+from streambp.planner import Setting, fused_layers
 from streambp.planner.count import StepCount
 from streambp.planner.laws import features
 from streambp.planner.measure_device import measure_device
@@ -49,6 +49,7 @@ MEASURED = [
     ("x, attn_out, kv", True, 65_536, 14.75),
 ]
 FITTED = 4
+KERNELS = ("auto", "own", "liger", "compiled")
 STREAMED_AS = {
     "x offloaded": streamed((), "cpu").name,
     "x, attn_out offloaded": streamed(("attn_out",), "cpu").name,
@@ -120,7 +121,8 @@ def test_a_million_tokens_on_eight_h100_within_fifteen_percent(counted):
 
 
 def profile_of_small(recipe, config=SMALL, fused=False):
-    skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda", None, "liger" if fused else "own")
+    kernels = fused if isinstance(fused, str) else "liger" if fused else "own"
+    skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda", None, kernels)
     return survey(skeleton, [recipe], accumulating=False, tree=False)
 
 
@@ -185,6 +187,26 @@ def test_fused_layers_move_less_and_keep_less():
     assert peaks[1] < peaks[0]
     products = [work(p.methods[0], 32_768, 0)["forward"].products for p in (plain, fused)]
     assert products[0] == products[1]
+
+
+def test_compiled_regions_move_little_more_than_liger_and_keep_more():
+    """Their backward gives new tensors, where Liger's writes over what it is given."""
+    own, liger, compiled = (profile_of_small(streamed(("attn_out",)), fused=kernels) for kernels in KERNELS[1:])
+    moved = [sum(part.moved for part in work(p.methods[0], 32_768, 8192).values()) for p in (own, liger, compiled)]
+    assert moved[1] < moved[2] < 0.65 * moved[0]
+    peaks = [peak(p, p.methods[0], 32_768, 8192, Setting(optimizer=0)).total for p in (own, liger, compiled)]
+    assert peaks[1] <= peaks[2] <= peaks[0]
+
+
+def test_what_kernels_are_planned(monkeypatch):
+    """ "auto" is what training takes here by default."""
+    for installed, expected in ((True, "liger"), (False, None)):
+        monkeypatch.setattr(fused_layers, "is_installed", lambda name, installed=installed: installed)
+        assert fused_layers.fusion("auto", "cuda") == expected
+        assert fused_layers.fusion("auto", "cpu") is None
+    assert [fused_layers.fusion(kernels, "cuda") for kernels in KERNELS[1:]] == [None, "liger", "compiled"]
+    with pytest.raises(streambp.StreamBPError, match="kernels is 'triton'; it must be one of 'auto', 'own'"):
+        fused_layers.fusion("triton", "cuda")
 
 
 def test_blocks_of_a_chunk():
