@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
 from streambp.attention import merge
-from streambp.device import alloc_retries, counted_bytes, is_accelerator
+from streambp.device import allocator_count, counted_bytes, is_accelerator
 from streambp.head import blocks
 from streambp.layer import function
 from streambp.planner.count import LiveBytes
@@ -119,7 +119,7 @@ def run_steps(
         if on_gpu:
             torch.accelerator.synchronize(device)
             torch.accelerator.reset_peak_memory_stats(device)
-            retries = alloc_retries(device)
+            retries = allocator_count(device, "num_alloc_retries")
         start = time.perf_counter()
         with watched:
             loss = forward()
@@ -135,7 +135,7 @@ def run_steps(
     share = busy(spans) / seconds[-1] if spans else None
     peaks: tuple[float | None, float | None] = (None, None)
     if on_gpu:
-        retries = alloc_retries(device) - (retries or 0)
+        retries = allocator_count(device, "num_alloc_retries") - (retries or 0)
         peaks = counted_bytes(device, "peak") / GIB, torch.accelerator.max_memory_reserved(device) / GIB
     norm, problems = judged_gradients(model) if update is None else judged_weights(model)
     problems += [] if math.isfinite(float(loss)) else [f"the loss is {float(loss)}"]

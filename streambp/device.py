@@ -86,13 +86,14 @@ def _number(device: torch.device) -> int | None:
     return torch.accelerator.current_device_index() if unsaid else device.index
 
 
-def alloc_retries(device: torch.device) -> int:
-    """How often torch's allocator has given its cache back to a device's driver, and waited, for want of memory."""
+def allocator_count(device: torch.device, name: Literal["num_alloc_retries", "num_ooms"]) -> int:
+    """How often torch's allocator has given its cache back to a device's driver, and waited, for want of memory; or how
+    often it has raised an OutOfMemoryError."""
     if not tells_memory(device):
         return 0
     if device.type != "cuda":
-        return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
-    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+        return int(torch.accelerator.memory_stats(device).get(name, 0))
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get(name, 0))
 
 
 def forget_error(device: torch.device) -> None:

@@ -29,7 +29,7 @@ PLACES = {
         attention/rules.py:why_not_fused
         attention/triton_merge.py:fits_triton
         attention/triton_merge.py:merge_in_triton
-        device.py:alloc_retries
+        device.py:allocator_count
         device.py:counted_bytes
         device.py:memory_limit
         device.py:tells_memory

@@ -110,8 +110,9 @@ class Repeatable:
         given = [(name, x) for name, value in {"input": args, **kwargs}.items() for x in tree_leaves(value)]
         tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
         hidden_states = tensors[0][1]
-        self._parameters = Parameters(site.layer, hidden_states.device)
-        self._witness = site.witness(hidden_states, Autocast.capture(hidden_states.device))
+        self._device = hidden_states.device
+        self._parameters = Parameters(site.layer, self._device)
+        self._witness = site.witness(hidden_states, Autocast.capture(self._device))
         self._seen_arguments = [(name, x, x._version) for name, x in tensors if not x.is_inference()]
         self._buffers: Buffers | None = None  # those that the forward has written to, as they were before
 
@@ -126,7 +127,7 @@ class Repeatable:
             self._see(_first_tensor(args, kwargs), result, again=False)
             return result
         if self._backward_begins is not None:
-            self._backward_begins()
+            self._backward_begins(self._device)
         check_mode(self._layer, self._training)
         self._parameters.check_unchanged()
         refuse_written(self._seen_arguments)

@@ -202,7 +202,7 @@ class StreamedLayer(torch.autograd.Function):
         try:
             call, parameters = begin_backward(ctx)
             if call.site.backward_begins is not None:
-                call.site.backward_begins()
+                call.site.backward_begins(call.device)
             # Where gradients come from, and where they are added up: dx may be written over the upstream's buffer.
             grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
             needs_input, wanted = call.wanted

@@ -57,6 +57,7 @@ def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceM
     """The error to raise from this one, which carries the next lever; the error itself if it does already."""
     if isinstance(error, DeviceMemoryError):
         return error
+    site.advised = True
     if site.chooser is not None:
         site.chooser.failed()
     details = str(error).splitlines()[0] if str(error) else "torch gave no details"
@@ -81,6 +82,24 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
         "No setting of streambp's is left: divide weights and gradients over GPUs (ZeRO-3, FSDP2), train adapters, keep "
         "the optimizer's state on the host, or shorten the sequence."
     )
+
+
+def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) -> str:
+    """What to change where torch's own part of a backward ran out of memory. [Note: bare errors]
+
+    Args:
+        tokens: over all rows. streamed: how its layers streamed; None: the micro-batch ran as unpatched.
+    """
+    if streamed is not None:
+        where = "outside of streamed layers"
+        lever = next_lever(*streamed)
+    else:
+        where = f"of {tokens:,} tokens that ran as the unpatched model would"
+        lever = (
+            f"Micro-batches of more than {tokens // 2:,} tokens stream from now on, which takes less. Set "
+            "unpatched_runs=False in StreamConfig: then all stream, and repeat what runs out of memory."
+        )
+    return f"The device ran out of memory in a backward {where}. {lever} `streambp plan` computes what fits."
 
 
 @contextlib.contextmanager

@@ -152,7 +152,8 @@ class LayerSite:
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         choices: what its chunks chose, or are to choose; None: they choose freely. [Note: choices]
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
-        backward_begins: is told when the backward of one of its calls begins. [Note: notes on a step]
+        backward_begins: is told when the backward of one of its calls begins, and on which device. [Note: notes on a step]
+        advised: an error of this step says already what to change where memory runs out.
         attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
         warm: of a model that was warmed up. adopted: kinds of calls whose verdict is that of the same without some hooks.
         hooks_tried: the inner hooks that were there when the layer was tried. shown: of others' hooks, by name, the modules
@@ -189,7 +190,8 @@ class LayerSite:
     foreign_until: int | None = None
     choices: Choices | None = None
     previous: Callable[..., Any] | None = None
-    backward_begins: Callable[[], None] | None = None
+    backward_begins: Callable[[torch.device], None] | None = None
+    advised: bool = False
     attended: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
     warm: Warm | None = None

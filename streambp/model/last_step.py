@@ -57,7 +57,7 @@ def record_of(state: PatchState) -> StepRecord | None:
     counted = 0 if step.over else 1
     return StepRecord(
         number=step.number,
-        tokens=sum(rows * length for rows, length in step.shapes.values()),
+        tokens=step.tokens,
         rows=max(rows for rows, _ in step.shapes.values()),
         way=_way(step, saved),
         chunk_size=max(length for _, length in step.shapes.values()) if longest is None else longest.size,

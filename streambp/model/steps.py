@@ -2,21 +2,30 @@
 
 [Note: notes on a step] A step is a micro-batch with gradients. Notes are made when the forward of its backbone ends, where
 all that is decided before backward is known, and completed when autograd has ended its backward (a callback of the engine).
-They are references to objects that are there anyway: nothing is counted for them, the device is not asked and nothing
-waits. What they mean is said when somebody asks (`last_step.py`). Evaluations between steps change no note.
+They are references to objects that are there anyway: nothing is counted for them and nothing waits. What they mean is
+said when somebody asks (`last_step.py`). Evaluations between steps change no note.
+
+[Note: bare errors] Backward outside of streamed layers and of the head is torch's: of embeddings, of norms, of sums of
+gradients, and of all that a micro-batch as unpatched does. Nobody is called where it raises, so nobody can add advice to
+its error. But the engine lets go of its callbacks then, uncalled. That is seen, and the advice is a warning beside the
+error, if torch's allocator counts more errors than when backward began.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import unserializable_hook
 
+from streambp.device import allocator_count
+from streambp.layer.oom import bare_advice
 from streambp.layer.site import CallReport, LayerSite
 from streambp.model.record import StepRecord
 from streambp.offload.costs import Choice, Chosen
@@ -32,7 +41,8 @@ class Step:
     """Notes on one micro-batch. [Note: notes on a step]
 
     shapes: of the tokens [B, T] of each backbone. reports: of each layer's call. moved: bytes that copies have moved since
-        the step before. in_backward: its backward has begun; over: it has ended, or the next step has begun.
+        the step before. in_backward: its backward has begun; over: it has ended, or the next step has begun. ooms: errors
+        that each device's allocator had raised when backward came to it.
     """
 
     number: int
@@ -44,6 +54,17 @@ class Step:
     moved: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_backward: bool = False
     over: bool = False
+    ooms: dict[torch.device, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Over all rows."""
+        return sum(rows * length for rows, length in self.shapes.values())
+
+    @property
+    def broke_off(self) -> bool:
+        """Its backward has begun and not ended: it runs, or it raised."""
+        return self.in_backward and not self.over
 
     @property
     def let_go(self) -> str | None:
@@ -88,12 +109,12 @@ class Steps:
         Steps.__init__(self, offloader)
         self.sites, self.tell, self.name = sites, tell, name
 
-    def forward_done(self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: Any = None) -> None:
+    def forward_done(self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False) -> None:
         """The forward of a backbone has ended, with gradients.
 
         Args:
             backbone: its id; a step has one forward of each. given: its tokens [B, T] or their embeddings [B, T, h].
-            unpatched: what it returned, if it ran as unpatched.
+            unpatched: it ran so.
         """
         shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
         shapes, number = {backbone: shape}, 1
@@ -106,23 +127,20 @@ class Steps:
                 number, shapes = last.number, {**last.shapes, **shapes}  # another stack of the same forward
             else:
                 self.settle()
-        reports = [] if unpatched is not None else [site.last for site in self.sites]
-        choice = self._choice()
-        self.last = Step(number, unpatched is not None, shapes, reports, choice, shared)
-        if unpatched is not None:
-            self._watch(unpatched)
+        reports = [] if unpatched else [site.last for site in self.sites]
+        self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def _choice(self) -> Choice | None:
         """What the newest micro-batch chose to save, or to run as unpatched: no other place reads that."""
         chooser = self.sites[0].chooser if self.sites else None
         return None if chooser is None else chooser.latest
 
-    def _watch(self, output: Any) -> None:
-        """See when the backward of an unpatched forward's output begins."""
+    def watch(self, output: Any) -> None:
+        """See when the backward of an unpatched forward's output begins: of the loss, where the forward has computed it."""
 
         @unserializable_hook
-        def begun(_: Tensor) -> None:
-            self.in_backward()
+        def begun(grad: Tensor) -> None:
+            self.in_backward(grad.device)
 
         values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
         for value in values:
@@ -137,13 +155,27 @@ class Steps:
             step.choice = self._choice()
         return step
 
-    def in_backward(self) -> None:
+    def in_backward(self, device: torch.device) -> None:
         """The backward of a layer begins, or of an unpatched forward."""
         step = self.last
-        if step is not None and not step.in_backward:
+        if step is None:
+            return
+        if device not in step.ooms:
+            step.ooms[device] = allocator_count(device, "num_ooms")
+        if not step.in_backward:
             self.known()
             step.in_backward = True
-            Variable._execution_engine.queue_callback(self.settle)  # type: ignore[attr-defined]
+            for site in self.sites:
+                site.advised = False
+            Variable._execution_engine.queue_callback(_Ending(self, step))  # type: ignore[attr-defined]
+
+    def advise(self, step: Step) -> None:
+        """The backward of a step broke off: say what to change if memory ran out and nobody has said so.
+        [Note: bare errors]"""
+        ran_out = any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items())
+        if ran_out and not any(site.advised for site in self.sites):
+            plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)
+            warnings.warn(bare_advice(step.tokens, None if plan is None else (self.sites[0].config, plan)), stacklevel=2)
 
     def settle(self) -> None:
         """The last step is over: count it, and log its line if it did something new."""
@@ -171,3 +203,18 @@ class Steps:
             logger.warning("%s: the step's record could not be made", self.name, exc_info=True)
             return
         logger.info("%s: %s", self.name, "" if record is None else record.line)
+
+
+class _Ending:
+    """Called by autograd's engine when the backward of a step has ended; let go of, uncalled, where it broke off."""
+
+    def __init__(self, steps: Steps, step: Step) -> None:
+        self.steps, self.step, self.ended = steps, step, False
+
+    def __call__(self) -> None:
+        self.ended = True
+        self.steps.settle()
+
+    def __del__(self) -> None:
+        if not self.ended:
+            self.steps.advise(self.step)

@@ -11,7 +11,8 @@ The quarter is there because such a graph cannot be let go of. [Note: saves that
     forward runs out of memory         the micro-batch is streamed instead, from the same random numbers
     a layer is in a checkpoint         the same, and so are all that follow
     forward keeps twice the quarter    the same (on devices that tell what they have free)
-    backward runs out of memory        the error goes to the caller; from then on only micro-batches of half the tokens
+    backward runs out of memory        the error goes to the caller, a warning says so; from then on only micro-batches of
+                                       half the tokens [Note: bare errors]
     forward takes more than predicted  the prediction is multiplied by as much (on devices that tell what they have free)
 
 With StreamConfig(unpatched_runs=False) every micro-batch streams, whose backward can be repeated.
@@ -33,9 +34,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed import is_initialized
-from torch.utils.hooks import unserializable_hook
 from transformers import PreTrainedConfig
 
 from streambp.attention.backend import AsSdpa
@@ -48,6 +47,7 @@ from streambp.known_names import EAGER, SDPA
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.model.split import find_split
+from streambp.model.steps import Steps
 from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import SLACK, SavesPolicy
 from streambp.prefixes.calls import IGNORED
@@ -66,21 +66,20 @@ class UnpatchedRuns:
     """Decides for each micro-batch of a patched model whether it runs as unpatched. [Note: micro-batches as unpatched]
 
     Args:
-        chooser: knows what each layer's graph takes, and what is free. sites: all layers.
+        chooser: knows what each layer's graph takes, and what is free. steps: of the model, with all its layers.
 
     most: tokens over all rows, by what once was too much. factor: by which forward took more than predicted.
     """
 
-    def __init__(self, config: StreamConfig, chooser: SavesPolicy, sites: list[LayerSite]) -> None:
-        self.config, self.chooser, self.sites = config, chooser, sites
+    def __init__(self, config: StreamConfig, chooser: SavesPolicy, steps: Steps) -> None:
+        self.config, self.chooser, self.steps = config, chooser, steps
         self.most = math.inf
         self.factor = 1.0
         self.within = False  # such a forward is running
-        self._differentiated = 0  # tokens of the micro-batch whose backward has begun and not ended
 
     def __getstate__(self) -> Any:
         """A copied or pickled model has seen nothing."""
-        return self.config, self.chooser, self.sites
+        return self.config, self.chooser, self.steps
 
     def __setstate__(self, state: Any) -> None:
         UnpatchedRuns.__init__(self, *state)
@@ -128,7 +127,7 @@ class UnpatchedRuns:
             return None
         self.chooser.ended()
         self.chooser.latest = found
-        self._watch(result, tokens)
+        self.steps.watch(result)
         return result
 
     def enter_layer(self) -> None:
@@ -142,9 +141,9 @@ class UnpatchedRuns:
 
     def predicted(self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig) -> AsUnpatched | None:
         """As `kept_unpatched`; None also where several stacks count their layers from 0."""
-        if len({site.index for site in self.sites}) < len(self.sites):
+        if len({site.index for site in self.steps.sites}) < len(self.steps.sites):
             return None
-        heads, vocabulary = [site.sdpa.heads for site in self.sites], getattr(config, "vocab_size", 0)
+        heads, vocabulary = [site.sdpa.heads for site in self.steps.sites], getattr(config, "vocab_size", 0)
         return kept_unpatched(self.chooser, tokens, length, device, heads, vocabulary, self.factor)
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
@@ -159,15 +158,15 @@ class UnpatchedRuns:
             return False
         if is_initialized() and find_split(config, True) is not None:
             return False
-        if not all(site.looked_at and is_plain(site) for site in self.sites):
+        if not all(site.looked_at and is_plain(site) for site in self.steps.sites):
             return False
         size = self.chooser.size(batch_size, length, given.device) if self.chooser.sizes else self.config.chunk_size
         return len(plan_chunks(length, batch_size, size)) == 1
 
     def _heed_backward(self) -> None:
-        if self._differentiated:  # it raised, and may have run out of memory
-            self.most = min(self.most, self._differentiated // 2)
-            self._differentiated = 0
+        last = self.steps.last
+        if last is not None and last.unpatched and last.broke_off:  # it raised, and may have run out of memory
+            self.most = min(self.most, last.tokens // 2)
 
     def _took(self, predicted: float, device: torch.device, before: float | None) -> float:
         """Bytes that forward took, where the device tells. The prediction grows if that is noticeably more."""
@@ -178,22 +177,6 @@ class UnpatchedRuns:
         if took > predicted + SLACK * before:
             self.factor *= took / predicted
         return took
-
-    def _watch(self, result: Any, tokens: int) -> None:
-        """See whether the backward of forward's result ends."""
-
-        def ended() -> None:
-            self._differentiated = 0
-
-        @unserializable_hook
-        def begun(_: Tensor) -> None:
-            self._differentiated = tokens
-            Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
-
-        for value in _tensors(result):
-            if value.requires_grad:
-                value.register_hook(begun)
-                return
 
 
 class LossOfLabels(torch.autograd.Function):
@@ -214,11 +197,6 @@ class LossOfLabels(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the loss, a scalar, as it came."""
         return grad, None, None
-
-
-def _tensors(result: Any) -> Iterable[Tensor]:
-    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
-    return (value for value in values if isinstance(value, Tensor))
 
 
 def kept_unpatched(

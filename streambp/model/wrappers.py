@@ -203,7 +203,7 @@ class BackboneForward(InstanceForward):
             if output is not None:
                 if self.prefixes is not None:
                     self.prefixes.last = AS_UNPATCHED
-                self._note(kwargs, output)
+                self._note(kwargs, unpatched=True)
                 return output
             if self.state.offloader is not None:
                 self._set_host_memory_aside(self.state.offloader)
@@ -254,8 +254,8 @@ class BackboneForward(InstanceForward):
         """Whether a call, its own or of the language model around it, is computed as a packed row if it streams."""
         return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, self.state.labels, padding_unseen)
 
-    def _note(self, kwargs: Mapping[str, Any], unpatched: Any = None) -> None:
-        """Forward is over. unpatched: what it returned, if it ran as unpatched. [Note: notes on a step]"""
+    def _note(self, kwargs: Mapping[str, Any], unpatched: bool = False) -> None:
+        """Forward is over. unpatched: it ran so. [Note: notes on a step]"""
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         shared = None if self.prefixes is None or not isinstance(self.prefixes.last, Shared) else self.prefixes.last
         self.state.steps.forward_done(id(self.module), given, shared, unpatched)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.config import LAST, StreamConfig
-from streambp.device import alloc_retries, autocast_dtype, counted_bytes, memory_limit, tells_memory
+from streambp.device import allocator_count, autocast_dtype, counted_bytes, memory_limit, tells_memory
 from streambp.distributed.engines import contents_of
 from streambp.distributed.zero import is_partitioned
 from streambp.known_names import SHARD_HERE
@@ -141,7 +141,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     if saves and state.offloader is None:
         state.pending.let_go = policy.let_go
         if state.config.unpatched_runs and state.config.rows != "packed" and state.config.weights != "cpu":
-            state.unpatched = UnpatchedRuns(state.config, policy, [wrapper.site for wrapper in layers])
+            state.unpatched = UnpatchedRuns(state.config, policy, state.steps)
     return model
 
 
@@ -355,7 +355,7 @@ class FreeMemory:
 
     def retries(self, device: torch.device) -> int:
         """How often the allocator has given its cache back to the driver for want of memory."""
-        return alloc_retries(device) if self._limits.get(device) is not None else 0
+        return allocator_count(device, "num_alloc_retries") if self._limits.get(device) is not None else 0
 
 
 def _allocated(device: torch.device) -> int:

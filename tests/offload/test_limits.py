@@ -111,7 +111,7 @@ class Pair:
         self.chooser._shortage = None
         runs = self.model._streambp.state.unpatched
         if runs is not None:
-            runs.most, runs._differentiated = math.inf, 0
+            runs.most = math.inf
 
     def warmed(self, **batch):
         for _ in range(2):
