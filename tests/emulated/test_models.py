@@ -36,8 +36,8 @@ SETTINGS = {  # offload="auto" chooses saves itself
 FAST = ("all-cpu-rows", "all-cpu-shared")
 
 
-def made(family):
-    return (build if family in ("qwen3", "gemma3") else zoo.build)(family, torch.float64, device="cpu")
+def made(family, **fields):
+    return (build if family in ("qwen3", "gemma3") else zoo.build)(family, torch.float64, device="cpu", **fields)
 
 
 def batch_of(mode):
@@ -59,15 +59,17 @@ def truths():
 def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
     """Patched on the CPU and moved, in two steps."""
     mode = "plain" if SETTINGS[setting]["rows"] == "packed" else "left-padded"
-    model, batch = made(family), batch_of(mode)
-    if (family, mode) not in truths:
-        truths[family, mode] = gradients(copy.deepcopy(model), **batch)[1]
+    # Steps of thousands of tokens are counted, in plain products of windows: those of 5 tokens are a minute of them.
+    fields = {"sliding_window": 20} if family == "gpt_oss" and setting.startswith("auto-none") else {}
+    model, batch, key = made(family, **fields), batch_of(mode), (family, mode, *fields)
+    if key not in truths:
+        truths[key] = gradients(copy.deepcopy(model), **batch)[1]
     streambp.patch(model, streambp.StreamConfig(chunk_size=7, **SETTINGS[setting])).to(device)
     model.tie_weights()  # `to` makes new parameters for such devices, one by one
     moved = {name: x.to(device) for name, x in batch.items()}
     for _ in range(2):
         _, found = gradients(model, **moved)
-        assert worst_error({name: g.cpu() for name, g in found.items()}, truths[family, mode]) <= EXACT
+        assert worst_error({name: g.cpu() for name, g in found.items()}, truths[key]) <= EXACT
     if SETTINGS[setting]["offload"] == "cpu":
         transfers = manager_of(model).transfers
         assert all(type(engine) is engines.AcceleratorEngine for engine in transfers.engines.values())
