@@ -289,8 +289,7 @@ def memories_of(profile):
     """The list, and a device on which a step fits with some of its layers' weights on the host."""
     methods = [method for method in profile.methods if method.chunked and method.split is None]
     found = options(profile, methods, LENGTH, Memory(2**50), Setting(weights="device"), RATES)
-    lacking = min(profile.frozen)
-    return [*MEMORIES, Memory(int(min(one.peak.total for one in found) - lacking), None, 0.0)]
+    return [*MEMORIES, Memory(int(min(one.peak.total for one in found)) - 1, None, 0.0)]
 
 
 def same(found, wanted):
