@@ -24,13 +24,14 @@ from streambp.known_names import (
     COMPILED_FROM,
     DEPRECATION,
     FORWARDS_ARE_PLAIN,
-    REGION,
     TRLS_FORWARD,
     TRLS_HEAD,
     TRLS_IN_FLOAT32,
     TRLS_OUTPUTS,
     TRLS_TEMPERATURE,
 )
+
+REGION = "_streambp_region"  # of a forward whose code `patch` compiles: what does
 
 
 def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] | None = None) -> str | None:

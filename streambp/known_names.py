@@ -152,7 +152,6 @@ UNSEEN_WRITES = frozenset({"data", "numpy", "data_ptr", "set_", "untyped_storage
 REPLICATE = "_replicate_for_data_parallel"  # of a module, called by DataParallel, which is refused
 MOVES = "_apply"  # torch: what a module is moved and cast by
 COMPILED = "_orig_mod"  # of what `torch.compile` makes of a module
-REGION = "_streambp_region"  # of a forward whose code `patch` compiles: what does
 COMPILED_CALL = "_compiled_call_impl"  # of a module that `Module.compile` has compiled; None of others
 COMPILED_FROM = "_torchdynamo_orig_callable"  # of what it makes of a function
 USE_COUNT = "_use_count"  # of a tensor: who refers to it. Without it no gradient is written over

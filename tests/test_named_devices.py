@@ -43,6 +43,7 @@ PLACES = {
         planner/measure.py:compare_step
     """,
     TARGET: """
+        cli/runs.py:_write_page
         planner/auto.py:_skeleton
         planner/counted.py:Asked
         planner/estimate.py:estimate

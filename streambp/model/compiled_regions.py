@@ -32,8 +32,8 @@ from torch.utils._triton import has_triton
 
 from streambp.admission.stacks import find_stacks
 from streambp.device import has_data
-from streambp.foreign import compiled_inside, is_compiled
-from streambp.known_names import ACCELERATE_HOOK, FUSED_MLP, GATED_MLP, REGION, ROTARY
+from streambp.foreign import REGION, compiled_inside, is_compiled
+from streambp.known_names import ACCELERATE_HOOK, FUSED_MLP, GATED_MLP, MODULE_TABLES, ROTARY
 from streambp.model.fused_layers import TRIED, Fused, Replaced, WithRotation, globals_that_turn, with_globals
 
 BACKEND = "inductor"
@@ -42,6 +42,7 @@ GRAPHS = 64  # of a region, before torch runs it eagerly: eight without this, wh
 NORMS = "Norm"  # what names of classes have in them
 NUMBER = re.compile(r"\.\d+")  # of an expert: all have one role
 PLAIN = (Tensor, nn.Parameter)
+PARAMETERS, _, MODULES = MODULE_TABLES
 
 
 class Compiler:
@@ -224,7 +225,7 @@ def _maker(module: nn.Module) -> Maker | None:
     if names_of(module):
         return _mlp
     kind = type(module)
-    if NORMS in kind.__name__ and not module._modules and isinstance(kind.forward, types.FunctionType):
+    if NORMS in kind.__name__ and not [*module.children()] and isinstance(kind.forward, types.FunctionType):
         return None if kind.__module__.startswith("torch.") else _norm
     return turning if globals_that_turn(module) is not None else None
 
@@ -282,15 +283,16 @@ def treats_tokens_alike(module: nn.Module) -> bool:
             if names:
                 x = some(2, 3, TRIED)  # [B, T, h]
                 parts = [some(2, 3, TRIED) for _ in names[:-2]]  # [B, T, m], of one product 2 m
-                twin.__dict__["_modules"] = {**module._modules, names[-2]: Known()}
-                twin._modules.update({name: Known(part) for name, part in zip(names[:-2], parts, strict=True)})
+                inside: dict[str, Any] = {**module.__dict__[MODULES], names[-2]: Known()}
+                inside.update({name: Known(part) for name, part in zip(names[:-2], parts, strict=True)})
+                twin.__dict__[MODULES] = inside
                 act = getattr(module, names[-1])
                 region = gated if names == GATED_MLP else gated_in_one
                 found = type(module).forward(twin, x)
-                entries = all(twin._modules[name].seen is x for name in names[:-2])  # type: ignore[union-attr]
+                entries = all(inside[name].seen is x for name in names[:-2])
                 return entries and torch.equal(found, region(act, *parts))
-            parameters = {name: None if p is None else some(TRIED) for name, p in module._parameters.items()}
-            twin.__dict__["_parameters"] = parameters
+            parameters = {name: None if p is None else some(TRIED) for name, p in module.__dict__[PARAMETERS].items()}
+            twin.__dict__[PARAMETERS] = parameters
             tensors = [some(2, 3, TRIED) for _ in inspect.signature(type(module).forward).parameters][1:]
             whole = type(module).forward(twin, *tensors)
             one = type(module).forward(twin, *(x[:, 1] for x in tensors))

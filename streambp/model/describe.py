@@ -17,9 +17,9 @@ from streambp.chunks import AUTO_RULE
 from streambp.distributed.engines import belongs_to_engine
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import UnsupportedModelError
-from streambp.foreign import compiled_around, is_compiled
+from streambp.foreign import REGION, compiled_around, is_compiled
 from streambp.instance_forward import forwards
-from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER, REGION
+from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
 from streambp.layer.site import LayerSite
 from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_of, patch_of, record_of
@@ -395,8 +395,5 @@ def _compiled(model: nn.Module, found: Patch) -> list[str]:
     if apart is not None:
         rest = f"{', '.join(sorted(apart))} run compiled" if apart else "what is around them is eager, too"
         notes.append(f"streamed layers stay eager under torch.compile; {rest}")
-    if inside:
-        notes.append(
-            f"{', '.join(inside)} run compiled inside of streamed layers; outputs of Linears in there are not saved"
-        )
-    return notes
+    within = f"{', '.join(inside)} run compiled inside of streamed layers; outputs of Linears in there are not saved"
+    return notes + [within] * bool(inside)

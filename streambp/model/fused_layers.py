@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streambp.errors import ConfigError, MissingLibraryError
-from streambp.foreign import home_of, is_region
+from streambp.foreign import REGION, home_of, is_region
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import (
     ACTIVATIONS,
@@ -40,7 +40,6 @@ from streambp.known_names import (
     LIGERS_TABLE,
     MODULES_ARE_HARMLESS,
     NOT_OF_LAYERS,
-    REGION,
     ROTARY,
 )
 from streambp.libraries import required

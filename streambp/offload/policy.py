@@ -289,8 +289,8 @@ class SavesPolicy:
                 if whole and cost.graph and GRAPH not in without and index not in self._by_name:
                     size = cost.graph * tokens / cost.tokens
                     graphs[index] = Candidate(index, GRAPH, size, sum(one.bytes * one.worth for one in named) / size)
-        found.sort(key=lambda one: (-one.worth, -one.index))
-        for candidate in (*found, *sorted(graphs.values(), key=lambda one: -one.index)):
+        ordered = sorted(found, key=lambda one: (-one.worth, -one.index))
+        for candidate in (*ordered, *sorted(graphs.values(), key=lambda one: -one.index)):
             index, size, graph = candidate.index, candidate.bytes, graphs.get(candidate.index)
             if graph is not None and graph.bytes <= taken[index] + size:  # it keeps all that has a name, and takes no more
                 candidate, size = graph, graph.bytes - taken[index]

@@ -21,6 +21,7 @@ from streambp.verify import compare
 from tests.families import build, make_batch
 from tests.liger_stand_in import own
 from tests.oracle import gradients, lift_float32_casts, relative_l2
+from tests.seeds import seed_torch, seeded
 
 BAR = 1e-6  # of the whole gradient, in float32
 CHUNK, LENGTH = 7, 22  # the last chunk has one token
@@ -190,7 +191,7 @@ def test_modules_that_compute_otherwise_keep_their_own_forward():
 
 def directional(model, batch, seed, step=1e-6):
     """The derivative of the loss along a random direction: by differences, and by the gradients. Both draw alike."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     parameters = dict(model.named_parameters())
     along = {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in parameters.items()}
     losses = []
@@ -198,12 +199,12 @@ def directional(model, batch, seed, step=1e-6):
         with torch.no_grad():
             for name, p in parameters.items():
                 p.add_(along[name], alpha=sign * step)
-        torch.manual_seed(seed)
+        seed_torch(seed)
         losses.append(model(**batch, use_cache=False).loss.item())
         with torch.no_grad():
             for name, p in parameters.items():
                 p.sub_(along[name], alpha=sign * step)
-    torch.manual_seed(seed)
+    seed_torch(seed)
     found = gradients(model, **batch)[1]
     return (losses[0] - losses[1]) / (2 * step), sum((along[name] * g).sum().item() for name, g in found.items())
 

@@ -367,7 +367,7 @@ def test_copies_have_seen_nothing():
     runs = other._streambp.state.unpatched
     assert runs.most == math.inf
     assert runs.chooser is chooser_of(other)
-    assert [site.layer for site in runs.sites] == list(other.model.layers)
+    assert [site.layer for site in runs.steps.sites] == list(other.model.layers)
 
 
 def test_hooks_act_as_unpatched():
@@ -520,10 +520,10 @@ def test_the_prediction_grows_with_scores_and_masks(kind):
 
 def test_what_sdpa_leaves_out_streams():
     model = patched(zoo.build("gpt_oss", torch.float32))
-    sites = model._streambp.state.unpatched.sites
+    sites = model._streambp.state.steps.sites
     assert not any(site.sdpa.same for site in sites)  # it has sinks
     other = patched()
-    other._streambp.state.unpatched.sites[1].sdpa = sites[1].sdpa
+    other._streambp.state.steps.sites[1].sdpa = sites[1].sdpa
     assert streams(other(**make_batch("plain")).loss)
 
 

@@ -363,7 +363,7 @@ def test_every_number_is_pythons(tmp_path):
 MUTANTS = {
     "all gradients on the device": ("phase.gradients - on_host.trained", "phase.gradients"),
     "experts shared like the rest": ("setting.gpus / expert", "setting.gpus"),
-    "all of a gradient": ("present + share * phase.gradients", "present + phase.gradients"),
+    "all of a gradient": ("present + share * gradients_here", "present + gradients_here"),
     "a name's last phase": ("if (!known || gradients + activations > known.sum)", "if (true)"),
     "another order of a sum": (
         "kept.host + method.host_constant + method.host_per_token * tokens",
