@@ -168,7 +168,7 @@ class DrawsAnew(WithDropout):
     """The mutant: with a graph it draws other numbers."""
 
     def forward(self, x):
-        return super().forward(x + 0 * torch.rand(1, dtype=x.dtype) if torch.is_grad_enabled() else x)
+        return super().forward(x + 1e-300 * torch.rand(1, dtype=x.dtype) if torch.is_grad_enabled() else x)
 
 
 class TiedNorm(modeling_llama.LlamaRMSNorm):
