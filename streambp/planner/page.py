@@ -24,7 +24,7 @@ PLACES = {
     "/*PAGE*/": ("elements.js", "controls.js", "doors.js", "results.js", "chart.js", "frontier.js", "page.js"),
 }
 DATA = "/*DATA*/"
-FOR_READERS = re.compile(r"^ *(?://.*\n|/\*\*.*\*/\n)?", re.MULTILINE)  # indents and comments: a fifth of the code
+FOR_READERS = re.compile(r"^ *(?://.*\n|/\*.*\*/\n|\n)?", re.MULTILINE)  # not read by browsers
 
 
 def page(
