@@ -137,13 +137,14 @@ def computed_with_graph(
 
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iterator[None]:
-    """Within, what graphs save is told to the call's watch, in bytes: without known tensors [...] and the call's arguments,
-    such as cosines and sines, which are there anyway."""
+    """Within, what graphs save is told to the call's watch, in bytes: without known tensors [...], frozen weights and the
+    call's arguments, such as cosines and sines, which are there anyway."""
     if not call.site.repeats:
         yield
         return
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
-    there = {tensor.untyped_storage()._cdata for tensor in (*known, *arguments)}
+    frozen = [weight for weight in call.layer.parameters() if not weight.requires_grad]  # which have no shadow
+    there = {tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
