@@ -77,6 +77,12 @@ KNOWN = (
         modes=("packed",),
         lines=r"^[-+]note +position_ids (restart|do not grow by one): attention ",
     ),
+    Known("describe says how the last call's rows were computed, or why as given", lines=r"^\+note +rows: "),
+    Known(
+        "padded rows are computed without their padding; with rows='as_given' they are not",
+        modes=("padded",),
+        same_with={"rows": "as_given"},
+    ),
     Known(
         "recurrences and convolutions start anew with each document of packed rows; with documents='as_given' they go on",
         families=STATES,

@@ -2,6 +2,7 @@
 
 checkpointing              unpatched, with gradient checkpointing
 plain, lora                patched, the sequence in one chunk
+uncompared                 as plain, with compare_backward=False: the rest of plain's time is the witness
 8 chunks                   patched, the sequence in eight
 auto, auto 8 chunks        the same with saves="auto"; the others save nothing
 first plain, first lora    the first step of a new model, in which each layer is tried
@@ -17,13 +18,14 @@ PYTHONPATH), take turns, so that a machine that is busy or slows down does so fo
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -31,21 +33,21 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import streambp
 
 HERE = Path(__file__).resolve().parent.parent
-WARM = ("checkpointing", "plain", "8 chunks", "lora", "auto", "auto 8 chunks")
-PEERS = {"auto": "plain", "auto 8 chunks": "8 chunks"}  # of the same run
+WARM = ("checkpointing", "plain", "uncompared", "8 chunks", "lora", "auto", "auto 8 chunks")
+PEERS = {"plain": "uncompared", "auto": "plain", "auto 8 chunks": "8 chunks"}  # of the same run
 CASES = (*WARM, "first plain", "first lora")
 
 
-def build(case: str, layers: int, length: int) -> torch.nn.Module:
+def build(case: str, layers: int, length: int, width: int = 32) -> torch.nn.Module:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=width // 4,
     )
     model: torch.nn.Module = Qwen3ForCausalLM(config).train()
     if case == "checkpointing":
@@ -59,12 +61,14 @@ def build(case: str, layers: int, length: int) -> torch.nn.Module:
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
         model.enable_input_require_grads()
-    return streambp.patch(model, streambp.StreamConfig(saves=saves))
+    known = "compare_backward" in streambp.StreamConfig.__dataclass_fields__  # the other tree may be older
+    settings: dict[str, Any] = {"compare_backward": False} if case == "uncompared" and known else {}
+    return streambp.patch(model, streambp.StreamConfig(saves=saves, **settings))
 
 
-def stepper(case: str, layers: int, length: int) -> Callable[[], float]:
+def stepper(case: str, layers: int, length: int, width: int = 32) -> Callable[[], float]:
     """A function that runs one step and returns its processor time in milliseconds."""
-    model = build(case, layers, length)
+    model = build(case, layers, length, width)
     tokens = torch.randint(0, 64, (1, length))
 
     def step() -> float:
@@ -79,7 +83,8 @@ def stepper(case: str, layers: int, length: int) -> Callable[[], float]:
 
 def serve(arguments: argparse.Namespace) -> None:
     """Run a few steps of a case for each line that comes in, and print the shortest."""
-    steps = {case: stepper(case, arguments.layers, arguments.length) for case in WARM if case in arguments.cases}
+    made = functools.partial(stepper, layers=arguments.layers, length=arguments.length, width=arguments.width)
+    steps = {case: made(case) for case in WARM if case in arguments.cases}
     for step in steps.values():
         step()
         step()
@@ -89,12 +94,12 @@ def serve(arguments: argparse.Namespace) -> None:
         if case in steps:
             print(min(steps[case]() for _ in range(arguments.steps)), flush=True)
         else:
-            print(stepper(case.removeprefix("first "), arguments.layers, arguments.length)(), flush=True)
+            print(made(case.removeprefix("first "))(), flush=True)
 
 
 def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-    command += [f"--{name}={getattr(arguments, name)}" for name in ("layers", "length", "steps")]
+    command += [f"--{name}={getattr(arguments, name)}" for name in ("layers", "length", "width", "steps")]
     command += ["--cases", *arguments.cases]
     found = subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": str(tree)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -135,6 +140,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--length", type=int, default=128, help="tokens of the one row")
+    parser.add_argument("--width", type=int, default=32, help="features of a layer")
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each tree and case")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
