@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import short_name
 from streambp.fingerprint.leaves import version_of
-from streambp.foreign import full_name, home_of, package_of
+from streambp.foreign import full_name, home_of, package_of, trls_head
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
     BACKWARD_HOOKS,
@@ -116,6 +117,30 @@ def why_rows(module: nn.Module) -> str | None:
                 what = type(inner).__name__ if function is type(inner) else f"the forward {full_name(function)}"
                 return f"{what} (in {path or 'the model'}) is another's, and would see another row than the batch's"
     return None
+
+
+def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
+    """Whether code of others runs between a language model's backbones and its loss, and may read all that these give, what
+    they give padding among it: hooks, a head, the model's forward, a loss. The inside of a backbone is `why_rows`'.
+
+    What stands around the model's call (its hooks, a forward in front of streambp's) sees what its caller sees.
+    """
+    home = {base.__module__ for backbone in backbones for base in type(backbone).__mro__}
+    of_model = list(itertools.dropwhile(lambda forward: not isinstance(forward, InstanceForward), forwards(model)))
+    functions = [*of_model, type(model).forward, getattr(model, "loss_function", None), nn.functional.cross_entropy]
+    waiting = list(model.children())
+    while waiting:
+        module = waiting.pop()
+        hooks = (hook for name in MODULE_HOOKS for hook in module.__dict__[name].values())
+        if any(package_of(hook) not in HOOKS_ARE_HARMLESS for hook in hooks):
+            return True
+        if not any(module is backbone for backbone in backbones):
+            waiting += module.children()
+            functions += [*forwards(module), type(module), getattr(type(module), "forward", module)]
+    return not all(
+        function is None or isinstance(function, InstanceForward) or _is_known(function, home) or trls_head(function)
+        for function in functions
+    )
 
 
 def _is_known(function: Any, home: set[str]) -> bool:

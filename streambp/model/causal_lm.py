@@ -268,7 +268,7 @@ class CausalLMForward(InstanceForward):
                 fields["loss"] = LossOfLabels.apply(fields["loss"], kwargs["labels"], kwargs.get("shift_labels"))
             return type(output)(**fields)
 
-        output = self.state.as_unpatched(run, kwargs, config, hides_padding(self.module, kwargs))
+        output = self.state.as_unpatched(run, kwargs, config, hides_padding(self.module, self.state.backbones, kwargs))
         if output is not None:
             self._note(AS_UNPATCHED)
         return output
@@ -345,7 +345,7 @@ class CausalLMForward(InstanceForward):
             return self.original(**kwargs)
         head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
         self.state.defer_norm = None if hidden_wanted or gathered else request
-        self.state.padding_unseen = hides_padding(self.module, kwargs, self.state.config.eval_logits)
+        self.state.padding_unseen = hides_padding(self.module, self.state.backbones, kwargs, self.state.config.eval_logits)
         head.install()
         try:
             return self.original(**kwargs)

@@ -95,6 +95,11 @@ class PatchState:
     given_cache: bool = False
     shares_through_cache: bool = False
 
+    @property
+    def backbones(self) -> list[nn.Module]:
+        """The modules that may compute a packed row."""
+        return [wrapper.module for wrapper in self.wrappers if hasattr(wrapper, "packs")]
+
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
         """Asked of a call before it is made without a cache.
 

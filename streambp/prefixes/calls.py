@@ -26,8 +26,8 @@ IGNORED = -100  # a label that is none
 AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
 ONE_ROW = "the last call has one row or none"
 PADDING_IS_SEEN = (
-    "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits); "
-    "with rows='packed' they are another token's"
+    "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits), "
+    "or code of its own may read them (a hook, a head, a forward, a loss); with rows='packed' they are another token's"
 )
 NOISE_IS_SEEN = (
     "dropout would draw the same noise for tokens that rows have in common; with rows='packed' it does, and they are "
@@ -225,9 +225,11 @@ def _labels_of(labels: tuple[Any, Any], kwargs: Mapping[str, Any]) -> tuple[Any,
 
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
-    """[B, T] in bool: which tokens predict a label; None where there are none."""
+    """[B, T] in bool: which tokens predict a label, all where labels are of some tokens; None where there are none."""
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
         return shifted != IGNORED
     if isinstance(plain, Tensor) and plain.shape == ids.shape:
         return nn.functional.pad(plain[:, 1:] != IGNORED, (0, 1))
+    if isinstance(plain, Tensor) and plain.dim() == 2 and plain.shape[0] == ids.shape[0]:  # of logits_to_keep
+        return torch.ones_like(ids, dtype=torch.bool)
     return None

@@ -15,6 +15,8 @@ import types
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 import streambp
 from streambp.prefixes import calls
@@ -201,6 +203,81 @@ def test_a_backbones_forward_that_stood_there_before():
     (_, expected), (_, found) = (step(model, batches()[0]) for model in (stock, ours))
     assert worst_error(found, expected) <= EXACT
     assert "would see another row" in told(ours)
+
+
+class Mixing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + x.mean(1, keepdim=True))
+
+
+class WithLossOfStates(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss + hidden.pow(2).mean(), logits=logits)
+
+
+def mixed(module, _, output):
+    states = getattr(output, "last_hidden_state", output)
+    states = states + states.mean(1, keepdim=True)
+    return BaseModelOutputWithPast(last_hidden_state=states) if hasattr(output, "last_hidden_state") else states
+
+
+def own_loss(logits, labels, vocab_size, **_):
+    scored = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return scored + logits.logsumexp(-1).pow(2).mean()
+
+
+def scaled_by_all(real):
+    return lambda logits, *args, **kwargs: real(logits, *args, **kwargs) * logits.detach().logsumexp(-1).mean()
+
+
+READERS = {  # of padding's values, between the backbone and the loss
+    "a hook on the backbone": lambda m: m.model.register_forward_hook(mixed),
+    "a hook on the head": lambda m: m.lm_head.register_forward_hook(mixed),
+    "a head": lambda m: setattr(m.lm_head, "__class__", Mixing),
+    "a model's forward": lambda m: setattr(m, "__class__", WithLossOfStates),
+    "a loss": lambda m: setattr(m, "loss_function", own_loss),
+    "cross_entropy": lambda m: None,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_who_reads_padding_behind_the_backbone_gets_rows(reader, monkeypatch):
+    """With the default. With rows="packed", as asked for, padding's values are another token's."""
+    if reader == "cross_entropy":
+        monkeypatch.setattr(nn.functional, "cross_entropy", scaled_by_all(nn.functional.cross_entropy))
+    batch = make_batch("padded", prompt=40)
+    stock, ours = (families.build("llama", torch.float64) for _ in range(2))
+    for model in (stock, ours):
+        READERS[reader](model)
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
+    (expected_loss, expected), (loss, found) = step(stock, batch), step(ours, batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+    assert "may read them" in told(ours)
+
+
+def test_who_stands_around_the_model_sees_no_padding():
+    """Its hooks, and a forward in front of streambp's."""
+    ours, batch = families.build("llama", torch.float64), make_batch("padded", prompt=40)
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
+    ours.register_forward_hook(lambda _, __, ___: None)
+    inner = ours.forward
+    ours.forward = functools.wraps(inner)(lambda **kwargs: inner(**kwargs))
+    step(ours, batch)
+    assert told(ours) == counted(batch)
+
+
+def test_labels_of_padding_at_some_tokens_compute_rows():
+    """With logits_to_keep labels are fewer than tokens."""
+    batch = make_batch("padded", prompt=40)
+    batch |= {"labels": batch["input_ids"][:, -9:], "logits_to_keep": 9}
+    stock, ours = (families.build("llama", torch.float64) for _ in range(2))
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
+    assert worst_error(step(ours, batch)[1], step(stock, batch)[1]) <= EXACT
+    assert "predicts a label" in told(ours)
 
 
 def engines_hook(module, args):
