@@ -35,6 +35,7 @@ from streambp.head.blocks import (
     token_blocks,
 )
 from streambp.head.labels import check_labels
+from streambp.head.seen import Seen
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import GradientSum, Parameters
@@ -240,6 +241,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
             ctx.inputs, ctx.rows = inputs, rows
             ctx.entropies = None if values[1] is None else values[1].clone()  # what is returned may be written to
             ctx.save_for_backward(hidden, weight, bias, lse)
+            ctx.seen = Seen(norm, [x for x in (weight, bias, *norm) if x is not None])
             spread = [None if value is None else _spread(value, rows, hidden) for value in values]
         ctx.mark_non_differentiable(*(value for value in spread[3:] if value is not None))
         ctx.set_materialize_grads(False)
@@ -253,11 +255,18 @@ class BlockwiseLogProbs(torch.autograd.Function):
             grads: of the values, [N] each or None; the last three values are not differentiable, and theirs are not read.
 
         Raises:
-            BackwardError: second derivatives are wanted (create_graph).
+            BackwardError: second derivatives are wanted (create_graph), or the head or the norm changed since forward.
         """
         if torch.is_grad_enabled():
             raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
         saved = ctx.saved_tensors  # once: a checkpoint around the head hands them out a single time
+        written, seen = ctx.seen.written(), ctx.seen
+        changed = seen.changed() if written is None else written
+        if changed is not None:
+            raise BackwardError(
+                f"A weight {list(changed.shape)} of the head or the final norm changed since forward, of which backward "
+                "computes the logits again. Call backward before optimizer.step(), and before values are set through .data."
+            )
         compute = functools.partial(BlockwiseLogProbs._gradients, ctx, saved, grads)
         return once_more(saved[0].device, ctx.inputs.let_go, compute, "in the loss' backward")
 

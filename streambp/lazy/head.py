@@ -20,9 +20,9 @@ from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import Products, Projection, Statistics, Wanted, token_blocks
 from streambp.head.log_probs import HeadInputs, make_inputs
 from streambp.head.recipe import Recipe
+from streambp.head.seen import Seen
 from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, rows_at_once, sweep, values_beside
 from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, readings
-from streambp.lazy.seen import Seen
 
 Weights = Callable[[Tensor, Tensor | None], tuple[Any, ...]]
 

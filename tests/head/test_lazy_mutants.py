@@ -1,7 +1,7 @@
 """Every rule of lazy logits has a mutant, and every mutant turns a named test red.
 
 covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/standin.py, lazy/loss_rules.py,
-  lazy/row_rules.py, lazy/seen.py, lazy/tensor.py, model/causal_lm.py
+  lazy/row_rules.py, head/seen.py, lazy/tensor.py, model/causal_lm.py
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from streambp.errors import StreamBPError
+from streambp.head import seen
 from streambp.lazy import backward as sweep
 from streambp.lazy import dispatch as lazy
 from streambp.lazy import expression as rows
 from streambp.lazy import head as hub
-from streambp.lazy import loss_rules, row_rules, seen, standin
+from streambp.lazy import loss_rules, row_rules, standin
 from streambp.lazy import tensor as lazy_rows
 from streambp.model import causal_lm
 from tests.head import test_lazy, test_lazy_labels

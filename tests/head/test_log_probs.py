@@ -200,3 +200,30 @@ def test_an_entropy_may_be_written_to():
         (values.entropy.mul_(0.5) if write else values.entropy * 0.5).sum().backward()
         found.append((hidden.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def write_in_place(x):
+    with torch.no_grad():
+        x.add_(0.3)
+
+
+def write_to_data(x):
+    x.data.add_(0.3)
+
+
+def step_fused(x):
+    x.grad = torch.ones_like(x)
+    torch.optim.AdamW([x], lr=0.1, fused=True).step()
+    x.grad = None
+
+
+@pytest.mark.parametrize("part", ["norm", "weight", "bias"])
+@pytest.mark.parametrize("change", [write_in_place, write_to_data, step_fused])
+def test_a_head_that_changed_since_forward_is_refused(change, part):
+    """Backward computes logits again: of other weights they are another model's."""
+    hidden, weight, bias, norm, labels = make()
+    parts = {"norm": norm.weight, "weight": nn.Parameter(weight), "bias": nn.Parameter(bias)}
+    loss = -token_log_probs(hidden, parts["weight"], labels, norm=norm, bias=parts["bias"]).log_probs.sum()
+    change(parts[part])
+    with pytest.raises(RuntimeError, match=r"changed since forward|modified by an inplace operation"):
+        loss.backward()
