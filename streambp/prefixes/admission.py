@@ -38,6 +38,7 @@ from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
 DROPS = "drop"  # in the names of modules that drop values at random, and of attributes that are rates
+JITTER = "jitter"  # in the names of attributes: by how much a router's input is scaled at random
 BAR, BAR_IN_HALF = 1e-4, 3e-2  # relative: what rounding may make of a trial
 Over = Callable[..., Any]  # a backbone's forward: its arguments, None or a tree, on trial a list for what layers raise
 
@@ -70,9 +71,12 @@ def why_not(
 
 
 def draws_noise(module: nn.Module) -> bool:
-    """Whether a backbone drops values of its tokens at random, by modules or by rates that it hands to functions."""
+    """Whether a backbone drops or scales values of its tokens at random, by modules or by rates that it hands to
+    functions."""
     return any(
-        isinstance(value, float) and value > 0 and (DROPS in name or (name == "p" and DROPS in type(part).__name__.lower()))
+        isinstance(value, float)
+        and value > 0
+        and (DROPS in name or JITTER in name or (name == "p" and DROPS in type(part).__name__.lower()))
         for part in module.modules()
         if part.training
         for name, value in vars(part).items()

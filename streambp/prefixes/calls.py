@@ -30,8 +30,8 @@ PADDING_IS_SEEN = (
     "or code of its own may read them (a hook, a head, a forward, a loss); with rows='packed' they are another token's"
 )
 NOISE_IS_SEEN = (
-    "dropout would draw the same noise for tokens that rows have in common; with rows='packed' it does, and they are "
-    "computed once"
+    "dropout or jitter would draw the same noise for tokens that rows have in common; with rows='packed' it does, and they "
+    "are computed once"
 )
 UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING)  # with the default, whose user asked for nothing
 

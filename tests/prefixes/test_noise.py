@@ -106,6 +106,16 @@ def test_by_default_rows_share_no_noise(family):
     check_noise_of_each_row(family)
 
 
+def test_by_default_rows_share_no_jitter():
+    """Mixtral's routers scale what they read at random."""
+    whole = {"input_ids": make("all alike")["input_ids"]}
+    ours = packed(zoo.build("mixtral", router_jitter_noise=0.1), rows="auto")
+    ours(**whole, use_cache=False)
+    assert "same noise" in told(ours)
+    ours.eval()(**whole, use_cache=False)
+    assert told(ours) == (4 * WIDTH, WIDTH)
+
+
 def test_shared_noise_is_found(monkeypatch):
     monkeypatch.setattr(calls, "draws_noise", lambda _: False)
     with pytest.raises(AssertionError):
