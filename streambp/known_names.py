@@ -115,6 +115,7 @@ CONVOLUTION_STATE = "conv_state"  # of a convolution of one token, which is told
 # For `streambp plan`, which counts what kernels allocate: one that transformers has code for in its place as well.
 NO_PART_OF_A_STEP = ("_name_or_path", "transformers_version")  # of a configuration as a dict
 ROTARY = "apply_rotary_pos_emb"  # of a modeling file: (q, k, cos, sin) -> (q, k) turned
+ROTATED = ("q", "k", "cos", "sin")  # its first parameters; Gemma 3n's and 4's turns one tensor, and so does GPT-J's
 GATED_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")  # of an MLP whose activation and product a kernel can fuse
 FUSED_MLP = ("gate_up_proj", "down_proj", "activation_fn")  # the same with one product, gate before up
 ACTIVATIONS = ("act_fn", "activation_fn")  # of an MLP or of experts

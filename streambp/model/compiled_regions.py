@@ -33,7 +33,7 @@ from torch.utils._triton import has_triton
 from streambp.admission.stacks import find_stacks
 from streambp.device import has_data
 from streambp.foreign import REGION, compiled_inside, is_compiled
-from streambp.known_names import ACCELERATE_HOOK, FUSED_MLP, GATED_MLP, MODULE_TABLES, ROTARY
+from streambp.known_names import ACCELERATE_HOOK, FUSED_MLP, GATED_MLP, MODULE_TABLES, ROTARY, ROTATED
 from streambp.model.fused_layers import TRIED, Fused, Replaced, WithRotation, globals_that_turn, with_globals
 
 BACKEND = "inductor"
@@ -227,7 +227,8 @@ def _maker(module: nn.Module) -> Maker | None:
     kind = type(module)
     if NORMS in kind.__name__ and not [*module.children()] and isinstance(kind.forward, types.FunctionType):
         return None if kind.__module__.startswith("torch.") else _norm
-    return turning if globals_that_turn(module) is not None else None
+    space = globals_that_turn(module)
+    return turning if space is not None and tuple(inspect.signature(space[ROTARY]).parameters)[:4] == ROTATED else None
 
 
 def _is_others(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from streambp.errors import BackwardError
 from streambp.model import compiled_regions
 from streambp.model.fused_layers import fused_modules
 from streambp.verify import compare
+from tests import zoo
 from tests.families import build, make_batch
 from tests.liger_stand_in import own
 from tests.oracle import gradients, lift_float32_casts, relative_l2
@@ -279,3 +280,11 @@ def test_verify_compares_both_with_regions(monkeypatch):
     result = compare.verify(build("qwen3"), seq_len=97, saves=("attn_out",), kernels="compiled")
     assert result.exact, result
     assert True in with_regions
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gptj"])
+def test_a_rotation_of_one_tensor_stays_the_models(family, float64_oracle):
+    stock, batch = zoo.build(family), make_batch("plain")
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG)
+    assert relative_l2(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= BAR
+    assert "rotation" not in str(streambp.describe(ours))
