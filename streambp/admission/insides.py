@@ -131,7 +131,7 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
     waiting = list(model.children())
     while waiting:
         module = waiting.pop()
-        hooks = (hook for name in MODULE_HOOKS for hook in module.__dict__[name].values())
+        hooks = (hook for name in MODULE_HOOKS for hook in module.__dict__.get(name, {}).values())
         if any(package_of(hook) not in HOOKS_ARE_HARMLESS for hook in hooks):
             return True
         if not any(module is backbone for backbone in backbones):

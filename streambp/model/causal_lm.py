@@ -268,7 +268,7 @@ class CausalLMForward(InstanceForward):
                 fields["loss"] = LossOfLabels.apply(fields["loss"], kwargs["labels"], kwargs.get("shift_labels"))
             return type(output)(**fields)
 
-        output = self.state.as_unpatched(run, kwargs, config, hides_padding(self.module, self.state.backbones, kwargs))
+        output = self.state.as_unpatched(run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs))
         if output is not None:
             self._note(AS_UNPATCHED)
         return output
@@ -345,12 +345,12 @@ class CausalLMForward(InstanceForward):
             return self.original(**kwargs)
         head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
         self.state.defer_norm = None if hidden_wanted or gathered else request
-        self.state.padding_unseen = hides_padding(self.module, self.state.backbones, kwargs, self.state.config.eval_logits)
+        self.state.padding_unseen = functools.partial(hides_padding, self.module, self.state, kwargs)
         head.install()
         try:
             return self.original(**kwargs)
         finally:
-            self.state.defer_norm, self.state.padding_unseen = None, False
+            self.state.defer_norm = self.state.padding_unseen = None
             head.remove()
 
     def _finish(self, output: Any) -> Any:

@@ -12,25 +12,20 @@ from torch import Tensor, nn
 from streambp.admission.insides import others_read_rows
 from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
 from streambp.model.callers import wants_predictions
+from streambp.model.state import PatchState
 
 
-def hides_padding(
-    model: nn.Module, backbones: list[nn.Module], kwargs: Mapping[str, Any], eval_logits: bool = False
-) -> bool:
+def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a language model whose logits are lazy or left out hands out nothing else that padding is given:
-    hidden states, router logits, an evaluation's logits, and to no code of others between its backbone and its loss.
-
-    Args:
-        backbones: those inside the model, which compute the packed row. eval_logits: as `StreamConfig` has it.
-    """
+    hidden states, router logits, an evaluation's logits, and to no code of others between its backbone and its loss."""
     config: Any = model.config
     for name, own in ((HIDDEN_STATES, config), (ROUTER_LOGITS, config.get_text_config())):
         wanted = kwargs.get(name)
         if getattr(own, name, False) if wanted is None else wanted:
             return False
-    if others_read_rows(model, backbones):
+    if others_read_rows(model, state.backbones):
         return False
-    return model.training or not (eval_logits or wants_predictions())
+    return model.training or not (state.config.eval_logits or wants_predictions())
 
 
 def labels_after_padding(kwargs: dict[str, Any]) -> bool:

@@ -27,6 +27,7 @@ from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
 from streambp.offload.weights import HostWeights
+from streambp.prefixes.calls import Unseen
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows
 from streambp.sharded.shards import Shards
@@ -53,7 +54,7 @@ class PatchState:
     shards: how the running forward's sequences are split over ranks, if they are. split: as they were last time.
     position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
     labels: of that forward, as `known_names.LABELS` has them.
-    padding_unseen: of that forward, nothing that padding is given goes to the caller (hidden states, logits).
+    padding_unseen: of that forward, whether nothing that padding is given goes to the caller (hidden states, logits).
     tree: the rows of the running forward, if it computes them as a packed row. [Note: tree of rows]
     failed: of a running trial of that, what layers raised; None: none is running.
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
@@ -83,7 +84,7 @@ class PatchState:
     packed_rows: PackedRows | None = None
     position_ids: Any = None
     labels: tuple[Any, Any] = (None, None)
-    padding_unseen: bool = False
+    padding_unseen: Unseen = None
     tree: Tree | None = None
     failed: list[Exception] | None = None
     split: Shards | None = None
@@ -117,7 +118,11 @@ class PatchState:
         self.asked_cache |= wanted
 
     def as_unpatched(
-        self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig, padding_unseen: bool
+        self,
+        run: Callable[[], T],
+        kwargs: Mapping[str, Any],
+        config: PreTrainedConfig,
+        padding_unseen: Unseen,
     ) -> T | None:
         """What `run`, the unpatched model's forward, returns; None where a micro-batch in training is to be streamed.
         [Note: micro-batches as unpatched]

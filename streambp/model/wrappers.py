@@ -36,7 +36,7 @@ from streambp.model.split import refuse_lone_layer, shards_of
 from streambp.model.state import PatchState, wants_cache
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
-from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes
+from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes, Unseen
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.layer import stream_shard
@@ -250,7 +250,7 @@ class BackboneForward(InstanceForward):
 
         return self.state.as_unpatched(run, kwargs, self._config.get_text_config(), self.state.padding_unseen)
 
-    def packs(self, kwargs: Mapping[str, Any], padding_unseen: bool) -> bool:
+    def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
         """Whether a call, its own or of the language model around it, is computed as a packed row if it streams."""
         return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, self.state.labels, padding_unseen)
 

@@ -23,6 +23,7 @@ from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import A_CHUNK, NOTHING, Tree, find_tree
 
 IGNORED = -100  # a label that is none
+Unseen = Callable[[], bool] | None  # whether the values of padding go to nobody; None: they go to the caller
 AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
 ONE_ROW = "the last call has one row or none"
 PADDING_IS_SEEN = (
@@ -69,7 +70,7 @@ class SharedPrefixes:
         sites: Callable[[], list[LayerSite]],
         labels: tuple[Any, Any] = (None, None),
         documents: bool = False,
-        padding_unseen: bool = False,
+        padding_unseen: Unseen = None,
     ) -> Any:
         """What the backbone returns for its arguments, for rows [B, T].
 
@@ -78,7 +79,8 @@ class SharedPrefixes:
             sites: its layers.
             labels: of the language model around it, as `known_names.LABELS` has them.
             documents: that model's position_ids mark several in a row.
-            padding_unseen: nothing of what padding is given goes to the model's caller.
+            padding_unseen: whether nothing of what padding is given goes to the model's caller; asked where
+                there is padding.
 
         Raises:
             StreamBPError: only when the model ran was it found that it cannot share, and there are other ranks.
@@ -103,7 +105,11 @@ class SharedPrefixes:
         return over(kwargs, None)
 
     def saves(
-        self, kwargs: Mapping[str, Any], sites: list[LayerSite], labels: tuple[Any, Any], padding_unseen: bool
+        self,
+        kwargs: Mapping[str, Any],
+        sites: list[LayerSite],
+        labels: tuple[Any, Any],
+        padding_unseen: Unseen,
     ) -> bool:
         """Whether a call would be computed as a packed row, or would have to be tried for that; arguments as of `call`."""
         if self._is_one_row(kwargs) or self._why_not(kwargs, sites) is not None:
@@ -117,7 +123,7 @@ class SharedPrefixes:
         over: Over,
         sites: Callable[[], list[LayerSite]],
         labels: tuple[Any, Any],
-        padding_unseen: bool,
+        padding_unseen: Unseen,
     ) -> Tree | str:
         together = must_agree(self.module)
         if not together and self._is_one_row(kwargs):
@@ -144,7 +150,11 @@ class SharedPrefixes:
         return why_rows(self.module) if reason is None else reason  # before a trial, whose tokens hooks would see
 
     def _look(
-        self, kwargs: Mapping[str, Any], sites: list[LayerSite], labels: tuple[Any, Any], padding_unseen: bool
+        self,
+        kwargs: Mapping[str, Any],
+        sites: list[LayerSite],
+        labels: tuple[Any, Any],
+        padding_unseen: Unseen,
     ) -> Tree | str:
         """The packed row of a call that may have one; or why its rows are computed. The tensors of one call are looked at
         once."""
@@ -168,8 +178,8 @@ class SharedPrefixes:
                 found = found if isinstance(found, Tree) else NOISE_IS_SEEN
             self._looked = key, found
         tree = self._looked[1]
-        if self.rows == "auto" and not padding_unseen and isinstance(tree, Tree) and any(tree.padding()):
-            return PADDING_IS_SEEN
+        if self.rows == "auto" and isinstance(tree, Tree) and any(tree.padding()):
+            return tree if padding_unseen is not None and padding_unseen() else PADDING_IS_SEEN
         return tree
 
     def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 import streambp
+from streambp.model import padding
 from streambp.prefixes import calls
 from streambp.prefixes.admission import Trials
 from streambp.prefixes.tree import find_tree
@@ -268,6 +269,17 @@ def test_who_stands_around_the_model_sees_no_padding():
     ours.forward = functools.wraps(inner)(lambda **kwargs: inner(**kwargs))
     step(ours, batch)
     assert told(ours) == counted(batch)
+
+
+@pytest.mark.parametrize("mode", ["plain", "padded"])
+def test_who_reads_padding_is_asked_where_there_is_some(mode, monkeypatch):
+    """It takes a walk through all modules beside the backbone, of which a model of images has hundreds."""
+    asked, reads = [], padding.others_read_rows
+    monkeypatch.setattr(padding, "others_read_rows", lambda *given: asked.append(given) or reads(*given))
+    ours = families.build("llama", torch.float64)
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
+    step(ours, make_batch(mode, prompt=40))
+    assert bool(asked) == (mode == "padded")
 
 
 def test_labels_of_padding_at_some_tokens_compute_rows():
