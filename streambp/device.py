@@ -173,6 +173,16 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if on else None
 
 
+ROUNDED_TO = {"tf32": torch.float16, "bf16": torch.bfloat16}  # the dtype with as many digits
+
+
+def products_rounded_to(device: str) -> torch.dtype | None:
+    """A dtype with as few digits as what the program allows products of float32 to be rounded to on this kind of device
+    (`torch.set_float32_matmul_precision`, `allow_tf32`); None: they are computed in float32."""
+    backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
+    return ROUNDED_TO.get(backend.matmul.fp32_precision)
+
+
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Within, nothing is cast on this kind of device."""
     return contextlib.nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)

@@ -255,6 +255,7 @@ NOT_OF_LAYERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")  # their
 # ---- bitsandbytes, which the tests' environments need not have
 
 BITSANDBYTES = "bitsandbytes"
+COMPUTE_DTYPE = "compute_dtype"  # of a Linear with a 4-bit weight: what it casts its input to
 QUANT_STATE = "quant_state"  # of a 4-bit weight: its shape, its dtype and its statistics
 STATISTICS_8BIT = "SCB"  # of an 8-bit weight, which hands them on to its module
 

@@ -19,9 +19,8 @@ SCORES = 4  # tolerances: a few scores of a single token carry a larger part of 
 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
-    """The dtype of the largest eps among those of x [..., B, T, h], the layer's float parameters and autocast."""
-    cast = [dtype for _, enabled, dtype in call.autocast.states if enabled]
-    return coarsest_of((x.dtype, *call.site.of(dtypes_of), *cast))
+    """The dtype of the largest eps among those of x [..., B, T, h], what the layer computes in, and autocast."""
+    return coarsest_of((x.dtype, *call.site.of(dtypes_of), *call.autocast.dtypes), x.device.type)
 
 
 def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:

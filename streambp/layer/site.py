@@ -16,7 +16,7 @@ from streambp.attention.backend import AsSdpa, Used
 from streambp.attention.carriers import NoAttention, ThroughInterface
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
-from streambp.device import has_data
+from streambp.device import has_data, products_rounded_to
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, Look
@@ -264,11 +264,12 @@ class LayerSite:
         values to compare."""
         if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None
-        key = "witness", x.dtype, x.device.type, autocast.states if autocast.on else ()
+        kind = x.device.type
+        key = "witness", x.dtype, kind, autocast.states if autocast.on else (), products_rounded_to(kind)
         return Witness(self.witnesses, self.of(functools.partial(self._source, x, autocast), key))
 
     def _source(self, x: Tensor, autocast: Autocast, _: nn.Module) -> Source:
-        dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes))
+        dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes), x.device.type)
         exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(has_compiled_parts))
         tolerance = tolerance_of(dtype, not exact and self.of(chooses))
         return Source(self.index, functools.partial(gives_otherwise, self.layer), tolerance)

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from streambp.device import MEMORY_ERRORS, autocast_dtype, is_out_of_memory, without_autocast
+from streambp.device import MEMORY_ERRORS, autocast_dtype, is_out_of_memory, products_rounded_to, without_autocast
 from streambp.errors import BackwardError
+from streambp.known_names import COMPUTE_DTYPE
 
 ROWS = 8  # of an output, where a product in it is left out
 REMEMBERED = 32  # numbers of rows
@@ -54,13 +55,18 @@ def rows_of(length: int) -> slice:
 
 
 def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
-    """Of its float parameters."""
-    return frozenset(parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point())
+    """Of its float parameters, and those that modules inside (bitsandbytes' 4-bit Linears) compute in by themselves: what
+    they are given and give may be float32, and their parameters are bytes."""
+    own = (getattr(module, COMPUTE_DTYPE, None) for module in layer.modules())
+    computed_in = {dtype for dtype in own if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+    return frozenset(parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()) | computed_in
 
 
-def coarsest_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """That of the largest eps."""
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+def coarsest_of(dtypes: Iterable[torch.dtype], device: str) -> torch.dtype:
+    """That of the largest eps, where products of float32 are rounded as the program lets this kind of device round them: it
+    does so for some numbers of rows and not for others."""
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
 
 
 def chooses(layer: nn.Module) -> bool:

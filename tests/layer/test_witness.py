@@ -187,6 +187,47 @@ def test_another_order_of_adding_up_is_no_alarm(dtype, off, raises):
             loss.backward()
 
 
+class InHalfPrecision(nn.Module):
+    """A frozen Linear with float32 outside and bfloat16 inside, which another kernel multiplies where there is a graph or
+    many rows, as bitsandbytes' 4-bit Linears and float32 products in TF32 do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.register_buffer("weight", inner.weight.detach().bfloat16())
+
+    def forward(self, x):
+        x = x.bfloat16()
+        if torch.is_grad_enabled() or x[..., 0].numel() > 12:
+            halves = zip(x.chunk(2, -1), self.weight.chunk(2, -1), strict=True)
+            return sum(torch.nn.functional.linear(part, weight) for part, weight in halves).float()
+        return torch.nn.functional.linear(x.float(), self.weight.float()).bfloat16().float()
+
+
+@pytest.fixture
+def precision():
+    """As the program set it, afterwards."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize("known_by", ["compute_dtype", "matmul_precision"])
+def test_products_rounded_to_less_than_float32_are_no_alarm(known_by):
+    model = build("qwen3")
+    for layer in model.model.layers:
+        layer.mlp.up_proj = InHalfPrecision(layer.mlp.up_proj)
+        layer.self_attn.q_proj = InHalfPrecision(layer.self_attn.q_proj)
+        if known_by == "compute_dtype":
+            layer.mlp.up_proj.compute_dtype = torch.bfloat16
+    if known_by == "matmul_precision":
+        torch.set_float32_matmul_precision("medium")
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=()))
+    for _ in range(2):
+        model(**make_batch("plain"), use_cache=False).loss.backward()
+    assert all(len(site.last.plan) == 5 for site in model._streambp.state.steps.sites)
+
+
 VIEWS = ("detach", "view", "t", "slice", "select", "expand", "unsqueeze", "as_strided", "alias", "_unsafe_view", "reshape")
 
 
