@@ -236,6 +236,19 @@ def test_a_batch_of_padding_alone():
     assert "padding alone" in told(ours)
 
 
+def test_the_token_at_the_highest_position_of_padding_has_a_gradient():
+    """Its outputs are zero where its embedding is, and Gemma 3n takes a root of their size."""
+    batch = make("right")
+    batch = {name: value[1:2] for name, value in batch.items()}  # one row, with padding behind it
+    stock = zoo.build("gemma3n_text")
+    model = packed(stock, rows="auto")
+    found = gradients(model, **batch)[1]
+    assert told(model) == (14, 14)
+    expected = gradients(copy.deepcopy(stock), **batch)[1]
+    assert all(bool(gradient.isfinite().all()) for gradient in expected.values())
+    assert worst_error(found, expected) <= EXACT
+
+
 def test_a_tenth_has_to_be_saved(monkeypatch):
     monkeypatch.setattr(calls, "find_tree", find_tree)
     ours = packed(build("llama"))
