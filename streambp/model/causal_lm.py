@@ -165,7 +165,7 @@ class CausalLMForward(InstanceForward):
                 self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
         if labels is None and want_log_probs:
             raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
-        caches = has_cache(kwargs) or (kwargs.get("use_cache") and not self.module.training)
+        caches = has_cache(kwargs) or self.state.makes_cache(kwargs, self._trains)
         if labels is None or not self.state.config.head or caches or self.foreign is not None:
             if want_log_probs:
                 self.refuse_foreign()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -60,6 +61,7 @@ class PatchState:
     packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
     asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
     warned_of_documents: that the unpatched model would not take a row for several documents.
+    warned_of_cache: that a training step that was asked for a cache returns none.
     warned_of_trials: that hooks saw the trials of layers.
     unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
     given_cache: a call in training was given a cache, and ran as unpatched.
@@ -90,6 +92,7 @@ class PatchState:
     split: Shards | None = None
     warned_of_padding: bool = False
     warned_of_documents: bool = False
+    warned_of_cache: bool = False
     asked_cache: bool = False
     warned_of_trials: bool = False
     unasked_cache: bool = False
@@ -100,6 +103,24 @@ class PatchState:
     def backbones(self) -> list[nn.Module]:
         """The modules that may compute a packed row."""
         return [wrapper.module for wrapper in self.wrappers if hasattr(wrapper, "packs")]
+
+    def makes_cache(self, kwargs: Mapping[str, Any], trains: bool) -> bool:
+        """Whether a language model's call returns a cache because its caller passed `use_cache`. A step in training has
+        none, as under gradient checkpointing; a warning says so once.
+
+        Args:
+            trains: it is one.
+        """
+        asked = bool(kwargs.get("use_cache"))
+        if asked and trains and not self.warned_of_cache:
+            self.warned_of_cache = True
+            warnings.warn(
+                "use_cache=True was passed in a training step, which streams without a cache: past_key_values of the "
+                "output is None, and a call that should go on from it would begin anew. If yours does, run the model "
+                "unpatched (streambp.unpatch(model)); else pass use_cache=False.",
+                stacklevel=2,
+            )
+        return asked and not trains
 
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
         """Asked of a call before it is made without a cache.
