@@ -272,7 +272,7 @@ class LayerSite:
         dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes), x.device.type)
         exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(has_compiled_parts))
         tolerance = tolerance_of(dtype, not exact and self.of(chooses))
-        return Source(self.index, functools.partial(gives_otherwise, self.layer), tolerance)
+        return Source(self.index, functools.partial(gives_otherwise, self.layer, autocast.on), tolerance)
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
         """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed

@@ -300,12 +300,17 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
         return off > limit
 
 
-def gives_otherwise(layer: nn.Module) -> BackwardError:
-    """The error of a layer whose recomputation differs."""
+def gives_otherwise(layer: nn.Module, cast: bool = False) -> BackwardError:
+    """The error of a layer whose recomputation differs.
+
+    Args:
+        cast: autocast was on.
+    """
+    keeps = "Autocast keeps its copies of weights until its context ends: end it before optimizer.step(). " if cast else ""
     return BackwardError(
         f"{type(layer).__name__} is not in backward what it was in forward: of the same input it makes something else. "
         "Backward recomputes the layer, so that it gave the gradient of another model. Set gradients to zero, and call "
         "backward before you change anything that the layer reads: before optimizer.step() (fused ones mark no change), "
-        "before values are set through `.data`, and before numbers that its code takes from elsewhere are. Where nothing "
-        "changes, kernels give other roundings each time: set StreamConfig(compare_backward=False)."
+        f"before values are set through `.data`, and before numbers that its code takes from elsewhere are. {keeps}Where "
+        "nothing changes, kernels give other roundings each time: set StreamConfig(compare_backward=False)."
     )

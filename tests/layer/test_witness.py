@@ -228,6 +228,18 @@ def test_products_rounded_to_less_than_float32_are_no_alarm(known_by):
     assert all(len(site.last.plan) == 5 for site in model._streambp.state.steps.sites)
 
 
+def test_autocast_around_a_step_of_the_optimizer_is_named():
+    """Its copies of the weights are those of before, for forward alone. Unpatched they are in both, and nothing is said."""
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=CHUNK))
+    optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(**make_batch("plain"), use_cache=False).loss.backward()
+        optimizer.step()
+        loss = model(**make_batch("plain"), use_cache=False).loss
+        with pytest.raises(BackwardError, match="Autocast keeps its copies"):
+            loss.backward()
+
+
 VIEWS = ("detach", "view", "t", "slice", "select", "expand", "unsqueeze", "as_strided", "alias", "_unsafe_view", "reshape")
 
 
