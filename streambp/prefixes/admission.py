@@ -28,7 +28,7 @@ from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, is_out_of_memory
 from streambp.errors import UnsharedError
-from streambp.known_names import EMBEDS, LABELS, NOISY_EMBEDDINGS, SHARED_INPUTS, Z_LOSS
+from streambp.known_names import EMBEDS, LABELS, NOISY_EMBEDDINGS, QUANT_STATE, SHARED_INPUTS, Z_LOSS
 from streambp.layer.choices import Choices
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
@@ -226,10 +226,20 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
     return torch.cat([found, torch.full_like(last, float("nan")) if last.is_floating_point() else last], 1)
 
 
+def _quantised(module: nn.Module) -> bool:
+    """Whether a parameter of its own is. With `bnb_4bit_quant_storage` its bytes go by the name of a float."""
+    own = (parameter for parameter in module._parameters.values() if parameter is not None)
+    return any(not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE) for parameter in own)
+
+
 @contextlib.contextmanager
 def _in_eval(module: nn.Module) -> Iterator[None]:
-    """Within, nothing in it is random. Modules' own `train` is not called, which may do more."""
-    training = [part for part in module.modules() if part.training]
+    """Within, nothing in it is random. Modules' own `train` is not called, which may do more.
+
+    Modules of quantised weights keep their mode: on a CPU bitsandbytes repacks them for good when they run in eval mode,
+    for a kernel without a gradient.
+    """
+    training = [part for part in module.modules() if part.training and not _quantised(part)]
     for part in training:
         part.training = False
     try:

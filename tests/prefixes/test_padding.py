@@ -236,6 +236,34 @@ def test_a_batch_of_padding_alone():
     assert "padding alone" in told(ours)
 
 
+class Repacked(torch.nn.Module):
+    """A Linear of frozen bytes that is for evaluation alone once it was run in eval mode, as bitsandbytes' are on a CPU."""
+
+    def __init__(self, inner):
+        super().__init__()
+        scaled = (inner.weight.detach() * 512).round().clamp(-128, 127).to(torch.int8)
+        self.weight = torch.nn.Parameter(scaled, requires_grad=False)
+        self.for_evaluation = False
+
+    def forward(self, x):
+        self.for_evaluation |= not self.training and not x.requires_grad
+        product = torch.nn.functional.linear(x, self.weight.to(x.dtype) / 512)
+        return product.detach() if self.for_evaluation else product
+
+
+def test_a_trial_leaves_quantised_weights_as_they_are(monkeypatch):
+    """It is run in eval mode, without gradients."""
+    monkeypatch.setattr(calls, "why_rows", lambda module: None)  # bitsandbytes' modules are not foreign
+    stock = families.build("llama", torch.float64)
+    for layer in stock.model.layers:
+        layer.mlp.up_proj = Repacked(layer.mlp.up_proj)
+    model, batch = packed(stock, rows="auto"), make("right")
+    found = gradients(model, **batch)[1]
+    assert told(model) == (45, 45)
+    assert not any(layer.mlp.up_proj.for_evaluation for layer in model.model.layers)
+    assert worst_error(found, gradients(stock, **batch)[1]) <= EXACT
+
+
 def test_the_token_at_the_highest_position_of_padding_has_a_gradient():
     """Its outputs are zero where its embedding is, and Gemma 3n takes a root of their size."""
     batch = make("right")
