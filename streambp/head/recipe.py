@@ -79,14 +79,6 @@ class Recipe:
     logits: bool = False  # it is the output projection's result, or made of it
     places: Tensor | None = None
 
-    def at(self, places: Tensor) -> Recipe:
-        """The same of tokens at other places [...]."""
-        return dataclasses.replace(self, places=places)
-
-    def of(self, source: Tensor, tokens: Tensor) -> tuple[Tensor, Recipe]:
-        """Source and recipe of other tokens: of hidden states [..., h], or of places [..., 1] if the recipe has any."""
-        return (tokens, self) if self.places is None else (source, self.at(tokens[..., 0]))
-
     def scaled(self, factor: float) -> Recipe:
         """The recipe of the deferred tensor times `factor`."""
         if self.weight is None:

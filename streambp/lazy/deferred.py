@@ -16,19 +16,18 @@ path from there to a parameter leads, and whose backward raises. One that was ma
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streambp.device import is_elsewhere
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss
-from streambp.lazy.standin import METADATA, SharedMemory, StandIn, note_use, takes
+from streambp.lazy.row_rules import is_number
+from streambp.lazy.standin import METADATA, SharedMemory, StandIn, note_use
+from streambp.lazy.token_rules import TOKEN_RULES
 from streambp.nested import tensors_in
-from streambp.torchs_own import torch_own
 
 
 class NoGradientHere(torch.autograd.Function):
@@ -99,18 +98,34 @@ class Deferred(StandIn):
             real = self.recipe.build(self.source)
             return real if real.dtype == self.dtype else real.to(self.dtype)
 
-    @property
-    def tokens(self) -> Tensor:
-        """Each token's hidden states [..., h], or where they are: its place [..., 1]. [Note: places]"""
-        return self.source if self.recipe.places is None else self.recipe.places[..., None]
+    def changed(self, recipe: Recipe | None = None, dtype: torch.dtype | None = None) -> Deferred:
+        """Another in memory of its own, by another recipe or in another dtype."""
+        return Deferred.make(self.source, recipe or self.recipe, dtype or self.dtype)
 
-    def derive(self, tokens: Tensor | None = None, recipe: Recipe | None = None) -> Deferred:
-        """Another in its dtype: of other `tokens` [..., h or 1], as a slice or view of this one's, or by another recipe."""
-        if tokens is None:
-            return Deferred.make(self.source, recipe or self.recipe, self.dtype)
-        result = Deferred.make(*self.recipe.of(self.source, tokens), self.dtype)
-        result.derived, result.memory = True, self.memory
-        return result
+    def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> Deferred:
+        """The same of other tokens: their hidden states are others, or their places [*tokens] are. [Note: places]
+
+        Args:
+            change: [*tokens, k] -> [*other tokens, k], for any k.
+            unique: it gives no token twice. view: the result shares this one's memory.
+        """
+        source, recipe = self.source, self.recipe
+        if recipe.places is None:
+            source = change(source)
+        else:
+            recipe = dataclasses.replace(recipe, places=change(recipe.places[..., None])[..., 0])
+        made = Deferred.make(source, recipe, self.dtype)
+        if view:
+            made.derived, made.memory = True, self.memory
+        return made
+
+    def casts_to(self, dtype: torch.dtype) -> bool:
+        """Whether `dtype` is no narrower than what it is computed from; losses are computed in float32 or wider anyway."""
+        return torch.promote_types(dtype, self.source.dtype) == dtype
+
+    def is_together(self) -> bool:
+        """Whether its tokens are contiguous in what it is a part of."""
+        return (self.source if self.recipe.places is None else self.recipe.places).is_contiguous()
 
     def check(self, operation: str) -> None:
         """Raise StreamBPError if it can no longer be computed as it was, or if what shares its memory was written to."""
@@ -150,14 +165,6 @@ class Deferred(StandIn):
         self.recipe.note(operation)
 
     @classmethod
-    def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What a rule gives; NotImplemented where there is none."""
-        rule = RULES.get(name)
-        if rule is None or (kwargs and not takes(rule, args, kwargs)):
-            return NotImplemented
-        return rule(*args, **kwargs)
-
-    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise StreamBPError(
             f"{func} reached logits that do not exist, from where no real ones can be given to it. Use "
@@ -168,93 +175,22 @@ class Deferred(StandIn):
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _slice(x: Deferred, index: Any) -> Any:
-    """An index that leaves the last dimension whole applies to the source as well."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(part is None for part in parts):
-        return NotImplemented
-    ellipsis = any(part is Ellipsis for part in parts)
-    consumed = sum(_dims(part) for part in parts if part is not Ellipsis)
-    reaches_last = consumed == x.dim() or (ellipsis and parts[-1] is not Ellipsis)
-    if reaches_last and not _whole(parts[-1]):
-        return NotImplemented
-    return x.derive(x.tokens[index])
+def _multiply(x: Deferred, other: Any) -> Any:
+    return x.changed(x.recipe.scaled(float(other))) if is_number(other) else NotImplemented
 
 
-def _dims(part: Any) -> int:
-    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
-
-
-def _whole(part: Any) -> bool:
-    return isinstance(part, slice) and part == slice(None)
-
-
-def _take_along_dim(x: Deferred, indices: Any, dim: int | None = None) -> Any:
-    """Positions [..., n, 1] of each row."""
-    if dim is None or dim % x.dim() == x.dim() - 1 or indices.shape[-1] != 1:
-        return NotImplemented
-    return x.derive(torch_own.take_along_dim(x.tokens, indices, dim % x.dim()))
-
-
-def _same(x: Deferred, *args: Any, **kwargs: Any) -> Any:
-    return x
-
-
-def _float(x: Deferred, *args: Any, **kwargs: Any) -> Any:
-    wide = torch.promote_types(x.source.dtype, torch.float32)
-    if wide == x.dtype:
-        return x
-    return Deferred.make(x.source, x.recipe, wide)
-
-
-def _to(x: Deferred, *args: Any, **kwargs: Any) -> Any:
-    """Only casts up and moves to where the tensor is; the loss is computed in float32 or wider anyway."""
-    wanted = [*args, *kwargs.values()]
-    dtypes = [w for w in wanted if isinstance(w, torch.dtype)]
-    if any(isinstance(w, Tensor) for w in wanted) or is_elsewhere(x, wanted):
-        return NotImplemented
-    if any(torch.promote_types(d, x.source.dtype) != d for d in dtypes):
-        return NotImplemented
-    return Deferred.make(x.source, x.recipe, dtypes[0]) if dtypes and dtypes[0] != x.dtype else x
-
-
-def _view(x: Deferred, *shape: Any) -> Any:
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if isinstance(sizes, torch.dtype) or sizes[-1] not in (-1, x.shape[-1]):
-        return NotImplemented
-    if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel():  # tokens would end up in the last dimension
-        return NotImplemented
-    return x.derive(x.tokens.reshape(*sizes[:-1], x.tokens.shape[-1]))
-
-
-def _flatten(x: Deferred, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim in (-1, x.dim() - 1):
-        return NotImplemented
-    return x.derive(x.tokens.flatten(start_dim, end_dim))
-
-
-def _multiply(x: Any, other: Any) -> Any:
-    if isinstance(other, Deferred):
-        x, other = other, x
-    if isinstance(other, bool) or not isinstance(other, int | float):
-        return NotImplemented
-    return x.derive(recipe=x.recipe.scaled(float(other)))
-
-
-def _divide(x: Any, other: Any, **kwargs: Any) -> Any:
-    if kwargs or not isinstance(x, Deferred) or isinstance(other, bool) or not isinstance(other, int | float) or not other:
-        return NotImplemented
-    return x.derive(recipe=x.recipe.scaled(1.0 / other))
+def _divide(x: Deferred, other: Any) -> Any:
+    return x.changed(x.recipe.scaled(1.0 / other)) if is_number(other) else NotImplemented
 
 
 def _tanh(x: Deferred) -> Any:
     if x.recipe.weight is None or x.recipe.tanh:
         return NotImplemented
-    return x.derive(recipe=dataclasses.replace(x.recipe, tanh=True))
+    return x.changed(dataclasses.replace(x.recipe, tanh=True))
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(x, Deferred) or x.recipe.weight is not None or (x.recipe.scale_hidden != 1.0 and bias is not None):
+def _linear(x: Deferred, weight: Any, bias: Any = None) -> Any:
+    if x.recipe.weight is not None or (x.recipe.scale_hidden != 1.0 and bias is not None):
         return NotImplemented
     recipe = dataclasses.replace(
         x.recipe, weight=weight, bias=bias, before=x.recipe.scale_hidden, scale_hidden=1.0
@@ -263,7 +199,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _cross_entropy(
-    x: Any,
+    x: Deferred,
     target: Any,
     weight: Any = None,
     size_average: Any = None,
@@ -273,29 +209,19 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
-    if not isinstance(x, Deferred) or isinstance(target, Deferred):  # soft targets
-        return NotImplemented
     if unusual or x.recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
     return blockwise_loss(x.source, x.recipe, target, ignore_index, reduction)
 
 
-# By name: of torch's functions and of the methods that are them. [Note: torch's own functions]
-RULES: dict[str, Callable[..., Any]] = {
-    "__getitem__": _slice,
-    "contiguous": _same,
-    "float": _float,
-    "to": _to,
-    "view": _view,
-    "reshape": _view,
-    "flatten": _flatten,
+# [Note: torch's own functions]
+Deferred.rules = TOKEN_RULES | {
     "mul": _multiply,
     "__mul__": _multiply,
     "__rmul__": _multiply,
     "div": _divide,
     "__truediv__": _divide,
     "tanh": _tanh,
-    "take_along_dim": _take_along_dim,
     "linear": _linear,
     "cross_entropy": _cross_entropy,
 }

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-import streambp.lazy.token_rules as token_rules
 from streambp.errors import StreamBPError
 from streambp.head.recipe import HeadRequest
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.head import Hub
-from streambp.lazy.index_rules import index
 from streambp.lazy.loss_rules import cross_entropy, kl_div, nll_loss
 from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
-from streambp.lazy.standin import takes
 from streambp.lazy.tensor import LazyRows
+from streambp.lazy.token_rules import TOKEN_RULES, to
 from streambp.nested import tensors_in
 from streambp.torchs_own import method
 
@@ -53,14 +51,9 @@ class LazyLogits(LazyRows):
             found = ROW_RULES[name](name, func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        rule = TOKEN_RULES.get(name)
-        if rule is None or not isinstance(args[0] if args else None, LazyRows) or not takes(rule, args, kwargs):
+        if isinstance(args[0] if args else None, LazyRows) and args[0].classes is not None and name not in ANY_SHAPE:
             return NotImplemented
-        if args[0].classes is not None and name not in ANY_SHAPE:
-            return NotImplemented
-        if tensors_in((args[1:], kwargs), LazyRows):
-            return NotImplemented
-        return rule(*args, **kwargs)
+        return super().by_rule(func, name, args, kwargs)
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An operation that changes this one in place: it becomes another function of rows, or real.
@@ -162,32 +155,10 @@ ANY_SHAPE = (
     "double",
     "register_hook",
 )
-TOKEN_RULES: dict[str, Callable[..., Any]] = {
-    "__getitem__": index,
-    "__iter__": token_rules.iterate,
-    "view": token_rules.view,
-    "reshape": token_rules.view,
-    "flatten": token_rules.flatten,
-    "unbind": token_rules.unbind,
-    "split": token_rules.split,
-    "chunk": token_rules.chunk,
-    "select": token_rules.select,
-    "narrow": token_rules.narrow,
-    "index_select": token_rules.index_select,
-    "take_along_dim": token_rules.take_along_dim,
-    "squeeze": token_rules.squeeze,
-    "unsqueeze": token_rules.unsqueeze,
-    "transpose": token_rules.transpose,
-    "swapaxes": token_rules.transpose,
-    "swapdims": token_rules.transpose,
-    "permute": token_rules.permute,
-    "contiguous": token_rules.contiguous,
-    "clone": token_rules.clone,
-    "detach": token_rules.detach,
+LazyLogits.rules = TOKEN_RULES | {
+    "clone": lambda x, *args, **kwargs: x.changed(),
+    "detach": lambda x: x.changed(graded=False).sharing(x),  # writes to one show in the other
+    "double": lambda x: to(x, torch.float64),
+    "type_as": to,
     "register_hook": LazyRows.hook,
-    "float": token_rules.to_float,
-    "double": token_rules.double,
-    "to": token_rules.to,
-    "type_as": token_rules.to,
-    **{name: token_rules.made_new(name) for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")},
 }

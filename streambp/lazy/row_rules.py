@@ -100,7 +100,7 @@ def _fitted(tensor: Tensor, x: LazyRows, width: int) -> tuple[Any, Tensor] | Non
 
 def last(x: LazyRows) -> LazyRows:
     """With its entries in the last dimension."""
-    return x if x.classes is None else x.make(x.node, x.width, x.dtype, x.graded).sharing(x)
+    return x if x.classes is None else x.with_classes(None)
 
 
 def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ was made of the logits and has a hook of its own. It scales what is made of them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -60,29 +60,39 @@ class SharedMemory:
 
 
 class StandIn(Tensor):
-    """A tensor without storage. Its class says what a rule is, and how the real one is built.
+    """A tensor [*tokens, W] without storage. Its class says what a rule is, and how the real one is built.
 
     memory: shared with its slices and views. written: the real tensor, once it has taken this one's place.
     derived: it shares the memory of another. followed: something with a gradient was made of it.
+    classes: the dimension of the W, if it is not the last.
     instead: the setting with which the real tensor exists. metadata: operations that a shape, a dtype and a device answer.
+    rules: what happens to it, by the operation's name; a rule takes the operation's arguments.
     """
 
     instead: ClassVar[str]
     metadata: ClassVar[frozenset[Any]]
+    rules: ClassVar[Mapping[str, Callable[..., Any]]]
     has_rule: ClassVar[tuple[str, ...]] = ()  # arguments of torch's losses
 
     memory: SharedMemory
     written: Tensor | None
     derived: bool
     followed: bool
+    classes: int | None = None
 
-    def build(self) -> Tensor:
-        """The real tensor [...], differentiable if this one is, whatever grad mode it is asked for in."""
-        raise NotImplementedError
+    # What a class has to say of its own.
+    build: Callable[[], Tensor]  # the real tensor, differentiable if this one is, whatever grad mode it is asked for in
+    note: Callable[[str], None]  # this operation needs the real tensor, for `describe`
+    follows_rules: Callable[[], bool]  # whether rules may take it
+    write: Callable[[Any, str, Any, Any], Any]  # an operation that changes this one in place
+    moved: Callable[..., Any]  # the same of other tokens, by a change [*tokens, k] -> [*other tokens, k] for any k
+    changed: Callable[..., Any]  # another in memory of its own, in another dtype for example
+    casts_to: Callable[[torch.dtype], bool]  # whether it may be in that dtype without being built
+    is_together: Callable[[], bool]  # whether its tokens are contiguous in what it is a part of
 
-    def note(self, operation: str) -> None:
-        """`operation` needs the real tensor, for `describe`."""
-        raise NotImplementedError
+    def with_classes(self, classes: int | None) -> Any:
+        """The same with its W entries in that dimension (None: the last), as a view; NotImplemented if it cannot be."""
+        return NotImplemented
 
     def check(self, operation: str) -> None:
         """Raise StreamBPError if it can no longer be computed as it was, or if what shares its memory was written to."""
@@ -93,18 +103,13 @@ class StandIn(Tensor):
         """What stands for it now."""
         return self
 
-    def follows_rules(self) -> bool:
-        """Whether rules may take it."""
-        raise NotImplementedError
-
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What a rule gives; NotImplemented where there is none."""
-        raise NotImplementedError
-
-    def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation that changes this one in place."""
-        raise NotImplementedError
+        """What a rule gives; NotImplemented where there is none, or for other stand-ins beside the first argument."""
+        rule = cls.rules.get(name)
+        if rule is None or not isinstance(args[0] if args else None, cls) or tensors_in((args[1:], kwargs), cls):
+            return NotImplemented
+        return rule(*args, **kwargs) if takes(rule, args, kwargs) else NotImplemented
 
     @classmethod
     @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value

@@ -123,7 +123,7 @@ def _hooked(leaf: Node, hook: Callable[[Tensor], Tensor | None]) -> Node:
 class LazyRows(StandIn):
     """Shape, dtype and device of [*tokens, W] values; `node` says what they are.
 
-    Made by `make`. classes: the dimension of the W, if it is not the last. seen: the writes to its memory that it knows of.
+    Made by `make`. seen: the writes to its memory that it knows of.
     now: what it is since it was written to. link: its own place in the graph.
     """
 
@@ -133,7 +133,6 @@ class LazyRows(StandIn):
 
     node: Node
     width: int
-    classes: int | None
     seen: int
     now: LazyRows | None
     link: Any
@@ -195,6 +194,19 @@ class LazyRows(StandIn):
         """
         made = self.changed(over_tokens(self.node, change, unique))
         return made.sharing(self) if view else made
+
+    def with_classes(self, classes: int | None) -> LazyRows:
+        """The same with its W entries in that dimension (None: the last), as a view."""
+        return self.make(self.node, self.width, self.dtype, self.graded, classes).sharing(self)
+
+    def casts_to(self, dtype: torch.dtype) -> bool:
+        """Whether `dtype` is wider, but not float64. Integers and bools are not cast: 1 + 1 is not what True + True is."""
+        wider = torch.promote_types(dtype, self.dtype) == dtype
+        return self.dtype.is_floating_point and wider and dtype != torch.float64
+
+    def is_together(self) -> bool:
+        """Whether its positions are contiguous: so is the part that it is of the logits then."""
+        return self.classes is None and readings(self.node)[0].positions.is_contiguous()
 
     def current(self) -> LazyRows:
         """What it stands for now: itself, or the function of rows that writing made of it."""

@@ -1,4 +1,8 @@
-"""What happens to lazy rows where an operation is one on tokens: they are read at other positions, or in another shape."""
+"""What happens to a stand-in where an operation is one on tokens: it is read at other positions, or in another shape.
+
+These rules are those of hidden states, of logits in a model's forward, and of lazy rows: each changes the positions
+[*tokens, k] that its stand-in is `moved` to, and knows nothing of what stands there.
+"""
 
 from __future__ import annotations
 
@@ -10,114 +14,87 @@ import torch
 from torch import Tensor
 
 from streambp.device import is_elsewhere
-from streambp.lazy.expression import readings
-from streambp.lazy.tensor import LazyRows
-from streambp.torchs_own import torch_own
+from streambp.lazy.index_rules import index
+from streambp.lazy.standin import StandIn
+from streambp.torchs_own import method, torch_own
+
+# Operations along one dimension, by where that stands among their arguments.
+ALONG = {"unbind": 0, "split": 1, "chunk": 1, "select": 0, "narrow": 0, "index_select": 0}
+SEVERAL = ("unbind", "split", "chunk")  # return one for each part
 
 
-def view(x: LazyRows, *shape: Any) -> Any:
+def is_of_tokens(x: StandIn, dim: Any) -> bool:
+    """Whether it is a dimension of the tokens, and not of the W."""
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.dim() != x.dim() - 1
+
+
+def along(name: str) -> Callable[..., Any]:
+    """A rule for torch's method of that name: what it does along a dimension of tokens, it does to their positions.
+
+    Results are views, but for those of an index [n], where some tokens stand perhaps twice. NotImplemented for W.
+    """
+
+    def rule(x: StandIn, *args: Any, **kwargs: Any) -> Any:
+        given, own = list(args), method(name)
+        dim = given[ALONG[name]] if len(given) > ALONG[name] else kwargs.get("dim", 0)
+        if own is None or not is_of_tokens(x, dim):
+            return NotImplemented
+        if len(given) > ALONG[name]:
+            given[ALONG[name]] = dim % x.dim()  # of tokens [*tokens, k], as of [*tokens, W]
+        else:
+            kwargs["dim"] = dim % x.dim()
+        if name in SEVERAL:
+            parts = range(len(own(torch.empty(*x.shape[:-1], 1, device="meta"), *given, **kwargs)))
+            return tuple(x.moved(lambda t, part=part: own(t, *given, **kwargs)[part]) for part in parts)
+        copies = name == "index_select"
+        return x.moved(lambda t: own(t, *given, **kwargs), unique=not copies, view=not copies)
+
+    return rule
+
+
+def view(x: StandIn, *shape: Any) -> Any:
     """The tokens in another shape, [*tokens, W] -> [*sizes, W]; NotImplemented if the W entries would not stay together."""
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if isinstance(sizes, torch.dtype | Tensor) or not len(sizes) or sizes[-1] not in (-1, x.width):
+    if isinstance(sizes, torch.dtype | Tensor) or not len(sizes) or sizes[-1] not in (-1, x.shape[-1]):
         return NotImplemented
-    if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.width != x.numel():  # tokens would end up in the last dimension
+    if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel():  # tokens would end up in the last dimension
         return NotImplemented
     return x.moved(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
 
 
-def flatten(x: LazyRows, start_dim: int = 0, end_dim: int = -1) -> Any:
+def flatten(x: StandIn, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Dimensions of tokens made one; NotImplemented if W is among them."""
-    if end_dim % x.dim() == x.dim() - 1 or start_dim % x.dim() == x.dim() - 1:
+    if not is_of_tokens(x, start_dim) or not is_of_tokens(x, end_dim):
         return NotImplemented
     return x.moved(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
 
 
-def _along(x: LazyRows, dim: Any) -> int | None:
-    """A dimension of tokens."""
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim % x.dim() == x.dim() - 1:
-        return None
-    return dim % x.dim()
-
-
-def _parts(x: LazyRows, dim: Any, cut: Callable[[Tensor, int], tuple[Tensor, ...]]) -> Any:
-    """Several, of parts of the tokens."""
-    at = _along(x, dim)
-    if at is None:
-        return NotImplemented
-    count = len(cut(torch.empty(*x.tokens, 1, device="meta"), at))
-
-    def part(number: int) -> LazyRows:
-        return x.moved(lambda t: cut(t, at)[number])
-
-    return tuple(part(number) for number in range(count))
-
-
-def unbind(x: LazyRows, dim: int = 0) -> Any:
-    """One for each index of a dimension of tokens; NotImplemented for W."""
-    return _parts(x, dim, lambda t, at: t.unbind(at))
-
-
-def iterate(x: LazyRows) -> Any:
+def iterate(x: StandIn) -> Any:
     """Over the first dimension of tokens; NotImplemented for a single row [W]."""
     return iter(x.unbind(0)) if x.dim() > 1 else NotImplemented
 
 
-def split(x: LazyRows, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
-    """Parts of a dimension of tokens, by sizes or one size; NotImplemented for W."""
-    sizes = named.get("split_size", split_size_or_sections)
-    return _parts(x, dim, lambda t, at: t.split(sizes, at))
-
-
-def chunk(x: LazyRows, chunks: int, dim: int = 0) -> Any:
-    """So many parts of a dimension of tokens, as torch cuts them; NotImplemented for W."""
-    return _parts(x, dim, lambda t, at: t.chunk(chunks, at))
-
-
-def select(x: LazyRows, dim: int, index: Any) -> Any:
-    """One index of a dimension of tokens, which goes; NotImplemented for W."""
-    at = _along(x, dim)
-    return NotImplemented if at is None else x.moved(lambda t: t.select(at, index))
-
-
-def narrow(x: LazyRows, dim: int, start: Any, length: int) -> Any:
-    """A range of a dimension of tokens; NotImplemented for W."""
-    at = _along(x, dim)
-    return NotImplemented if at is None else x.moved(lambda t: t.narrow(at, start, length))
-
-
-def index_select(x: LazyRows, dim: int, index: Tensor) -> Any:
-    """The tokens at `index` [n] of a dimension, a copy, some perhaps twice; NotImplemented for W."""
-    at = _along(x, dim)
-    return NotImplemented if at is None else x.moved(lambda t: t.index_select(at, index), unique=False, view=False)
-
-
-def take_along_dim(x: LazyRows, indices: Any, dim: Any = None) -> Any:
+def take_along_dim(x: StandIn, indices: Any, dim: Any = None) -> Any:
     """Positions [..., n, 1] of each row, a copy, some perhaps twice; NotImplemented for entries of W."""
-    at = None if dim is None else _along(x, dim)
-    if at is None or not isinstance(indices, Tensor) or indices.dim() != x.dim() or indices.shape[-1] != 1:
+    if not isinstance(indices, Tensor) or indices.dim() != x.dim() or indices.shape[-1] != 1 or not is_of_tokens(x, dim):
         return NotImplemented
-    return x.moved(lambda t: torch_own.take_along_dim(t, indices, at), unique=False, view=False)
+    return x.moved(lambda t: torch_own.take_along_dim(t, indices, dim % x.dim()), unique=False, view=False)
 
 
-def squeeze(x: LazyRows, dim: Any = None) -> Any:
+def squeeze(x: StandIn, dim: Any = None) -> Any:
     """Without a dimension of tokens, or all of them, of size 1; NotImplemented where W would go."""
-    if dim is None:
-        if x.width == 1:
-            return NotImplemented
-        return x.moved(lambda t: t.reshape(*(size for size in x.tokens if size != 1), t.shape[-1]))
-    at = _along(x, dim)
-    if at is None:
-        return NotImplemented
-    return x.moved(lambda t: t.squeeze(at))
+    if dim is None and x.shape[-1] != 1:
+        return x.moved(lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1]))
+    return x.moved(lambda t: t.squeeze(dim % x.dim())) if is_of_tokens(x, dim) else NotImplemented
 
 
-def unsqueeze(x: LazyRows, dim: int) -> Any:
+def unsqueeze(x: StandIn, dim: int) -> Any:
     """With a dimension of size 1 among the tokens'; NotImplemented behind W."""
     at = dim + x.dim() + 1 if dim < 0 else dim
     return NotImplemented if at == x.dim() else x.moved(lambda t: t.unsqueeze(at))
 
 
-def transpose(x: LazyRows, dim0: int, dim1: int) -> Any:
+def transpose(x: StandIn, dim0: int, dim1: int) -> Any:
     """Two dimensions exchanged, as `permute` allows it."""
     order = list(range(x.dim()))
     a, b = dim0 % x.dim(), dim1 % x.dim()
@@ -125,53 +102,29 @@ def transpose(x: LazyRows, dim0: int, dim1: int) -> Any:
     return permute(x, order)
 
 
-def permute(x: LazyRows, *dims: Any) -> Any:
+def permute(x: StandIn, *dims: Any) -> Any:
     """Of tokens; or with the entries second and all else in order, as losses of torch want them, and back."""
     given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    order = [dim % x.dim() for dim in given]
-    before = list(range(x.dim()))
+    order, last = [dim % x.dim() for dim in given], x.dim() - 1
     if x.classes is not None:
-        back = [dim for dim in before if dim != x.classes] + [x.classes]
-        return x.make(x.node, x.width, x.dtype, x.graded).sharing(x) if order == back else NotImplemented
-    if order[-1] == before[-1]:
+        back = [dim for dim in range(x.dim()) if dim != x.classes] + [x.classes]
+        return x.with_classes(None) if order == back else NotImplemented
+    if order[-1] == last:
         return x.moved(lambda t: t.permute(order))
-    if x.dim() > 2 and order == [0, before[-1], *before[1:-1]]:
-        return x.make(x.node, x.width, x.dtype, x.graded, classes=1).sharing(x)
-    return NotImplemented
+    return x.with_classes(1) if x.dim() > 2 and order == [0, last, *range(1, last)] else NotImplemented
 
 
-def itself(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
-    """The stand-in: the operation changes nothing of what it stands for."""
-    return x
+def contiguous(x: StandIn, *args: Any, **kwargs: Any) -> Any:
+    """A copy, if the part that it is of the whole is not contiguous: neither are the positions then."""
+    return x if not x.derived or x.is_together() else x.changed()
 
 
-def contiguous(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
-    """A copy, if the part that it is of the logits is not contiguous: neither are the positions then."""
-    own = not x.derived or (x.classes is None and readings(x.node)[0].positions.is_contiguous())
-    return x if own else x.changed()
-
-
-def clone(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
-    """A copy: writes to it do not show in x."""
-    return x.changed()
-
-
-def detach(x: LazyRows) -> Any:
-    """The same without a gradient; writes to one show in the other."""
-    return x.changed(graded=False).sharing(x)
-
-
-def to_float(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
+def to_float(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     """In float32, or in float64 if x is; NotImplemented for integers and bools."""
-    return to(x, torch.promote_types(x.dtype, torch.float32))
+    return to(x, torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32))
 
 
-def double(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
-    """x itself if it is in float64; NotImplemented otherwise, as for `to`."""
-    return to(x, torch.float64)
-
-
-def to(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
+def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     """Casts up, and moves to where the tensor is; all is computed in float32 or wider anyway."""
     wanted = [*args, *kwargs.values()]
     dtypes = [w for w in wanted if isinstance(w, torch.dtype)] + [w.dtype for w in wanted if isinstance(w, Tensor)]
@@ -180,13 +133,31 @@ def to(x: LazyRows, *args: Any, **kwargs: Any) -> Any:
     dtype = dtypes[0] if dtypes else x.dtype
     if dtype == x.dtype:
         return x.changed() if kwargs.get("copy") else x
-    if not x.dtype.is_floating_point:  # 1 + 1 is not what True + True is
-        return NotImplemented
-    if torch.promote_types(dtype, x.dtype) != dtype or dtype == torch.float64:
-        return NotImplemented
-    return x.changed(dtype=dtype)
+    return x.changed(dtype=dtype) if x.casts_to(dtype) else NotImplemented
 
 
 def made_new(name: str) -> Callable[..., Any]:
     """new_zeros and its like take nothing but the dtype and the device."""
     return lambda x, *args, **kwargs: getattr(torch.empty(0, dtype=x.dtype, device=x.device), name)(*args, **kwargs)
+
+
+# By name: of torch's functions and of the methods that are them. [Note: torch's own functions]
+TOKEN_RULES: dict[str, Callable[..., Any]] = {
+    "__getitem__": index,
+    "__iter__": iterate,
+    "view": view,
+    "reshape": view,
+    "flatten": flatten,
+    "take_along_dim": take_along_dim,
+    "squeeze": squeeze,
+    "unsqueeze": unsqueeze,
+    "transpose": transpose,
+    "swapaxes": transpose,
+    "swapdims": transpose,
+    "permute": permute,
+    "contiguous": contiguous,
+    "float": to_float,
+    "to": to,
+    **{name: along(name) for name in ALONG},
+    **{name: made_new(name) for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")},
+}

@@ -72,7 +72,7 @@ class DeferredHead(InstanceForward):
         finally:
             self.request.outcome.projecting = False
         if isinstance(result, Deferred) and result.written is None:
-            result = result.derive(recipe=dataclasses.replace(result.recipe, logits=True))
+            result = result.changed(dataclasses.replace(result.recipe, logits=True))
         return result
 
 

@@ -6,6 +6,7 @@ float32), row after row in their order, and rounded once.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -77,7 +78,7 @@ def _at_places(x: Deferred, tree: Tree) -> Deferred:
         raise UnsharedError(f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens")
     if any(True for _ in tree.padding()):
         source = Behind.apply(source)
-    return Deferred.make(source, x.recipe.at(tree.places(source.device)), x.dtype)
+    return Deferred.make(source, dataclasses.replace(x.recipe, places=tree.places(source.device)), x.dtype)
 
 
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:

@@ -36,6 +36,15 @@ BLOCKWISE = {
     "labelled positions": lambda z, y: F.cross_entropy(z[:, :-1][y[:, 1:] > 9], y[:, 1:][y[:, 1:] > 9]),
     "last position": lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
     "chosen positions": lambda z, y: flat(z[:, torch.tensor([1, 5, 7])], y[:, [2, 6, 8]]),
+    "parts of the tokens": lambda z, y: sum(
+        F.cross_entropy(part.flatten(0, 1), labels.flatten())
+        for part, labels in zip(z.split(4, 1), y.split(4, 1), strict=True)
+    ),
+    "a narrow part, with a dimension more and less": lambda z, y: flat(
+        z.narrow(1, 2, 5).unsqueeze(0).squeeze(0).contiguous(), y[:, 2:7]
+    ),
+    "each position": lambda z, y: sum(F.cross_entropy(row, y[:, i]) for i, row in enumerate(z.unbind(1))),
+    "tokens transposed": lambda z, y: flat(z.transpose(0, 1), y.T.contiguous()),
     "squares": lambda z, y: F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), reduction="none").square().mean(),
     "two losses": lambda z, y: flat(z, y) * flat(z / 2.0, y.roll(1, 1)),
     "by keyword": lambda z, y: F.cross_entropy(
@@ -52,6 +61,7 @@ BUILT = {
     "soft targets": lambda z, y: F.cross_entropy(torch.eye(z.shape[1], VOCABULARY, dtype=torch.float64), z[0]),
     "divided by nothing": lambda z, y: flat(z, y) * (z / 0).detach().isinf().double().mean(),
     "written": written,
+    "a copy that is written": lambda z, y: flat(z[:, :-1].contiguous().mul_(0.5), y[:, 1:]) * flat(z, y),
     "forbidden": forbidden,
 }
 

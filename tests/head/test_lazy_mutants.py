@@ -206,7 +206,7 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
     if name == "gradients of an earlier backward":
         left_in_one_place(monkeypatch)
     if attribute == "hook":
-        monkeypatch.setitem(lazy.TOKEN_RULES, "register_hook", lambda x, hook: None)
+        monkeypatch.setitem(lazy.LazyLogits.rules, "register_hook", lambda x, hook: None)
     elif mutant is None:
         for name in lazy.SCALING:
             monkeypatch.setitem(lazy.ROW_RULES, name, lambda name, func, args, kwargs: args[0].changed())

@@ -84,7 +84,8 @@ def places_of(name):
 
 # No `__getitem__`: once set on a class, it leaves a slot of C that takes tensors of no dimension for sequences.
 NAMES = sorted(
-    {*deferred.RULES, *dispatch.ROW_RULES, *dispatch.TOKEN_RULES} - {"__iter__", "__div__", "__rdiv__", "__getitem__"}
+    {*deferred.Deferred.rules, *dispatch.ROW_RULES, *dispatch.LazyLogits.rules}
+    - {"__iter__", "__div__", "__rdiv__", "__getitem__"}
 )
 CASES = [(place, name) for name in NAMES for place in places_of(name)]
 FAST = ("cross_entropy", "log_softmax", "softmax", "linear", "split", "logsumexp", "mul", "gather", "norm")
