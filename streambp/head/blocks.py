@@ -54,11 +54,15 @@ def block_size(vocabulary: int, dtype: torch.dtype, device: torch.device, whole:
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """How logits come from normed hidden states: softcap(scale * (hidden @ W^T + bias)) / temperature."""
+    """How logits come from normed hidden states: softcap(scale * (hidden @ W^T + bias)) / temperature.
+
+    slope: of a model's own tanh, what stands in front of it; logit_scale / softcap would be rounded.
+    """
 
     logit_scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
+    slope: float = 1.0
 
     def logits(self, product: Tensor) -> Tensor:
         """Raw products [n, v] -> logits [n, v] in promote_types(dtype, float32)."""
@@ -68,6 +72,17 @@ class Projection:
         if self.softcap is not None:
             logits = torch_own.tanh(logits / self.softcap) * self.softcap
         return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def under_tanh(self) -> Projection:
+        """The projection whose logits are the tanh of these, which have no softcap, in front of the temperature."""
+        return dataclasses.replace(self, softcap=1.0, slope=self.logit_scale)
+
+    def scaled(self, factor: float) -> Projection:
+        """The projection whose logits are these times `factor`, in front of the temperature."""
+        if self.softcap is None:
+            return dataclasses.replace(self, logit_scale=self.logit_scale * factor)
+        softcap = self.softcap * factor
+        return dataclasses.replace(self, logit_scale=self.slope * softcap, softcap=softcap)
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
         """d loss / d product [n, v] from the logits [n, v] and d loss / d logits, `grad` [n, v], which is overwritten."""

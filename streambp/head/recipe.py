@@ -65,34 +65,23 @@ class HeadRequest:
 class Recipe:
     """What stands between the stored hidden states and a deferred tensor's value.
 
+    weight: [V, h] or None, for hidden states; bias: [V] or None.
+    projection: scale and softcap of the product, in hidden states the scale alone; the temperature is the request's.
+    logits: it is the output projection's result, or made of it.
     places: [...], where the stored ones [N, h] have those of each token; None: they have the tokens' shape. [Note: places]
     """
 
     request: HeadRequest
     norm: nn.Module | None = None
-    scale_hidden: float = 1.0
     weight: Tensor | None = None
     bias: Tensor | None = None
-    before: float = 1.0  # logits = after * tanh(before * product), or after * before * product without tanh
-    tanh: bool = False
-    after: float = 1.0
-    logits: bool = False  # it is the output projection's result, or made of it
+    projection: Projection = dataclasses.field(default_factory=Projection)
+    logits: bool = False
     places: Tensor | None = None
 
-    def scaled(self, factor: float) -> Recipe:
-        """The recipe of the deferred tensor times `factor`."""
-        if self.weight is None:
-            return dataclasses.replace(self, scale_hidden=self.scale_hidden * factor)
-        if self.tanh:
-            return dataclasses.replace(self, after=self.after * factor)
-        return dataclasses.replace(self, before=self.before * factor)
-
-    def projection(self) -> Projection:
-        """The same in the terms of `Projection`: softcap(scale * product), softcap(z) = cap * tanh(z / cap)."""
-        temperature = self.request.temperature
-        if not self.tanh:
-            return Projection(logit_scale=self.before, temperature=temperature)
-        return Projection(logit_scale=self.before * self.after, softcap=self.after, temperature=temperature)
+    def projected(self) -> Projection:
+        """The projection with the temperature that the request wants the logits at."""
+        return dataclasses.replace(self.projection, temperature=self.request.temperature)
 
     def note(self, operation: str) -> None:
         """`operation` needed the real tensor."""
@@ -113,13 +102,12 @@ class Recipe:
         differentiable."""
         source = source if self.places is None else taken(source, self.places)
         value: Tensor = source if self.norm is None else self.norm.forward(source)  # its hooks ran in the model's own call
-        if self.scale_hidden != 1.0:
-            value = torch_own.mul(value, self.scale_hidden)
         if self.weight is not None:
             value = nn_own.linear(value, self.weight, self.bias)
-            value = torch_own.mul(value, self.before) if self.before != 1.0 else value
-            value = torch_own.mul(torch_own.tanh(value), self.after) if self.tanh else value
-        return value
+        softcap = self.projection.softcap
+        scale = self.projection.logit_scale if softcap is None else self.projection.slope
+        value = torch_own.mul(value, scale) if scale != 1.0 else value  # in the model's dtype, as its own code does
+        return value if softcap is None else torch_own.mul(torch_own.tanh(value), softcap)
 
 
 LOSSES = {
@@ -184,7 +172,7 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request, outcome = recipe.request, recipe.request.outcome
-    inputs = make_inputs(source, target, recipe.projection(), recipe.norm, ignore_index)
+    inputs = make_inputs(source, target, recipe.projected(), recipe.norm, ignore_index)
     inputs.in_float32, inputs.let_go = request.in_float32, request.pending.let_go
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)

@@ -176,26 +176,29 @@ class Deferred(StandIn):
 
 
 def _multiply(x: Deferred, other: Any) -> Any:
-    return x.changed(x.recipe.scaled(float(other))) if is_number(other) else NotImplemented
+    return _scaled(x, float(other)) if is_number(other) else NotImplemented
 
 
 def _divide(x: Deferred, other: Any) -> Any:
-    return x.changed(x.recipe.scaled(1.0 / other)) if is_number(other) else NotImplemented
+    return _scaled(x, 1.0 / other) if is_number(other) else NotImplemented
+
+
+def _scaled(x: Deferred, factor: float) -> Deferred:
+    return x.changed(dataclasses.replace(x.recipe, projection=x.recipe.projection.scaled(factor)))
 
 
 def _tanh(x: Deferred) -> Any:
-    if x.recipe.weight is None or x.recipe.tanh:
+    projection = x.recipe.projection
+    if x.recipe.weight is None or projection.softcap is not None:
         return NotImplemented
-    return x.changed(dataclasses.replace(x.recipe, tanh=True))
+    return x.changed(dataclasses.replace(x.recipe, projection=projection.under_tanh()))
 
 
 def _linear(x: Deferred, weight: Any, bias: Any = None) -> Any:
-    if x.recipe.weight is not None or (x.recipe.scale_hidden != 1.0 and bias is not None):
+    if x.recipe.weight is not None or (x.recipe.projection.logit_scale != 1.0 and bias is not None):
         return NotImplemented
-    recipe = dataclasses.replace(
-        x.recipe, weight=weight, bias=bias, before=x.recipe.scale_hidden, scale_hidden=1.0
-    )  # (c * hidden) @ W^T = c * (hidden @ W^T)
-    return Deferred.make(x.source, recipe)
+    # A scale of the hidden states is one of the logits: (c * hidden) @ W^T = c * (hidden @ W^T).
+    return Deferred.make(x.source, dataclasses.replace(x.recipe, weight=weight, bias=bias))
 
 
 def _cross_entropy(

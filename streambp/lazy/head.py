@@ -129,9 +129,9 @@ class Hub:
         recipe = self.recipe
         handle = Handle.apply(self, source, recipe.weight, recipe.bias, *self.inputs.norm_values())
         if places is not None:
-            return Reading(self, handle, places, recipe.projection(), unique=False)
+            return Reading(self, handle, places, recipe.projected(), unique=False)
         positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
-        return Reading(self, handle, positions, recipe.projection())
+        return Reading(self, handle, positions, recipe.projected())
 
     def check(self) -> None:
         """Raise StreamBPError if the logits can no longer be computed as they were."""
