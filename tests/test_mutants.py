@@ -474,7 +474,7 @@ MUTANTS = {
     "split: ignore the window": (sharded_call, "resolve_whole", without_window, lambda: split("gemma3")),
     "split: ignore packing": (shards, "spans_of_tokens", without_packing, lambda: split(mode="packed")),
     "a stand-in's gradient goes nowhere": (
-        deferred.NoGradientHere, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
+        deferred.Place, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
     ),
     "other libraries' forwards taken for transformers'": (causal_lm, "foreign_of_class", lambda *_: None, foreign_forward),
     "weights that changed since a hook kept what they made": (deferred.Deferred, "check", lambda *_: None, kept_too_long),

@@ -9,7 +9,7 @@ view it is refused.
 
 [Note: stand-ins in a graph] What follows these rules takes the stored hidden states into autograd's graph, and never the
 stand-in. Whoever does not (an autograd.Function, a C++ extension) makes the stand-in itself an input, where the gradient
-would end: the loss right, and nothing below it trained. So a stand-in is the output of `NoGradientHere`, through which each
+would end: the loss right, and nothing below it trained. So a stand-in is the output of `Place`, through which each
 path from there to a parameter leads, and whose backward raises. One that was made under no_grad stays without a gradient.
 """
 
@@ -25,34 +25,9 @@ from torch import Tensor
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss
 from streambp.lazy.row_rules import is_number
-from streambp.lazy.standin import METADATA, SharedMemory, StandIn, note_use
+from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, note_use
 from streambp.lazy.token_rules import TOKEN_RULES
 from streambp.nested import tensors_in
-
-
-class NoGradientHere(torch.autograd.Function):
-    """A stand-in's place in the graph. [Note: stand-ins in a graph]"""
-
-    @staticmethod
-    def forward(ctx: Any, make: Callable[[], Deferred], *inputs: Tensor) -> Deferred:
-        """make() gives the stand-in; inputs [...] are what it would be computed from."""
-        result = make()
-        ctx.what = f"{'logits' if result.recipe.logits else 'hidden states'} {list(result.shape)}"
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Never gives a gradient. [Note: stand-ins in a graph]
-
-        Raises:
-            BackwardError: always.
-        """
-        raise BackwardError(
-            f"A gradient arrived at {ctx.what} that streambp keeps from being computed: something other than torch's own "
-            "operations took them (an autograd.Function such as a fused loss, or a kernel), and from there it would not "
-            "reach the model. Use StreamConfig(head=False), which computes them, or leave the fused loss out: streamed "
-            "models compute theirs without logits."
-        )
 
 
 class Deferred(StandIn):
@@ -86,9 +61,24 @@ class Deferred(StandIn):
     def make(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
         """One for source [..., h] that requires a gradient if what it stands for would; dtype: source's if None."""
         inputs = (source, *recipe.inputs())
-        result: Deferred = NoGradientHere.apply(lambda: cls(source, recipe, dtype), *inputs)
+        result: Deferred = Place.apply(cls, (source, recipe, dtype), *inputs)
         result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         return result
+
+    @classmethod
+    def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
+        """Refuse a gradient of its shape [..., h] or [..., V]. [Note: stand-ins in a graph]
+
+        Raises:
+            BackwardError: always.
+        """
+        what = "logits" if ctx.made_of[1].logits else "hidden states"
+        raise BackwardError(
+            f"A gradient arrived at {what} {ctx.shape} that streambp keeps from being computed: something other than "
+            "torch's own operations took them (an autograd.Function such as a fused loss, or a kernel), and from there it "
+            "would not reach the model. Use StreamConfig(head=False), which computes them, or leave the fused loss out: "
+            "streamed models compute theirs without logits."
+        )
 
     def build(self) -> Tensor:
         """The real tensor [..., h] or [..., V], differentiable if this one is, whatever grad mode it is asked for in."""

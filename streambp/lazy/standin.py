@@ -59,6 +59,24 @@ class SharedMemory:
                 )
 
 
+class Place(torch.autograd.Function):
+    """A stand-in's place in the graph, where a gradient ends. [Note: stand-ins in a graph] [Note: lazy rows in a graph]"""
+
+    @staticmethod
+    def forward(ctx: Any, kind: type[StandIn], made_of: tuple[Any, ...], *inputs: Tensor) -> StandIn:
+        """kind(*made_of), a stand-in [...]; inputs [...] are what its gradient would go through."""
+        made = kind(*made_of)
+        ctx.set_materialize_grads(False)
+        ctx.kind, ctx.made_of, ctx.shape, ctx.passed_by = kind, made_of, list(made.shape), None
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
+        """Leaves a gradient of the stand-in's shape [...] to its class; nothing flows on to the inputs."""
+        ctx.kind.arrived(ctx, gradient)
+        return (None,) * len(ctx.needs_input_grad)
+
+
 class StandIn(Tensor):
     """A tensor [*tokens, W] without storage. Its class says what a rule is, and how the real one is built.
 
@@ -88,6 +106,7 @@ class StandIn(Tensor):
     moved: Callable[..., Any]  # the same of other tokens, by a change [*tokens, k] -> [*other tokens, k] for any k
     changed: Callable[..., Any]  # another in memory of its own, in another dtype for example
     casts_to: Callable[[torch.dtype], bool]  # whether it may be in that dtype without being built
+    arrived: Callable[..., None]  # what becomes of a gradient at its `Place`, whose context it gets as well
     is_together: Callable[[], bool]  # whether its tokens are contiguous in what it is a part of
 
     def with_classes(self, classes: int | None) -> Any:

@@ -1,7 +1,7 @@
 """The tensor that stands for rows of logits, or for what a program makes of them, outside of the model's forward.
 
 [Note: lazy rows in a graph] What follows the rules reads the hub's hidden states, and never the stand-in. Whoever does not
-(an autograd.Function, a kernel) makes the stand-in an input, and sends the gradient of all its values there: `Link` leaves
+(an autograd.Function, a kernel) makes the stand-in an input, and sends the gradient of all its values there: `Place` leaves
 that with the hub like any other. A stand-in that an autograd.Function returned is another matter: what happens to its
 gradient there is not known, so its values are computed and their gradient goes the same way (`Taken`). Engines that put a
 node of theirs before a model's outputs, or a hook that scales, change nothing else, and are known by name.
@@ -25,43 +25,12 @@ from streambp.errors import BackwardError, StreamBPError
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
 from streambp.lazy.expression import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, result
-from streambp.lazy.standin import METADATA, SharedMemory, StandIn, scales
+from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, scales
 from streambp.nested import tensors_in
 
 METADATA_OF_ROWS = METADATA | {
     getattr(TensorBase, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")
 }
-
-
-class Link(torch.autograd.Function):
-    """A stand-in's place in the graph. [Note: lazy rows in a graph]"""
-
-    @staticmethod
-    def forward(ctx: Any, make: Callable[[], Any], *handles: Tensor) -> Any:
-        """make() gives the stand-in; handles [1] are what its gradient goes through."""
-        made = make()
-        ctx.set_materialize_grads(False)
-        ctx.node, ctx.classes = made.node, made.classes
-        ctx.passed_by = None
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        """Leaves the gradient of all values, [*tokens, W] as the stand-in, with the hubs; nothing flows on to the handles.
-
-        Raises:
-            BackwardError: the stand-in was written to, or a hook was put on it, since it was made.
-        """
-        if upstream is not None:
-            if ctx.passed_by:
-                raise BackwardError(
-                    "A gradient for the logits came from an autograd.Function or a kernel, which read them as the model "
-                    f"made them. But {ctx.passed_by} them, so the gradient is not theirs. Use "
-                    "StreamConfig(lazy_logits=False)."
-                )
-            of_rows = upstream if ctx.classes is None else upstream.movedim(ctx.classes, -1)
-            leave_for_node(flat(ctx.node), [of_rows.reshape(-1, of_rows.shape[-1])])
-        return (None,) * len(ctx.needs_input_grad)
 
 
 class Anchor(torch.autograd.Function):
@@ -156,9 +125,28 @@ class LazyRows(StandIn):
         """One that requires a gradient if it is `graded`, in grad mode, and what it stands for would."""
         if not graded:
             return cls(node, width, dtype, classes)
-        made: LazyRows = Link.apply(lambda: cls(node, width, dtype, classes), *inputs_of(node))
+        made: LazyRows = Place.apply(cls, (node, width, dtype, classes), *inputs_of(node))
         made.link = made.grad_fn
         return made
+
+    @classmethod
+    def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
+        """Leave the gradient of all values, [*tokens, W] as the stand-in, with the hubs. [Note: lazy rows in a graph]
+
+        Raises:
+            BackwardError: the stand-in was written to, or a hook was put on it, since it was made.
+        """
+        if gradient is None:
+            return
+        if ctx.passed_by:
+            raise BackwardError(
+                "A gradient for the logits came from an autograd.Function or a kernel, which read them as the model "
+                f"made them. But {ctx.passed_by} them, so the gradient is not theirs. Use "
+                "StreamConfig(lazy_logits=False)."
+            )
+        node, width, _, classes = ctx.made_of
+        of_rows = gradient if classes is None else gradient.movedim(classes, -1)
+        leave_for_node(flat(node), [of_rows.reshape(-1, width)])
 
     @property
     def tokens(self) -> torch.Size:
