@@ -107,6 +107,7 @@ class Products:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
+        self.vocabulary: int = weight.shape[0]
 
     def of(self, hidden: Tensor, columns: slice) -> Tensor:
         """Raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
@@ -142,6 +143,22 @@ class Fold:
     squares: Tensor
     total: Tensor
     best: Tensor
+
+    def lse(self) -> Tensor:
+        """[n], the log of the sum of exp(logit)."""
+        return self.max + torch_own.log(self.sum)
+
+    def results(self, labels: Tensor, wanted: Wanted, entries: int) -> tuple[Tensor | None, ...]:
+        """log_probs of the labels [n], then the fields of `Wanted` in order, [n] each; None for what is not wanted."""
+        lse, mean_logits = self.lse(), self.total / entries
+        return (
+            self.target - lse,
+            lse - self.mean / self.sum if wanted.entropy else None,
+            mean_logits - lse if wanted.mean_log_probs else None,
+            self.best == labels if wanted.is_top1 else None,
+            mean_logits if wanted.mean_logits else None,
+            torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum) if wanted.log_sum_sq_probs else None,
+        )
 
     def merge(self, other: Fold) -> Fold:
         """Of both sets of entries; the other's come later in the vocabulary."""
@@ -188,50 +205,18 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
-class Statistics:
-    """Folds vocabulary blocks into the statistics of n tokens."""
+def fold_vocabulary(normed: Tensor, products: Products, projection: Projection, labels: Tensor, entries: int) -> Fold:
+    """The statistics of n tokens over the whole vocabulary, `entries` of it at a time.
 
-    def __init__(self, labels: Tensor, wanted: Wanted) -> None:
-        self.labels = labels  # [n]
-        self.wanted = wanted
-        self.folded: Fold | None = None
-        self.entries = 0
-
-    def add(self, product: Tensor, projection: Projection, block: slice) -> None:
-        """Take in raw products [n, v] of the entries in `block`, which follows the blocks before it."""
-        found = fold(product, projection, self.labels, block)
-        self.folded = found if self.folded is None else self.folded.merge(found)
-        self.entries += product.shape[-1]
-
-    @property
-    def so_far(self) -> Fold:
-        """The statistics over the blocks that were added; there must be one."""
-        assert self.folded is not None
-        return self.folded
-
-    def lse(self) -> Tensor:
-        """[n], the log of the sum of exp(logit) over the entries that were added."""
-        return self.so_far.max + torch_own.log(self.so_far.sum)
-
-    def results(self) -> tuple[Tensor | None, ...]:
-        """log_probs, then the fields of `Wanted` in order, [n] each; None for what is not wanted."""
-        folded, lse, wanted = self.so_far, self.lse(), self.wanted
-        mean_logits = folded.total / self.entries
-        return (
-            folded.target - lse,
-            lse - folded.mean / folded.sum if wanted.entropy else None,
-            mean_logits - lse if wanted.mean_log_probs else None,
-            folded.best == self.labels if wanted.is_top1 else None,
-            mean_logits if wanted.mean_logits else None,
-            torch_own.log(folded.squares) - 2.0 * torch_own.log(folded.sum) if wanted.log_sum_sq_probs else None,
-        )
-
-
-def nothing(wanted: Wanted, empty: Tensor) -> tuple[Tensor | None, ...]:
-    """What `Statistics.results` is for no tokens at all; `empty` is [0] in the accumulation dtype."""
-    statistics = Statistics(empty.long(), wanted)
-    statistics.folded, statistics.entries = fold_in_torch(empty[:, None], statistics.labels, slice(0, 1)), 1
-    return statistics.results()
+    Args:
+        normed: [n, h]; labels: [n].
+    """
+    folded: Fold | None = None
+    for columns in token_blocks(products.vocabulary, entries):
+        found = fold(products.of(normed, columns), projection, labels, columns)
+        folded = found if folded is None else folded.merge(found)
+    assert folded is not None
+    return folded
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:

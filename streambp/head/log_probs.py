@@ -26,11 +26,11 @@ from streambp.head.blocks import (
     Products,
     Projection,
     Softmax,
-    Statistics,
     Upstream,
     Wanted,
     block_size,
-    nothing,
+    fold_in_torch,
+    fold_vocabulary,
     product_gradient,
     token_blocks,
 )
@@ -62,23 +62,8 @@ class TokenLogProbs:
     mean_logits: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
 
-    def view(self, shape: torch.Size) -> TokenLogProbs:
-        """Every value in that shape."""
-        return self._each(lambda values: values.view(shape))
-
-    def repeated(self, places: Tensor) -> TokenLogProbs:
-        """The values [m] of tokens at places [m]."""
-        return self._each(lambda values: values[places])
-
-    def at(self, places: Tensor, count: int) -> TokenLogProbs:
-        """Values [n] at places [n] of [count], and 0 (False) elsewhere."""
-        return self._each(lambda values: values.new_zeros(count).index_copy(0, places, values))
-
-    def without_last(self) -> TokenLogProbs:
-        """Of [B, T], the first T - 1 positions of each row."""
-        return self._each(lambda values: values[:, :-1])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
+        """Every value [...] changed in the same way, to another shape for example."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return TokenLogProbs(*(None if value is None else change(value) for value in values))  # type: ignore[arg-type]
 
@@ -178,12 +163,17 @@ def token_log_probs(
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown:
         raise StreamBPError(f"metrics names {unknown}; it may name {list(METRICS)}.")
-    _check(hidden_states, weight, labels, ignore_index)
+    if hidden_states.shape[:-1] != labels.shape or weight.shape[-1] != hidden_states.shape[-1]:
+        raise StreamBPError(
+            f"hidden_states {tuple(hidden_states.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do "
+            "not fit; they must be [..., h], [V, h] and [...]."
+        )
+    check_labels(labels, weight.shape[0], ignore_index)
     inputs = make_inputs(hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     wanted = Wanted(entropy=entropy, mean_log_probs=mean_log_probs, **dict.fromkeys(metrics, True))
     values = BlockwiseLogProbs.apply(inputs, wanted, flat, weight, bias, *inputs.norm_values())
-    return TokenLogProbs(*values).view(labels.shape)
+    return TokenLogProbs(*values).each(lambda value: value.view(labels.shape))
 
 
 def make_inputs(
@@ -199,13 +189,10 @@ def make_inputs(
     return HeadInputs(labels.reshape(-1), projection, norm, parameters, ignore_index, autocast)
 
 
-def _check(hidden_states: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> None:
-    if hidden_states.shape[:-1] != labels.shape or weight.shape[-1] != hidden_states.shape[-1]:
-        raise StreamBPError(
-            f"hidden_states {tuple(hidden_states.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do "
-            "not fit; they must be [..., h], [V, h] and [...]."
-        )
-    check_labels(labels, weight.shape[0], ignore_index)
+def refuse_second_derivatives() -> None:
+    """Raises BackwardError inside a backward pass with create_graph."""
+    if torch.is_grad_enabled():
+        raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
 
 
 class BlockwiseLogProbs(torch.autograd.Function):
@@ -225,27 +212,28 @@ class BlockwiseLogProbs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # [n]
         with inputs.autocast.off():  # [Note: autocast]
-            parts: list[tuple[Tensor | None, ...]] = []
+            parts: list[tuple[Any, ...]] = []
             products = Products(weight, bias)
             size = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], size.tokens):
-                statistics = Statistics(labels[block], wanted)
                 normed = inputs.normed(hidden[block] if rows is None else hidden[rows[block]])  # [n, h]
-                for columns in token_blocks(weight.shape[0], size.entries):
-                    statistics.add(products.of(normed, columns), inputs.projection, columns)
-                lse[block] = statistics.lse()
-                parts.append(statistics.results())
+                folded = fold_vocabulary(normed, products, inputs.projection, labels[block], size.entries)
+                lse[block] = folded.lse()
+                parts.append(folded.results(labels[block], wanted, weight.shape[0]))
             if not parts:  # no position has a label
-                parts = [nothing(wanted, lse)]
-            values = [_join(column) for column in zip(*parts, strict=True)]
+                empty = fold_in_torch(lse[:, None], labels, slice(0, 1))
+                parts = [empty.results(labels, wanted, 1)]
+            values = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
             ctx.inputs, ctx.rows = inputs, rows
             ctx.entropies = None if values[1] is None else values[1].clone()  # what is returned may be written to
             ctx.save_for_backward(hidden, weight, bias, lse)
             ctx.seen = Seen(norm, [x for x in (weight, bias, *norm) if x is not None])
-            spread = [None if value is None else _spread(value, rows, hidden) for value in values]
-        ctx.mark_non_differentiable(*(value for value in spread[3:] if value is not None))
+            if rows is not None:  # 0 at positions without a label
+                count = hidden.shape[0]
+                values = [None if v is None else v.new_zeros(count).index_copy_(0, rows, v) for v in values]
+        ctx.mark_non_differentiable(*(value for value in values[3:] if value is not None))
         ctx.set_materialize_grads(False)
-        return tuple(spread)
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -257,8 +245,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
         Raises:
             BackwardError: second derivatives are wanted (create_graph), or the head or the norm changed since forward.
         """
-        if torch.is_grad_enabled():
-            raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
+        refuse_second_derivatives()
         saved = ctx.saved_tensors  # once: a checkpoint around the head hands them out a single time
         written, seen = ctx.seen.written(), ctx.seen
         changed = seen.changed() if written is None else written
@@ -380,12 +367,3 @@ def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor) -> Tens
     for part, place in zip(parts, places, strict=True):
         torch_own.mul(part, one, out=place)
     return out
-
-
-def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
-
-
-def _spread(values: Tensor, rows: Tensor | None, hidden: Tensor) -> Tensor:
-    """Values of the labelled positions at their places among all N; 0 elsewhere."""
-    return values if rows is None else values.new_zeros(hidden.shape[0]).index_copy_(0, rows, values)

@@ -116,7 +116,7 @@ class OnePassNLL(torch.autograd.Function):
                 with torch.no_grad():
                     product = products.of(normed, everything)  # [n, V]
                     folded = fold(product, inputs.projection, labels[block], everything)
-                    lse = folded.max + torch_own.log(folded.sum)  # [n]
+                    lse = folded.lse()  # [n]
                     total += (lse - folded.target).sum()
                     softmax = Softmax(labels[block], lse, None, weight.shape[0])
                     grad = product_gradient(product, inputs.projection, softmax, everything, upstream.at(block))

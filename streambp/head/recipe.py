@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -110,42 +111,6 @@ class Recipe:
         return value if softcap is None else torch_own.mul(torch_own.tanh(value), softcap)
 
 
-LOSSES = {
-    "cross_entropy": (
-        "input",
-        "target",
-        "weight",
-        "size_average",
-        "ignore_index",
-        "reduce",
-        "reduction",
-        "label_smoothing",
-    ),
-    "nll_loss": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-}
-
-
-def told(name: str, args: Any, kwargs: Any, has_rule: tuple[str, ...] = ()) -> str:
-    """How `describe` names an operation that builds the logits: of torch's losses with the arguments that are the reason.
-
-    Args:
-        has_rule: arguments that such logits have a rule for.
-    """
-    given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (kwargs if name in LOSSES else {})
-    unusual = [
-        parameter
-        for parameter in ("weight", "size_average", "reduce", "label_smoothing")
-        if parameter not in has_rule and not _is_default(given.get(parameter))
-    ]
-    if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
-        unusual.insert(0, "target")  # probabilities of all classes
-    return f"{name}({', '.join(f'{parameter}=...' for parameter in unusual)})" if unusual else name
-
-
-def _is_default(value: Any) -> bool:
-    return value is None or (isinstance(value, float | int) and not isinstance(value, bool) and value == 0)
-
-
 def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """F.cross_entropy of the logits that `recipe` makes of `source` [N, h], with labels `target` [N], without them.
 
@@ -158,17 +123,20 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
         StreamBPError: there are not N labels, or one is outside the vocabulary.
     """
 
-    def compute() -> Tensor:
-        if recipe.places is not None:
-            return _loss_at_places(source, recipe, recipe.places, target, ignore_index, reduction)
-        return _loss(source, recipe, target, ignore_index, reduction)
-
+    positions = (source if recipe.places is None else recipe.places).shape[0]
+    if target.shape[0] != positions:
+        raise StreamBPError(
+            f"There are {target.shape[0]} labels for {positions} positions. labels must be shaped like input_ids, "
+            "[B, T], and shift_labels like labels."
+        )
+    compute = functools.partial(_loss, source, recipe, target, ignore_index, reduction)
+    if recipe.places is not None:
+        compute = functools.partial(_loss_at_places, source, recipe, recipe.places, target, ignore_index, reduction)
     return once_more(source.device, recipe.request.pending.let_go, compute, "in the output projection and its loss")
 
 
 def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """`blockwise_loss` of all positions. An attempt that fails leaves nothing behind."""
-    check_count(target, source.shape[0])
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request, outcome = recipe.request, recipe.request.outcome
@@ -179,51 +147,40 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
     one_pass = reduction != "none" and request.wanted is None and can_run_in_one_pass(source, request.pending)
     divisor = labelled if reduction == "mean" else (request.num_items or 1)
 
-    def compute(source: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
-        values = (weight, bias, *inputs.norm_values())
-        if not one_pass:
-            return BlockwiseLogProbs.apply(inputs, request.wanted or Wanted(), source, *values)
-        one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
-        return (OnePassNLL.apply(inputs, request.pending, one / divisor, source, *values),)
-
-    found = compute(source, recipe.weight, recipe.bias)
+    tensors = (source, recipe.weight, recipe.bias, *inputs.norm_values())
     outcome.used = True
     if one_pass:
-        total: Any = found[0]
+        one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
+        total: Any = OnePassNLL.apply(inputs, request.pending, one / divisor, *tensors)
     else:
+        found = BlockwiseLogProbs.apply(inputs, request.wanted or Wanted(), *tensors)
         outcome.hidden_states, outcome.norm = lambda: source, recipe.norm
-        outcome.values = TokenLogProbs(*found)  # type: ignore[arg-type]
+        outcome.values = TokenLogProbs(*found)
         if reduction == "none":
             return -outcome.values.log_probs
         total = -outcome.values.log_probs.sum()
     return total if reduction == "sum" else total / labelled
 
 
-def check_count(target: Tensor, positions: int) -> None:
-    """Raises StreamBPError where there are not as many labels [N] as positions."""
-    if target.shape[0] != positions:
-        raise StreamBPError(
-            f"There are {target.shape[0]} labels for {positions} positions. labels must be shaped like input_ids, "
-            "[B, T], and shift_labels like labels."
-        )
-
-
 def _loss_at_places(
     source: Tensor, recipe: Recipe, places: Tensor, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
     """Where rows share enough labelled tokens, each place and label is computed once, in two passes. [Note: places]"""
-    check_count(target, places.shape[0])
     plain, chosen = dataclasses.replace(recipe, places=None), (target != ignore_index).nonzero().squeeze(-1)
-    at, labels, again = places[chosen], target[chosen], None
-    pairs, found = torch.stack([at, labels], 1).unique(dim=0, return_inverse=True) if len(at) else (at[:, None], at)
-    if len(pairs) * 4 < len(at) * 3:
-        (at, labels), again = pairs.T, found
-    loss = _loss(taken(source, at), plain, labels, ignore_index, reduction if again is None else "none")
+    read, labels, repeats = places[chosen], target[chosen], None
+    pairs, found = torch.stack([read, labels], 1).unique(dim=0, return_inverse=True) if len(read) else (read[:, None], read)
+    if len(pairs) * 4 < len(read) * 3:
+        (read, labels), repeats = pairs.T, found
+    loss = _loss(taken(source, read), plain, labels, ignore_index, reduction if repeats is None else "none")
     outcome = recipe.request.outcome
     if outcome.values is not None:
-        values = outcome.values if again is None else outcome.values.repeated(again)
-        outcome.values, outcome.hidden_states = values.at(chosen, target.shape[0]), lambda: taken(source, places)
-    if again is not None:
-        loss = loss[again]
+
+        def spread(values: Tensor) -> Tensor:
+            values = values if repeats is None else values[repeats]
+            return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)  # 0 (False) without a label
+
+        outcome.values, outcome.hidden_states = outcome.values.each(spread), lambda: taken(source, places)
+    if repeats is not None:
+        loss = loss[repeats]
         loss = loss if reduction == "none" else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])
     return loss if reduction != "none" else loss.new_zeros(target.shape).index_copy(0, chosen, loss)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,20 +30,11 @@ from streambp.head.blocks import (
 )
 from streambp.head.log_probs import HeadGradients, HeadInputs
 from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, readings
-from streambp.torchs_own import torch_own
 
 
 def rows_at_once(vocabulary: int) -> int:
     """How many rows of logits are there at a time where torch's own operations compute with them."""
     return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The positions [n] of a block, among the M of the forward, and where in the pass the block is."""
-
-    positions: Tensor
-    block: slice
 
 
 class StatisticsTerm:
@@ -65,57 +56,52 @@ class StatisticsTerm:
 
     def add(self, given: StatisticsGradient) -> None:
         """Add the gradients of one result; its labels go to `further` if a position comes twice or has a label already."""
-        at = given.positions
+        positions = given.positions
         if given.pick is not None:
             assert given.labels is not None
-            free = given.unique and (not has_data(at) or not bool((self.labels[at] >= 0).any()))
-            if free:
-                self.labels[at] = given.labels
-                self.pick[at] = given.pick.to(self.pick.dtype)
+            pick = given.pick.to(self.pick.dtype)
+            if given.unique and (not has_data(positions) or not bool((self.labels[positions] >= 0).any())):
+                self.labels[positions], self.pick[positions] = given.labels, pick
             else:
-                self.further.append((at, given.labels, given.pick.to(self.pick.dtype)))
+                self.further.append((positions, given.labels, pick))
         for total, part in ((self.lse, given.lse), (self.mean, given.mean)):
             if part is not None:
-                total.index_add_(0, at, part.to(total.dtype))
+                total.index_add_(0, positions, part.to(total.dtype))
         self.has_mean |= given.mean is not None
 
     def touched(self, count: int) -> Tensor:
         """[M] of bool: where one of the gradients is not zero."""
         found = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
-        for at, _, gradient in self.further:
-            found[at[gradient != 0]] = True
+        for positions, _, gradient in self.further:
+            found[positions[gradient != 0]] = True
         return found
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
         """Only `further` is changed to rows; the other gradients [M] are looked up by position."""
         if row_of is not None:
-            self.further = [(row_of[at], entries, gradient) for at, entries, gradient in self.further]
+            self.further = [(row_of[positions], entries, pick) for positions, entries, pick in self.further]
 
-    @property
-    def fits_kernels(self) -> bool:
-        """Whether `in_place` gives all of the gradient: no position has a second label."""
-        return not self.further
-
-    def in_place(self, product: Tensor, rows: Rows) -> Tensor:
-        """d loss / d product of a block of products [n, V], in its dtype and perhaps its memory; `further` is left out."""
-        softmax, upstream = self._of(product, rows)
+    def in_place(self, product: Tensor, positions: Tensor) -> Tensor:
+        """d loss / d product of products [n, V] at positions [n], in their dtype and perhaps their memory; no `further`."""
+        softmax, upstream = self.read(product, positions)
         return product_gradient(product, self.projection, softmax, slice(0, product.shape[-1]), upstream)
 
-    def add_to(self, total: Tensor, product: Tensor, rows: Rows) -> None:
-        """Adds the closed form to `total` [n, V] and, entry by entry, `further`."""
-        softmax, upstream = self._of(product, rows)
+    def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
+        """Adds the closed form to `total` [n, V] and, entry by entry, `further`; block: of rows, those of positions [n]."""
+        softmax, upstream = self.read(product, positions)
         logits = self.projection.logits(product)
         grad = logits_gradient(logits, softmax, slice(0, product.shape[-1]), upstream)
-        for at, entries, gradient in self.further:
-            here = (at >= rows.block.start) & (at < rows.block.stop) & (gradient != 0)
-            grad.index_put_((at[here] - rows.block.start, entries[here]), gradient[here], accumulate=True)
+        for rows, entries, gradient in self.further:
+            here = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
+            grad.index_put_((rows[here] - block.start, entries[here]), gradient[here], accumulate=True)
         total += self.projection.backward(grad, logits)
 
-    def _of(self, product: Tensor, rows: Rows) -> tuple[Softmax, Upstream]:
-        labels, pick, lse, mean = (values[rows.positions] for values in (self.labels, self.pick, self.lse, self.mean))
+    def read(self, product: Tensor, positions: Tensor) -> tuple[Softmax, Upstream]:
+        """The softmax of products [n, V] at positions [n], computed again, and the gradients there."""
+        labels, pick, lse, mean = (values[positions] for values in (self.labels, self.pick, self.lse, self.mean))
         columns = product.shape[-1]
         folded = fold(product, self.projection, labels, slice(0, columns))
-        softmax = Softmax(labels, folded.max + torch_own.log(folded.sum), None, columns)
+        softmax = Softmax(labels, folded.lse(), None, columns)
         # A label's log-probability takes its gradient off p's; `lse` is what p is to have in all.
         return softmax, Upstream(pick, None, mean if self.has_mean else None, lse + pick + mean)
 
@@ -141,32 +127,27 @@ class StatisticsGradient:
         return dataclasses.replace(self, pick=pick, lse=lse, mean=mean)
 
 
+@dataclasses.dataclass
 class NodeTerm:
     """The gradient of any function of rows, by running it again under autograd.
 
-    Args:
-        node: of N tokens, its leaves flat: [N], [N, k].
-        reading: the leaf that is differentiated.
-        gradients: of what the node gives, [N, ...] each, or None.
-        logits_of: gives the logits of other readings.
+    node: of N tokens, its leaves flat: [N], [N, k].
+    reading: the leaf that is differentiated.
+    gradients: of what the node gives, [N, ...] each, or None.
+    entries: of each block, among the N. blocks: that were added.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        reading: Reading,
-        gradients: Sequence[Tensor | None],
-        logits_of: Callable[[Sequence[tuple[Reading, Tensor]]], list[Tensor]],
-    ) -> None:
-        self.node, self.reading, self.gradients, self.logits_of = node, reading, gradients, logits_of
-        self.entries: list[Tensor] = []  # of each block, among the N
-        self.row_of: Tensor | None = None
-        self.blocks = 0
+    node: Node
+    reading: Reading
+    gradients: Sequence[Tensor | None]
+    entries: list[Tensor] = dataclasses.field(default_factory=list)
+    row_of: Tensor | None = None
+    blocks: int = 0
 
     def times(self, factor: Tensor) -> NodeTerm:
         """The same with its gradients [N, ...] times a factor [1], which is rounded to their dtypes."""
         scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
-        return NodeTerm(self.node, self.reading, scaled, self.logits_of)
+        return NodeTerm(self.node, self.reading, scaled)
 
     def touched(self, count: int) -> Tensor:
         """[M] of bool: the positions of `reading`, whatever the gradients there."""
@@ -186,18 +167,19 @@ class NodeTerm:
         self.entries = [order[start:stop] for start, stop in itertools.pairwise(ends)]
         self.blocks = 0
 
-    def add_to(self, total: Tensor, product: Tensor, rows: Rows) -> None:
-        """Runs the node again on a block of products [n, V], under autograd; a call takes the next block of `place`."""
+    def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
+        """Adds to `total` [n, V] by running the node again on products [n, V]; a call takes the next block of `place`."""
         entries = self.entries[self.blocks]
         self.blocks += 1
         if not entries.shape[0]:
             return
-        at = self.reading.positions[entries]
-        at = (at if self.row_of is None else self.row_of[at]) - rows.block.start
-        leaf = product[at].to(total.dtype).requires_grad_()  # wide, or its part would be rounded before it is added
+        rows = self.reading.positions[entries]
+        rows = (rows if self.row_of is None else self.row_of[rows]) - block.start  # in `product`
+        leaf = product[rows].to(total.dtype).requires_grad_()  # wide, or its part would be rounded before it is added
         values = values_beside(self.node, entries)
-        others = [(r, r.positions[entries]) for r in readings(self.node) if r is not self.reading]
-        values |= dict(zip((r for r, _ in others), self.logits_of(others), strict=True))
+        others = [reading for reading in readings(self.node) if reading is not self.reading]
+        products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in others)}
+        values |= {r: r.head.logits_at(r.positions[entries], r.projection, products[r.head]) for r in others}
         with torch.enable_grad():
             values[self.reading] = self.reading.projection.logits(leaf)
             found = evaluate(self.node, values)
@@ -206,7 +188,7 @@ class NodeTerm:
         used = [(y, g) for y, g in used if y.requires_grad]
         if used:
             (part,) = torch.autograd.grad([y for y, _ in used], leaf, [g for _, g in used])
-            total.index_add_(0, at, part.to(total.dtype))
+            total.index_add_(0, rows, part.to(total.dtype))
 
 
 Term = StatisticsTerm | NodeTerm  # what one use of the logits adds to their gradient
@@ -230,19 +212,24 @@ def sweep(
     """Gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters, where `needs` says so."""
     work = HeadGradients(inputs, hidden, weight, bias, needs)
     products, everything = Products(weight, bias), slice(0, weight.shape[0])
-    alone = terms[0] if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and terms[0].fits_kernels else None
+    rows: Tensor | None = None  # [count], the positions that a term adds to, in order; None: all M
+    if has_data(hidden):
+        touched = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)  # [M]
+        for term in terms:
+            touched |= term.touched(hidden.shape[0])
+        rows = None if bool(touched.all()) else touched.nonzero().squeeze(-1)
+    positions = torch.arange(hidden.shape[0], device=hidden.device) if rows is None else rows  # [count]
+    count, row_of = positions.shape[0], None
+    if rows is not None:
+        row_of = torch.full_like(hidden[:, 0], -1, dtype=torch.long)  # [M]
+        row_of.index_copy_(0, rows, torch.arange(count, device=rows.device))
+
+    # Statistics alone, of one label a position, are what the kernels differentiate.
+    alone = terms[0] if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further else None
     tokens = rows_at_once(weight.shape[0])
     if alone is not None:
         tokens = inputs.block_size(hidden, weight.shape[0], whole=True).tokens
-    rows = _touched(terms, hidden)  # [count], or None: all M
-    count = hidden.shape[0] if rows is None else rows.shape[0]
     blocks = list(token_blocks(count, tokens))
-    row_of = None
-    if rows is not None:
-        row_of = torch.full_like(hidden[:, 0], -1, dtype=torch.long).index_copy_(
-            0, rows, torch.arange(count, device=rows.device)
-        )
-    positions = torch.arange(count, device=hidden.device) if rows is None else rows  # [count]
     for term in terms:
         term.place(row_of, [0, *(block.stop for block in blocks)])
     with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
@@ -250,24 +237,14 @@ def sweep(
             leaf, normed = work.recompute(rows, block)
             product = products.of(normed.detach(), everything)  # [n, V]
             if alone is not None:
-                grad = alone.in_place(product, Rows(positions[block], block))
+                grad = alone.in_place(product, positions[block])
             else:
                 total = torch.zeros_like(product, dtype=torch.promote_types(product.dtype, torch.float32))  # [n, V]
                 for term in terms:
-                    term.add_to(total, product, Rows(positions[block], block))
+                    term.add_to(total, product, positions[block], block)
                 grad = total.to(product.dtype)
                 del total
             work.add_block(grad, normed, products, everything)
             del product, grad
             work.finish_tokens(leaf, normed, shadows, rows, block)
     return work.results()
-
-
-def _touched(terms: Sequence[Term], hidden: Tensor) -> Tensor | None:
-    """The positions that any term adds to, in order; None: all."""
-    if not has_data(hidden):
-        return None
-    found = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)  # [M]
-    for term in terms:
-        found |= term.touched(hidden.shape[0])
-    return None if bool(found.all()) else found.nonzero().squeeze(-1)

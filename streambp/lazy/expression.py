@@ -123,14 +123,11 @@ def inputs_of(node: Node) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in found}.values())
 
 
-def rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
-    """The same function with each of its leaves changed."""
-    return _rebuilt(node, change, {})
-
-
-def _rebuilt(node: Node, change: Callable[[Node], Node], done: dict[Node, Node]) -> Node:
+def rebuilt(node: Node, change: Callable[[Node], Node], done: dict[Node, Node] | None = None) -> Node:
+    """The same function with each of its leaves changed. done: what became of nodes so far."""
+    done = {} if done is None else done
     if node not in done and isinstance(node, Call):
-        args, kwargs = tree_map_only(Node, lambda child: _rebuilt(child, change, done), (node.args, node.kwargs))
+        args, kwargs = tree_map_only(Node, lambda child: rebuilt(child, change, done), (node.args, node.kwargs))
         done[node] = dataclasses.replace(node, args=args, kwargs=kwargs)
     elif node not in done:
         done[node] = change(node)
@@ -159,9 +156,9 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
     return rebuilt(node, changed)
 
 
-def anchored(node: Node, anchor: Tensor) -> Node:
-    """The same function, whose gradient runs what is before `anchor` [1] as well."""
-    return rebuilt(node, lambda leaf: dataclasses.replace(leaf, anchor=anchor) if isinstance(leaf, Reading) else leaf)
+def with_readings(node: Node, change: Callable[[Reading], Reading]) -> Node:
+    """The same function of logits that are read in another way."""
+    return rebuilt(node, lambda leaf: change(leaf) if isinstance(leaf, Reading) else leaf)
 
 
 def evaluate(node: Node, values: Values) -> Any:

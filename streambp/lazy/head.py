@@ -9,6 +9,8 @@ to one backward call, lest gradients that never reach the handle (`autograd.grad
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +18,13 @@ import torch
 from torch import Tensor
 
 from streambp.device import has_data
-from streambp.errors import BackwardError, StreamBPError
-from streambp.head.blocks import Products, Projection, Statistics, Wanted, token_blocks
-from streambp.head.log_probs import HeadInputs, make_inputs
+from streambp.errors import StreamBPError
+from streambp.head.blocks import Products, Projection, fold_vocabulary, token_blocks
+from streambp.head.log_probs import HeadInputs, make_inputs, refuse_second_derivatives
 from streambp.head.recipe import Recipe
 from streambp.head.seen import Seen
-from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, rows_at_once, sweep, values_beside
-from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, readings
-
-Weights = Callable[[Tensor, Tensor | None], tuple[Any, ...]]
+from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, Term, rows_at_once, sweep, values_beside
+from streambp.lazy.expression import Node, Reading, evaluate, readings
 
 
 class Handle(torch.autograd.Function):
@@ -50,7 +50,17 @@ class Handle(torch.autograd.Function):
         if not left:
             return (None,) * len(ctx.needs_input_grad)
         ctx.hub.check()
-        return None, *sweep(ctx.hub.inputs, ctx.hub.terms(left, source), source, weight, bias, ctx.needs_input_grad[1:])
+        # Statistics of the same projection go together: their gradients are added before they are rounded.
+        statistics: dict[Projection, StatisticsTerm] = {}
+        for gradient in left:
+            if isinstance(gradient, StatisticsGradient):
+                projection = gradient.projection
+                if projection not in statistics:
+                    like = source.new_empty(0, dtype=ctx.hub.wide)
+                    statistics[projection] = StatisticsTerm(projection, source.shape[0], like)
+                statistics[projection].add(gradient)
+        terms: list[Term] = [*statistics.values(), *(term for term in left if isinstance(term, NodeTerm))]
+        return None, *sweep(ctx.hub.inputs, terms, source, weight, bias, ctx.needs_input_grad[1:])
 
 
 class Hooked(torch.autograd.Function):
@@ -93,12 +103,6 @@ class Result(torch.autograd.Function):
         if any(grad is not None for grad in grads):
             ctx.calculation.leave(grads)
         return (None,) * len(ctx.needs_input_grad)
-
-
-def refuse_second_derivatives() -> None:
-    """Raises BackwardError inside a backward pass with create_graph."""
-    if torch.is_grad_enabled():
-        raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
 
 
 class Hub:
@@ -151,12 +155,11 @@ class Hub:
                 "StreamConfig(lazy_logits=False)."
             )
 
-    def with_weights(self, compute: Weights) -> tuple[Any, ...]:
-        """compute(weight, bias), without a gradient."""
+    def products(self) -> Products:
+        """Raw products with the head's weights [V, h] and bias [V], which are as they were in forward."""
         self.check()
         assert self.recipe.weight is not None
-        with torch.no_grad():
-            return compute(self.recipe.weight, self.recipe.bias)
+        return Products(self.recipe.weight, self.recipe.bias)
 
     def logits_at(self, positions: Tensor, projection: Projection, products: Products) -> Tensor:
         """[n, V] in promote_types(dtype, float32), without a gradient."""
@@ -171,40 +174,29 @@ class Hub:
         """
         positions = reading.positions.reshape(-1)
         picks = labels if labels is not None else positions.new_full(positions.shape, -1)
-        again: Tensor | None = None
+        repeats: Tensor | None = None
         if not reading.unique and has_data(positions):
-            (positions, picks), again = torch.stack([positions, picks]).unique(dim=1, return_inverse=True)
-        count = positions.shape[0]
-
-        def compute(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-            out = [self.hidden.new_empty(count, dtype=self.wide) for _ in range(3)]
-            products = Products(weight, bias)
-            size = self.inputs.block_size(self.hidden, self.vocabulary)
+            (positions, picks), repeats = torch.stack([positions, picks]).unique(dim=1, return_inverse=True)
+        count, products = positions.shape[0], self.products()
+        pick, lse, mean = (self.hidden.new_empty(count, dtype=self.wide) for _ in range(3))  # [count] each
+        size = self.inputs.block_size(self.hidden, self.vocabulary)
+        with torch.no_grad():
             for block in token_blocks(count, size.tokens):
-                statistics = Statistics(picks[block], Wanted())
                 normed = self.inputs.normed(self.hidden[positions[block]])
-                for columns in token_blocks(self.vocabulary, size.entries):
-                    statistics.add(products.of(normed, columns), reading.projection, columns)
-                folded = statistics.so_far
-                out[0][block], out[1][block] = folded.target, statistics.lse()
-                out[2][block] = folded.total / self.vocabulary
-            return tuple(out)
+                folded = fold_vocabulary(normed, products, reading.projection, picks[block], size.entries)
+                pick[block], lse[block], mean[block] = folded.target, folded.lse(), folded.total / self.vocabulary
+            self._remember(reading.projection, positions, lse, mean)
+        return (pick, lse, mean) if repeats is None else (pick[repeats], lse[repeats], mean[repeats])
 
-        found = self.with_weights(compute)
-        self._remember(reading.projection, positions, found[1:])
-        pick, lse, mean = found if again is None else (value[again] for value in found)
-        return pick, lse, mean
-
-    def _remember(self, projection: Projection, positions: Tensor, found: Sequence[Tensor]) -> None:
+    def _remember(self, projection: Projection, positions: Tensor, lse: Tensor, mean: Tensor) -> None:
+        """For `known_statistics`: lse and mean at positions, [n] each."""
         if projection not in self._known:
             count = self.hidden.shape[0]
             with torch.inference_mode(False):  # what a program asks for in it may be added to afterwards
                 zeros = [self.hidden.new_zeros(count, dtype=dtype) for dtype in (self.wide, self.wide, torch.bool)]
             self._known[projection] = tuple(zeros)
-        *values, known = self._known[projection]
-        for value, part in zip(values, found, strict=True):
-            value[positions] = part
-        known[positions] = True
+        all_lse, all_means, is_known = self._known[projection]
+        all_lse[positions], all_means[positions], is_known[positions] = lse, mean, True
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
         """The logsumexp and the mean of N tokens, [N] each, if they were computed already with something else."""
@@ -212,8 +204,8 @@ class Hub:
         if reading.projection not in self._known or not has_data(positions):
             return None
         self.check()
-        lse, mean, known = self._known[reading.projection]
-        return (lse[positions], mean[positions]) if bool(known[positions].all()) else None
+        lse, mean, is_known = self._known[reading.projection]
+        return (lse[positions], mean[positions]) if bool(is_known[positions].all()) else None
 
     def leave(self, gradient: Any) -> None:
         """Take in a `StatisticsGradient` or `NodeTerm` for the backward call that is running."""
@@ -236,108 +228,55 @@ class Hub:
         """What was left for the backward call that is running; the hub forgets it."""
         return self._left.pop(torch._C._current_graph_task_id(), [])
 
-    def terms(self, left: Sequence[Any], source: Tensor) -> list[Any]:
-        """What was left, as `sweep` takes it, statistics of the same projection together; source: [M, h]."""
-        found: list[Any] = [gradient for gradient in left if isinstance(gradient, NodeTerm)]
-        together: dict[Projection, StatisticsTerm] = {}
-        for gradient in left:
-            if isinstance(gradient, StatisticsGradient):
-                like = source.new_empty(0, dtype=self.wide)
-                term = together.setdefault(gradient.projection, StatisticsTerm(gradient.projection, source.shape[0], like))
-                term.add(gradient)
-        return [*together.values(), *found]
 
-
+@dataclasses.dataclass(frozen=True)
 class Statistic:
-    """The label's logit, the logsumexp and the logits' mean of a reading's N tokens, as far as `wanted`."""
+    """The label's logit (if there are labels [N]), the logsumexp and the logits' mean of a reading's N tokens, as far as
+    they are wanted."""
 
-    def __init__(self, reading: Reading, labels: Tensor | None, lse: bool = False, mean: bool = False) -> None:
-        self.reading, self.labels, self.wanted = reading, labels, (labels is not None, lse, mean)
+    reading: Reading
+    labels: Tensor | None
+    lse: bool = False
+    mean: bool = False
 
     def run(self) -> tuple[Tensor, ...]:
         """Those that are wanted, [N] each in promote_types(dtype, float32), without a graph."""
         head = self.reading.head
-        known = None if self.wanted[0] else head.known_statistics(self.reading)
+        known = None if self.labels is not None else head.known_statistics(self.reading)
         values = head.statistics(self.reading, self.labels) if known is None else (None, *known)
-        return tuple(value for value, wanted in zip(values, self.wanted, strict=True) if wanted)
+        wanted = self.labels is not None, self.lse, self.mean
+        return tuple(itertools.compress(values, wanted))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
         """Leave the gradients [N] of what `run` gave, in its order, with the reading's hub."""
-        given = iter(grads)
-        pick, lse, mean = (next(given) if wanted else None for wanted in self.wanted)
-        reading = self.reading
+        given, reading = iter(grads), self.reading
+        wanted = self.labels is not None, self.lse, self.mean
+        pick, lse, mean = (next(given) if one else None for one in wanted)
         positions = reading.positions.reshape(-1)
         reading.head.leave(StatisticsGradient(reading.projection, positions, reading.unique, self.labels, pick, lse, mean))
 
 
+@dataclasses.dataclass(frozen=True)
 class Function:
-    """Any function of rows, [N, ...] tensors for [N, V] logits.
+    """Any function of rows, [N, ...] tensors for [N, V] logits. node: its leaves are flat, [N] or [N, k]."""
 
-    Args:
-        node: its leaves flat: [N], [N, k].
-    """
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    node: Node
 
     def run(self) -> tuple[Tensor, ...]:
         """What the node gives, [N, ...] each, computed for `rows_at_once` tokens at a time, without a graph."""
         found = readings(self.node)
-        count = found[0].positions.shape[0]
-        tokens = rows_at_once(found[0].head.vocabulary)
-
-        def compute(products: dict[Hub, Products]) -> tuple[Tensor, ...]:
-            parts: list[tuple[Tensor, ...]] = []
-            for block in token_blocks(count, tokens) if count else (slice(0, 0),):
-                values = values_beside(self.node, block)
-                values |= {r: r.head.logits_at(r.positions[block], r.projection, products[r.head]) for r in found}
-                value = evaluate(self.node, values)
-                parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
-            return tuple(torch.cat(column) if len(column) > 1 else column[0].clone() for column in zip(*parts, strict=True))
-
-        return with_all_weights([reading.head for reading in found], compute)
+        count, tokens = found[0].positions.shape[0], rows_at_once(found[0].head.vocabulary)
+        products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in found)}
+        parts: list[tuple[Tensor, ...]] = []
+        for block in token_blocks(count, tokens) if count else (slice(0, 0),):
+            values = values_beside(self.node, block)
+            values |= {r: r.head.logits_at(r.positions[block], r.projection, products[r.head]) for r in found}
+            value = evaluate(self.node, values)
+            parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
+        return tuple(torch.cat(column) if len(column) > 1 else column[0].clone() for column in zip(*parts, strict=True))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
-        """Leave the gradients [N, ...] of what `run` gave, in its order, with the hubs of all readings."""
-        leave_for_node(self.node, grads)
-
-
-def leave_for_node(node: Node, grads: Sequence[Tensor | None]) -> None:
-    """Leave gradients [N, ...], one for each result of a flat node or None, with the hubs of its readings that want one."""
-    for reading in readings(node):
-        if reading.handle.requires_grad:
-            reading.head.leave(NodeTerm(node, reading, grads, logits_of))
-
-
-def logits_of(found: Sequence[tuple[Reading, Tensor]]) -> list[Tensor]:
-    """The logits [n, V] of other readings, at some of their positions."""
-
-    def compute(products: dict[Hub, Products]) -> tuple[Tensor, ...]:
-        return tuple(r.head.logits_at(positions, r.projection, products[r.head]) for r, positions in found)
-
-    return list(with_all_weights([reading.head for reading, _ in found], compute)) if found else []
-
-
-def with_all_weights(hubs: Sequence[Hub], compute: Callable[[dict[Hub, Products]], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """compute(products of each hub), without a gradient."""
-    return _with_rest(list(dict.fromkeys(hubs)), {}, compute)
-
-
-def _with_rest(
-    rest: Sequence[Hub], have: dict[Hub, Products], compute: Callable[[dict[Hub, Products]], tuple[Any, ...]]
-) -> tuple[Any, ...]:
-    if not rest:
-        return compute(have)
-    return rest[0].with_weights(
-        lambda weight, bias: _with_rest(rest[1:], {**have, rest[0]: Products(weight, bias)}, compute)
-    )
-
-
-def result(calculation: Statistic | Function, node: Node, graded: bool) -> tuple[Tensor, ...]:
-    """What a calculation gives, [N, ...] each, differentiable if `graded` and grad mode say so."""
-    inputs = inputs_of(node)
-    if graded and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)
-        return values
-    with torch.no_grad():
-        return calculation.run()
+        """Leave the gradients [N, ...] of what `run` gave, in its order, with the hubs of all readings that want one."""
+        for reading in readings(self.node):
+            if reading.handle.requires_grad:
+                reading.head.leave(NodeTerm(self.node, reading, grads))

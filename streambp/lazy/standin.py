@@ -29,7 +29,6 @@ from torch._C import TensorBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
-from streambp.head.recipe import told
 from streambp.known_names import SCALING_HOOK, TENSOR_HOOKS
 from streambp.nested import tensors_in
 from streambp.torchs_own import asked_of, method, rule_name, torch_own
@@ -167,7 +166,7 @@ class StandIn(Tensor):
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An operation without a rule, on real tensors."""
         built: dict[int, tuple[StandIn, Tensor]] = {}
-        needed = told(name, args, kwargs, cls.has_rule)
+        needed = why_built(name, args, kwargs, cls.has_rule)
         for x in tensors_in((args, kwargs), cls):
             if id(x) not in built:
                 x.note(needed)
@@ -177,6 +176,33 @@ class StandIn(Tensor):
         for x, real in built.values():
             remember(x, real, result)
         return result
+
+
+# The parameters of torch's losses that rules know.
+LOSSES = {
+    "cross_entropy": (
+        "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+    ),
+    "nll_loss": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+}  # fmt: skip
+
+
+def why_built(name: str, args: Any, kwargs: Any, has_rule: tuple[str, ...] = ()) -> str:
+    """How `describe` names an operation that builds the logits: of torch's losses with the arguments that are the reason.
+
+    Args:
+        has_rule: arguments that such logits have a rule for.
+    """
+    given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (kwargs if name in LOSSES else {})
+    reasons = []
+    if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
+        reasons.append("target")  # probabilities of all classes
+    for parameter in ("weight", "size_average", "reduce", "label_smoothing"):
+        value = given.get(parameter)
+        is_zero = isinstance(value, float | int) and not isinstance(value, bool) and value == 0
+        if parameter not in has_rule and value is not None and not is_zero:
+            reasons.append(parameter)
+    return f"{name}({', '.join(f'{parameter}=...' for parameter in reasons)})" if reasons else name
 
 
 def remember(stand_in: StandIn, real: Tensor, result: Any) -> None:

@@ -23,8 +23,8 @@ from torch._C import TensorBase
 
 from streambp.errors import BackwardError, StreamBPError
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
-from streambp.lazy.expression import Node, Reading, anchored, inputs_of, over_tokens, readings, rebuilt
-from streambp.lazy.head import Function, Hooked, Statistic, leave_for_node, result
+from streambp.lazy.expression import Node, inputs_of, over_tokens, readings, with_readings
+from streambp.lazy.head import Function, Hooked, Result, Statistic
 from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, scales
 from streambp.nested import tensors_in
 
@@ -81,12 +81,6 @@ class Taken(torch.autograd.Function):
 def flat(node: Node) -> Node:
     """The same function of N tokens in one dimension: [*tokens, W] -> [N, W]."""
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
-
-
-def _hooked(leaf: Node, hook: Callable[[Tensor], Tensor | None]) -> Node:
-    if not isinstance(leaf, Reading):
-        return leaf
-    return dataclasses.replace(leaf, handle=Hooked.apply(leaf.head, hook, leaf.handle))
 
 
 class LazyRows(StandIn):
@@ -146,7 +140,7 @@ class LazyRows(StandIn):
             )
         node, width, _, classes = ctx.made_of
         of_rows = gradient if classes is None else gradient.movedim(classes, -1)
-        leave_for_node(flat(node), [of_rows.reshape(-1, width)])
+        Function(flat(node)).leave([of_rows.reshape(-1, width)])
 
     @property
     def tokens(self) -> torch.Size:
@@ -248,11 +242,14 @@ class LazyRows(StandIn):
         place = type(self.grad_fn).__name__
         if self.heeded or not torch.is_grad_enabled():
             return
+        anchor: Tensor | None = None
         if place == DDP_SINK:
-            self.node, self.heeded = anchored(self.node, Anchor.apply(self)), True
+            anchor = Anchor.apply(self)
         if place == PRE_BACKWARD and not self.outcome.beside_loss:
-            own = torch.zeros(1, requires_grad=True)
-            self.node, self.heeded = anchored(self.node, Begun.apply(self.grad_fn, own)), True
+            anchor = Begun.apply(self.grad_fn, torch.zeros(1, requires_grad=True))
+        if anchor is not None:
+            self.node = with_readings(self.node, lambda reading: dataclasses.replace(reading, anchor=anchor))
+            self.heeded = True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Have an engine's scaling hook called for the gradients of what is made of it from now on.
@@ -265,7 +262,9 @@ class LazyRows(StandIn):
         """
         if not scales(hook):
             return NotImplemented
-        self.node = rebuilt(self.node, lambda leaf: _hooked(leaf, hook))
+        self.node = with_readings(
+            self.node, lambda reading: dataclasses.replace(reading, handle=Hooked.apply(reading.head, hook, reading.handle))
+        )
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.register_hook(self, hook)  # for whom makes it an input of a Function
 
@@ -275,8 +274,13 @@ class LazyRows(StandIn):
         return place is self.link or type(place).__name__ in (PRE_BACKWARD, DDP_SINK)
 
     def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
-        """What a calculation of its rows gives, [N, ...] each."""
-        return result(calculation, self.node, self.graded)
+        """What a calculation of its rows gives, [N, ...] each, differentiable if this one and grad mode are."""
+        inputs = inputs_of(self.node)
+        if self.graded and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)
+            return values
+        with torch.no_grad():
+            return calculation.run()
 
     def values(self) -> Tensor:
         """The real tensor [*tokens, W], differentiable in grad mode as far as its hub goes."""

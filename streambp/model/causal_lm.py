@@ -229,12 +229,12 @@ class CausalLMForward(InstanceForward):
             )
         shift_labels = kwargs.get("shift_labels")
         shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
-        tokens = outcome.values.view(shape)
         flat = outcome.hidden_states
         assert flat is not None
-        if shift_labels is not None:
-            return Scored(output, tokens, lambda: flat().view(*shape, -1), outcome.norm)
-        return Scored(output, tokens.without_last(), lambda: flat().view(*shape, -1)[:, :-1], outcome.norm)
+        # Without shift_labels the last position of a row has no label.
+        kept = slice(None) if shift_labels is not None else slice(-1)
+        tokens = outcome.values.each(lambda values: values.view(shape)[:, kept])
+        return Scored(output, tokens, lambda: flat().view(*shape, -1)[:, kept], outcome.norm)
 
     def _with_head(self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False) -> Any:
         self._refuse_unshifted(kwargs)

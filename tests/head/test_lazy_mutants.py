@@ -63,9 +63,9 @@ def unseen(self, other, real=lazy_rows.LazyRows.become):
     self.memory.writes -= 1
 
 
-def first_block_alone(self, total, product, rows, real=sweep.NodeTerm.add_to):
-    if not rows.block.start:
-        real(self, total, product, rows)
+def first_block_alone(self, total, product, positions, block, real=sweep.NodeTerm.add_to):
+    if not block.start:
+        real(self, total, product, positions, block)
 
 
 def cut_off(output, record, real=causal_lm._hand_out):
