@@ -91,4 +91,4 @@ def test_the_planner_counts_their_flops():
     count = StepCount(None)
     with count:
         add_product(add_product(None, left, right), left, right)
-    assert count.linear_flops == 2 * (2 * 7 * 5 * 3)
+    assert count.work.products == 2 * (2 * 7 * 5 * 3)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
@@ -68,24 +68,20 @@ class Law(Need):
         """Of so many tokens over all rows, in chunks of `chunk`; between both regimes of gradients by the part of them that
         are there."""
         tokens, chunk = tokens // self.rows, max(1, chunk // self.rows)
-        first = _by_layer(self.method.first, tokens, chunk)
-        if present and self.method.accumulating:
-            again = _by_layer(self.method.accumulating, tokens, chunk)
+        largest: list[dict[float, float]] = []
+        for phases in (self.method.first, self.method.accumulating if present else ()):
+            largest.append({})
+            for phase in phases:
+                upto, size = waiting(phase.name), phase.at(tokens, min(chunk, tokens))
+                largest[-1][upto] = max(largest[-1].get(upto, 0.0), size)
+        first, again = largest
+        if again:
             first = {upto: (1 - present) * size + present * again.get(upto, size) for upto, size in first.items()}
         return tuple((upto, self.factor * size + self.casts) for upto, size in first.items())
 
     def at_work(self, chunk: int) -> float:
         """What computing a chunk of so many tokens takes."""
         return self.factor * max(1, chunk // self.rows) * max(phase.per_chunk_token for phase in self.method.first)
-
-
-def _by_layer(phases: Sequence[Phase], tokens: int, chunk: int) -> dict[float, float]:
-    """The largest phase while layers up to one wait for their backward."""
-    found: dict[float, float] = {}
-    for phase in phases:
-        upto = waiting(phase.name)
-        found[upto] = max(found.get(upto, 0.0), phase.at(tokens, min(chunk, tokens)))
-    return found
 
 
 def waiting(phase: str) -> float:
@@ -108,15 +104,10 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> Law:
     inputs = sum(max((p.shape[-1] * p.itemsize for p in found), default=0) for found in weights)
     work = WORK * max((sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights), default=0)
     parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
-    gradients = sum(map(_held, trained))
+    gradients = sum(getattr(p, SHARD_HERE, p).nbytes for p in trained)
     once = min(gradients, max((*parts, *(p.nbytes for p in trained)), default=0))
     first, again = ((Phase("at most", size, inputs, work),) for size in (gradients, once))
     return Law(Method("at most", (), "none", False, True, first, again, 0, 0, ()))
-
-
-def _held(tensor: Tensor) -> int:
-    """Bytes of a tensor [...] on this rank."""
-    return int(getattr(tensor, SHARD_HERE, tensor).nbytes)
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
@@ -130,7 +121,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     link = LinkBudget(state.offloader, on_device) if state.offloader is not None and (saves or on_device) else None
     states = ModelStates(model, state.config)
     if state.weights is not None and state.config.weights == "auto":
-        state.weights.room = RoomForWeights(states)
+        state.weights.room = states.room_for_weights
     if not layers or not (sizes or saves or link is not None):
         return model
     number = 1 + max(wrapper.site.index for wrapper in layers)
@@ -198,28 +189,23 @@ class ModelStates:
         if isinstance(law, str):
             return Known(most, why=law)
         moved = self.model._streambp.state.weights is not None  # type: ignore[union-attr]
-        places = {wrapper.site.index: device if moved else _device(wrapper.module) for wrapper in layers}
+        first = {w.site.index: next(w.module.parameters(), None) for w in layers}
+        places = {index: device if moved else getattr(p, "device", torch.device("cpu")) for index, p in first.items()}
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
         rates = rates_here(device)
         if not law.method.work:
             return Known(law, costs)
         return Known(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
 
-
-@dataclasses.dataclass(frozen=True)
-class RoomForWeights:
-    """Bytes that a device has for the weights of layers. [Note: layers that stay]"""
-
-    states: ModelStates
-
-    def __call__(self, device: torch.device, rows: int, length: int) -> float:
-        """Beside a step of `rows` rows of `length` tokens without saves, in chunks of BESIDE tokens where none are given;
-        infinitely many where no limit is known, none where no step could be counted."""
-        model, config = self.states.model, self.states.config
+    def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
+        """Bytes that a device has for the weights of layers beside a step of `rows` rows of `length` tokens without saves,
+        in chunks of BESIDE tokens where none are given; infinitely many where no limit is known, none where no step could
+        be counted. [Note: layers that stay]"""
+        model, config = self.model, self.config
         free = free_memory(device)
         if free is None:
             return math.inf
-        known, present = self.states(device)
+        known, present = self(device)
         if known.need is None:
             return 0.0
         layers = {id(p) for site in model._streambp.state.steps.sites for p in site.layer.parameters()}  # type: ignore[union-attr]
@@ -231,9 +217,11 @@ class RoomForWeights:
         return free + there - coming - states - known.need(rows * length, chunk, present)
 
 
-def seconds_of(method: Method, rates: Rates) -> Callable[[int, int], float]:
-    """Of a step without saves, by tokens and those of a chunk; those of the last lengths are remembered."""
-    return functools.lru_cache(REMEMBERED)(lambda tokens, chunk: seconds(method, tokens, chunk, rates).total)
+def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:
+    """Of a step without saves, by tokens of all rows and those of a chunk; those of the last lengths are remembered."""
+    return functools.lru_cache(REMEMBERED)(
+        lambda tokens, chunk: seconds(method, tokens // rows, max(1, chunk // rows), rates).total
+    )
 
 
 def in_a_thread(work: Callable[[], T]) -> T:
@@ -301,10 +289,6 @@ def _costs(
     return {index: one._replace(device=devices[index]) for index, one in found.items()}
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
 def free_memory(device: torch.device) -> float | None:
     """Bytes that a step may take on a device beyond what is allocated now, by the driver; None where no limit is known, as
     with allocators that do not tell."""
@@ -331,12 +315,13 @@ class FreeMemory:
 
     def __call__(self, device: torch.device) -> float | None:
         """Now, or on a CPU a moment ago."""
+        allocated = counted_bytes(device, "allocated") if tells_memory(device) else 0
         if device not in self._limits:
             free = free_memory(device)
-            self._limits[device] = None if free is None else free + _allocated(device)
+            self._limits[device] = None if free is None else free + allocated
         limit = self._limits[device]
         if limit is not None:
-            return limit - _allocated(device)
+            return limit - allocated
         if device.type != "cpu":
             return None
         now = time.monotonic()
@@ -356,7 +341,3 @@ class FreeMemory:
     def retries(self, device: torch.device) -> int:
         """How often the allocator has given its cache back to the driver for want of memory."""
         return allocator_count(device, "num_alloc_retries") if self._limits.get(device) is not None else 0
-
-
-def _allocated(device: torch.device) -> int:
-    return counted_bytes(device, "allocated") if tells_memory(device) else 0

@@ -15,7 +15,7 @@ states need, are not counted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from streambp.errors import ConfigError
 from streambp.fields import check_fields
@@ -134,20 +134,11 @@ def both_ways(
 
 
 def _way(profile: Profile, batch: Batch, packed: bool, memory: Memory, setting: Setting, rates: Rates) -> Way:
-    found = list(_ways(profile, batch, packed, memory, setting, rates))
-    fitting = [way for way in found if way.fits]
-    if not fitting:
-        return min(found, key=lambda way: way.peak.total)
-    fastest = min(way.seconds for way in fitting)
-    near = [way for way in fitting if way.seconds <= NEAR * fastest]
-    return min(near, key=lambda way: (way.peak.host, -way.chunk_size))
-
-
-def _ways(profile: Profile, batch: Batch, packed: bool, memory: Memory, setting: Setting, rates: Rates) -> Iterator[Way]:
     rows = 1 if packed else len(batch.lengths)
     tokens = batch.tokens(packed)
     methods = [method for method in profile.methods if method.chunked]
     plain = min(methods, key=lambda method: (method.offload != "none", len(method.saves)))
+    found = []
     for method in methods:
         for size in dict.fromkeys(min(size, tokens // rows) for size in chunk_sizes(rows)):
             at = peak(profile, method, tokens, rows * size, setting)
@@ -155,7 +146,13 @@ def _ways(profile: Profile, batch: Batch, packed: bool, memory: Memory, setting:
             flops = sum(part.products + part.forward + part.backward for part in parts.values())
             spent = seconds_of(parts, rates).total
             kept = peak(profile, plain, tokens, rows * size, setting).total
-            yield Way(batch, packed, tokens, fits(at, memory), method.name, size, at, kept, flops, spent)
+            found.append(Way(batch, packed, tokens, fits(at, memory), method.name, size, at, kept, flops, spent))
+    fitting = [way for way in found if way.fits]
+    if not fitting:
+        return min(found, key=lambda way: way.peak.total)
+    fastest = min(way.seconds for way in fitting)
+    near = [way for way in fitting if way.seconds <= NEAR * fastest]
+    return min(near, key=lambda way: (way.peak.host, -way.chunk_size))
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:
@@ -183,16 +180,13 @@ def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
     methods = ["by"]
     for plain, packed in found:
         own = plain.batch.row - plain.batch.prompt
-        rows += [_cells(f"{own:,}: as given", plain), _cells("rows='packed'", packed)]
-        methods += [f"{way.method}{'' if way.fits else ', does not fit'}" for way in (plain, packed)]
+        for label, way in ((f"{own:,}: as given", plain), ("rows='packed'", packed)):
+            memory = (f"{size / GIB:.1f}" for size in (way.peak.total, way.resident))
+            spent = duration(way.seconds).removesuffix(" s")
+            rows.append((label, f"{way.tokens:,}", *memory, f"{way.flops / 1e15:.2f}", spent, f"{way.chunk_size:,}"))
+            methods.append(f"{way.method}{'' if way.fits else ', does not fit'}")
         ratios = [getattr(plain, name) / getattr(packed, name) for name in ("tokens", "resident", "flops", "seconds")]
         rows.append(("ratio", f"{ratios[0]:.2f}", "", *(f"{ratio:.2f}" for ratio in ratios[1:]), ""))
         methods.append("")
     table = [f"{line}  {by}".rstrip() for line, by in zip(columns(rows), methods, strict=True)]
     return "\n".join([headline(plan.profile, plan.setting), str(found[0][0].batch), "", *table])
-
-
-def _cells(name: str, way: Way) -> tuple[str, ...]:
-    memory = (f"{size / GIB:.1f}" for size in (way.peak.total, way.resident))
-    spent = duration(way.seconds).removesuffix(" s")
-    return name, f"{way.tokens:,}", *memory, f"{way.flops / 1e15:.2f}", spent, f"{way.chunk_size:,}"

@@ -42,16 +42,6 @@ class Totals:
     work: Mapping[str, Work]
     links: tuple[float, ...] = ()
 
-    @property
-    def linear_flops(self) -> float:
-        """FLOPs of matrix products."""
-        return sum(work.products for work in self.work.values())
-
-    @property
-    def attention_flops(self) -> float:
-        """FLOPs of attention kernels."""
-        return sum(work.forward + work.backward for work in self.work.values())
-
 
 def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Totals]:
     """The phases of a step of all layers, from a step of the kept ones."""

@@ -53,27 +53,21 @@ def read_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
         if not isinstance(fields, dict):
             raise TypeError(f"it is a {type(fields).__name__} instead of an object with fields")
         _check_numbers(fields, name)
-        config: PreTrainedConfig = _of_fields(fields) if path.is_file() else _of_folder(source, trust_remote_code)
+        config: PreTrainedConfig = (
+            AutoConfig.for_model(**fields)
+            if path.is_file()
+            else AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        )
     except StreamBPError:
         raise
     except Exception as error:  # transformers' code, with values from anywhere
-        named = "" if not isinstance(fields, dict) else _fields_of(error, fields, _of_fields)
+        named = _fields_of(error, fields, lambda some: AutoConfig.for_model(**some)) if isinstance(fields, dict) else ""
         advice = f"{TRUST} " if needs_trust(error) else ""
         raise StreamBPError(
             f"No model configuration could be read from {name} ({named}{reason(error)}). {advice}Pass a config.json, the "
             "folder that save_pretrained wrote, or an id on the Hub that this machine can reach."
         ) from error
     return config
-
-
-def _of_fields(fields: dict[str, Any]) -> PreTrainedConfig:
-    found: PreTrainedConfig = AutoConfig.for_model(**fields)
-    return found
-
-
-def _of_folder(source: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
-    found: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    return found
 
 
 def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:

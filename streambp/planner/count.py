@@ -184,37 +184,31 @@ class Shapes:
         """The work of an operation whose results were not known; from now on they are, where that is possible."""
         schema = func._schema
         given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
-        outputs = tensors(result)
-        view = any(x.untyped_storage()._cdata in given for x in outputs)
+        view = any(x.untyped_storage()._cdata in given for x in tensors(result))
         written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         if view and not written:
-            aliases = all(out.alias_info is not None for out in schema.returns)
-            always = aliases or func is aten._unsafe_view.default  # its schema says that it makes none
-            if always:
+            # The schema of `_unsafe_view` says that it makes none.
+            if func is aten._unsafe_view.default or all(out.alias_info is not None for out in schema.returns):
                 self.views.add(id(func))
             return VIEW.work
         work = work_of(func, args, kwargs, result)
-        if key is not None:
-            self._remember(key, func, args, kwargs, result, work)
-        return work
-
-    def _remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any, work: Work) -> None:
-        schema = func._schema
-        if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        several = isinstance(result, tuple)
+        outputs = list(result) if several else [result]
+        if key is None:
+            return work
+        if written:
             if func in CHANGED_IN_PLACE and result is args[0]:
                 self._known[key] = Known(Shapes.IN_PLACE, False, work)
             elif "out" in kwargs and result is kwargs["out"]:
                 self._known[key] = Known(Shapes.OUT, False, work)
             elif func in CHANGED_LISTS:
                 self._known[key] = Known([None], False, work)
-            return
-        several = isinstance(result, tuple)
-        outputs = result if several else (result,)
-        if any(out.alias_info is not None for out in schema.returns):
-            return  # some of these are views
-        if all(type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
+        elif any(out.alias_info is not None for out in schema.returns):
+            pass  # some of these are views
+        elif all(type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
             made = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in outputs]
             self._known[key] = Known(made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0)
+        return work
 
 
 class AllocatedBytes(contextlib.AbstractContextManager["AllocatedBytes"]):
@@ -267,16 +261,6 @@ class StepCount(LiveBytes):
         self._times.clear()
         return self._done
 
-    @property
-    def linear_flops(self) -> float:
-        """Of matrix products so far."""
-        return self.work.products
-
-    @property
-    def attention_flops(self) -> float:
-        """Of attention kernels so far."""
-        return self.work.forward + self.work.backward
-
     def add(self, work: Work) -> None:
         """Count work that no operation stands for."""
         self._done = self._done.plus(work)
@@ -309,14 +293,20 @@ class StepCount(LiveBytes):
         """Run an operation that is not known."""
         if func is aten._local_scalar_dense.default and not has_data(args[0]):
             return _scalar(args[0])
-        if func is aten._to_copy.default and args[0].dim() == 0 and _brings_data(args[0], kwargs.get("device")):
-            return torch.tensor(_scalar(args[0]), dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
-        if func in LOOKED_AT and not has_data(args[0]):
-            copied = func is aten._to_copy.default
-            looks = not copied or _brings_data(args[0], kwargs.get("device"))
-            found = self.routing.answer(func, args) if looks else None
-            if found is not None:
-                return found if isinstance(found, Tensor) else self._fresh(*found)
+        device = kwargs.get("device") if func is aten._to_copy.default and args[0].device.type == "meta" else None
+        to_data = device is not None and torch.device(device).type != "meta"  # a copy of values that do not exist
+        if to_data and args[0].dim() == 0:
+            return torch.tensor(_scalar(args[0]), dtype=kwargs.get("dtype") or args[0].dtype, device=device)
+        if func in LOOKED_AT and not has_data(args[0]) and (to_data or func is not aten._to_copy.default):
+            found = self.routing.answer(func, args)
+            if isinstance(found, Tensor):
+                return found
+            if found is not None:  # a tensor without data that no operation could make
+                shape, dtype = found
+                (made,) = self.shapes.make(Known([(shape, (shape[1], 1), dtype)], False, VIEW.work))
+                self._track(made.untyped_storage())
+                self._count(VIEW)
+                return made
         if func in BACKWARDS:
             self._workspace(func, args)
         result = super().__torch_dispatch__(func, (), args, kwargs)
@@ -324,14 +314,6 @@ class StepCount(LiveBytes):
         if func is TOP_K:
             self.routing.rows = result[1].numel()
         return result
-
-    def _fresh(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor without data that no operation could make."""
-        made = self.shapes.make(Known([(shape, (shape[1], 1), dtype)], False, VIEW.work))[0]
-        assert made is not None
-        self._track(made.untyped_storage())
-        self._count(VIEW)
-        return made
 
     def _count(self, known: Known) -> None:
         if self._kernel_depth:
@@ -367,11 +349,6 @@ def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[No
     finally:
         for count in counts:
             count._kernel_depth -= 1
-
-
-def _brings_data(tensor: Tensor, device: Any) -> bool:
-    """Whether a copy to this device asks for a value that does not exist."""
-    return tensor.device.type == "meta" and device is not None and torch.device(device).type != "meta"
 
 
 def _scalar(tensor: Tensor) -> bool | int | float:

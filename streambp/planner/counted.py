@@ -86,21 +86,17 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
         profile = dataclasses.replace(profile, saves=counted_saves(asked.skeleton(), profile.layers))
     if file is not None:
         with contextlib.suppress(OSError):  # a plan needs no file
-            _write(file, json.dumps(to_json(profile)))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Whole or not at all, also where several plans write at once.
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
+                made.write(json.dumps(to_json(profile)))
+            Path(made.name).replace(file)
     return profile
 
 
 def folder() -> Path:
     """Where profiles are kept: `streambp/plans` in the user's cache, which XDG_CACHE_HOME moves."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streambp" / "plans"
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all, also where several plans write at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
-        made.write(text)
-    Path(made.name).replace(file)
 
 
 def _digest(asked: Asked, recipes: Sequence[SurveyRecipe]) -> str:

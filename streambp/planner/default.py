@@ -10,7 +10,7 @@ from streambp.offload.costs import GRAPH, Chosen, Known
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.auto import Law, seconds_of, waiting
 from streambp.planner.layer_costs import HERE, costs_from_json
-from streambp.planner.profile import Method, Profile, Setting, peak, static
+from streambp.planner.profile import Profile, Setting, peak, static
 from streambp.planner.seconds import seconds
 from streambp.planner.survey import PLAIN
 from streambp.planner.survey import STREAMED as METHODS
@@ -48,21 +48,18 @@ def by_default(profile: Profile, seq_len: int, usable: float, setting: Setting, 
     method, rows, kept = profile.method(METHODS[0].name), profile.batch_size, static(profile, setting)
     present = 1.0 if setting.accumulate else 0.0
     free = usable - kept.weights - kept.optimizer - present * kept.gradients
-    pace = seconds_of(method, rates)
-    known = Known(
-        Law(method, rows=rows),
-        costs_from_json(profile.saves),
-        lambda tokens, chunk: pace(tokens // rows, max(1, chunk // rows)),
-        rates.products,
-        rates.link,
-    )
+    spent_by = seconds_of(method, rates, rows)
+    known = Known(Law(method, rows=rows), costs_from_json(profile.saves), spent_by, rates.products, rates.link)
     policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (known, present), True, True)
     policy.begins(HERE)
     tokens, size = rows * seq_len, policy.size(rows, seq_len, HERE)
-    plain = _unpatched(profile, policy, seq_len, size)
-    if plain is not None:
-        took, most = seconds(plain, seq_len, seq_len, rates), peak(profile, plain, seq_len, seq_len, setting)
-        return ByDefault(UNPATCHED, size, True, (), most.total, took.total)
+    if size >= seq_len and profile.saves["plain"]:  # [Note: micro-batches as unpatched]
+        heads = [0] * profile.layers  # fused kernels attend
+        kept_plain = unpatched.kept_unpatched(policy, tokens, seq_len, HERE, heads, profile.saves["vocabulary"])
+        plain = next((method for method in profile.methods if method.name == PLAIN.name), None)
+        if kept_plain is not None and kept_plain.bytes <= unpatched.SHARE * kept_plain.room and plain is not None:
+            took, most = seconds(plain, seq_len, seq_len, rates), peak(profile, plain, seq_len, seq_len, setting)
+            return ByDefault(UNPATCHED, size, True, (), most.total, took.total)
     fits, plan, spent = policy.predicted(free, tokens, rows * size, HERE, seq_len)
     chosen = Chosen(tokens, seq_len, size, free, plan)
     saved = tuple(Saved(name, chosen.layers[name], count) for name, count in chosen.bytes.items())
@@ -73,16 +70,3 @@ def by_default(profile: Profile, seq_len: int, usable: float, setting: Setting, 
         for name, total in phases.items()
     )
     return ByDefault(way, size, fits, saved, most_saved, spent)
-
-
-def _unpatched(profile: Profile, policy: SavesPolicy, seq_len: int, size: int) -> Method | None:
-    """The unpatched method, where a micro-batch runs as that. [Note: micro-batches as unpatched]"""
-    saves = profile.saves
-    assert saves is not None
-    if size < seq_len or not saves["plain"]:
-        return None
-    heads = [0] * profile.layers  # fused kernels attend
-    kept = unpatched.kept_unpatched(policy, profile.batch_size * seq_len, seq_len, HERE, heads, saves["vocabulary"])
-    if kept is None or kept.bytes > unpatched.SHARE * kept.room:
-        return None
-    return next((method for method in profile.methods if method.name == PLAIN.name), None)

@@ -225,7 +225,7 @@ class Counter:
                 self.skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 if not recipe.split:
                     self._unread = [site.unread for site in self._sites()]
-            self._fused = count.attention_flops > 0
+            self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
     def apart(self, recipe: SurveyRecipe, size: int, own: dict[Point, Totals]) -> dict[Point, Totals]:
