@@ -315,13 +315,12 @@ class FreeMemory:
 
     def __call__(self, device: torch.device) -> float | None:
         """Now, or on a CPU a moment ago."""
-        allocated = counted_bytes(device, "allocated") if tells_memory(device) else 0
         if device not in self._limits:
             free = free_memory(device)
-            self._limits[device] = None if free is None else free + allocated
+            self._limits[device] = None if free is None else free + _allocated(device)
         limit = self._limits[device]
         if limit is not None:
-            return limit - allocated
+            return limit - _allocated(device)
         if device.type != "cpu":
             return None
         now = time.monotonic()
@@ -341,3 +340,7 @@ class FreeMemory:
     def retries(self, device: torch.device) -> int:
         """How often the allocator has given its cache back to the driver for want of memory."""
         return allocator_count(device, "num_alloc_retries") if self._limits.get(device) is not None else 0
+
+
+def _allocated(device: torch.device) -> int:
+    return counted_bytes(device, "allocated") if tells_memory(device) else 0

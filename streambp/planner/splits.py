@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,7 +33,6 @@ from streambp.sharded.shards import Keys, Shards
 
 TRADED, TRADED_KEYS, GATHERED, SUMMED, MOVED = range(5)
 SMALL = 256  # bytes; smaller tensors are indices, not keys
-Result = TypeVar("Result")
 
 
 class SplitCount(StepCount):
@@ -102,71 +101,39 @@ def _counts() -> list[SplitCount]:
     return [count for count in running_counts() if isinstance(count, SplitCount)]
 
 
-def _linked(kind: int, size: int) -> None:
-    for count in _counts():
-        count.links[TRADED_KEYS if kind == TRADED and count._marking else kind] += size
-
-
-def _marked(run: Callable[..., Result]) -> Callable[..., Result]:
-    """What it allocates are keys."""
-
-    @functools.wraps(run)
-    def inner(*args: Any, **kwargs: Any) -> Result:
-        counts = _counts()
+@contextlib.contextmanager
+def _keys_allocated() -> Iterator[None]:
+    """What is allocated within, or by a function with this as its decorator, are keys."""
+    counts = _counts()
+    for count in counts:
+        count._marking += 1
+    try:
+        yield
+    finally:
         for count in counts:
-            count._marking += 1
-        try:
-            return run(*args, **kwargs)
-        finally:
-            for count in counts:
-                count._marking -= 1
-
-    return inner
+            count._marking -= 1
 
 
-class _CountedUlysses(Shards):
-    def everyones(self, mine: list[int]) -> list[list[int]]:
-        return [mine] * self.size
-
-    def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
-        return _marked(super().start_keys)(parts, heads)
-
-    def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        found = _marked(super().own_gradient)(sums, dtype, heads)
-        for count in _counts():
-            count.unmark(found)
-        return found
-
-    def _exchange(self, parts: Tensor) -> Tensor:
-        sent = parts.contiguous()
-        _linked(TRADED, sent.nbytes)
-        with one_kernel(0):
-            return torch.empty_like(sent)
+def _exchange(shards: Shards, parts: Tensor) -> Tensor:
+    """Stands for an all-to-all of parts [P, ...]."""
+    sent = parts.contiguous()
+    for count in _counts():
+        count.links[TRADED_KEYS if count._marking else TRADED] += sent.nbytes
+    with one_kernel(0):
+        return torch.empty_like(sent)
 
 
-class _CountedGathered(GatheredShards):
-    def everyones(self, mine: list[int]) -> list[list[int]]:
-        return [mine] * self.size
-
-    in_order = _marked(GatheredShards.in_order)
-    by_rank = _marked(GatheredShards.by_rank)
-
-
-class _Arrived:
-    def wait(self) -> None:
-        """At once."""
-
-
-def _collective(names: tuple[str, ...]) -> Callable[..., _Arrived]:
+def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
     """Stands for a gather, or for a sum over ranks."""
 
-    def run(received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> _Arrived:
-        gathers = names == GATHER
-        _linked(*((GATHERED, received.nbytes) if gathers else (SUMMED, sent.nbytes)))
-        if gathers:
-            for count in _counts():
+    def run(received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> SimpleNamespace:
+        for count in _counts():
+            if names == GATHER:
+                count.links[GATHERED] += received.nbytes
                 count.mark(received)
-        return _Arrived()
+            else:
+                count.links[SUMMED] += sent.nbytes
+        return SimpleNamespace(wait=lambda: None)
 
     return run
 
@@ -179,24 +146,37 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
     Args:
         seen: is told the heads of every layer that attends.
     """
-    kind = _CountedUlysses if by == ULYSSES else _CountedGathered
+    kind: type[Shards] = Shards if by == ULYSSES else GatheredShards
     shards = kind(None, ranks, length, Spans.causal(rows, ranks * length), room=1)
-    real = kind.start_keys
+    start = _keys_allocated()(kind.start_keys) if by == ULYSSES else kind.start_keys
+    own = _keys_allocated()(kind.own_gradient)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
         if seen is not None:
             k, v = parts
             seen.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
-        return real(self, parts, heads)
+        return start(self, parts, heads)
+
+    def own_gradient(self: Any, *given: Any) -> list[Tensor]:
+        found = own(self, *given)
+        for count in _counts():
+            count.unmark(found)
+        return found
 
     replaced = [
         (wrappers, "is_initialized", lambda: True),
         (wrappers, "shards_of", lambda *_: shards),
         (gathered, "collective", _collective),
+        (kind, "everyones", lambda self, mine: [mine] * self.size),
         (kind, "start_keys", start_keys),
-        (KVBuffer, "of", _marked(KVBuffer.of)),
-        (KVBuffer, "grow_accumulators", _marked(KVBuffer.grow_accumulators)),
+        (KVBuffer, "of", _keys_allocated()(KVBuffer.of)),
+        (KVBuffer, "grow_accumulators", _keys_allocated()(KVBuffer.grow_accumulators)),
     ]
+    if by == ULYSSES:
+        replaced += [(kind, "own_gradient", own_gradient), (kind, "_exchange", _exchange)]
+    else:
+        both = "in_order", "by_rank"
+        replaced += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in both]
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in replaced:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
@@ -205,11 +185,10 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
 
 def fewest_ranks(heads: Sequence[Heads]) -> int:
     """The smallest number of ranks, beyond one, that can share all heads under Ulysses; 1 if there is none."""
-
-    def fits(ranks: int) -> bool:
-        return all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads)
-
-    return next((ranks for ranks in range(2, 1 + min(h.queries for h in heads)) if fits(ranks)), 1)
+    for ranks in range(2, 1 + min(h.queries for h in heads)):
+        if all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads):
+            return ranks
+    return 1
 
 
 def split_of(

@@ -103,7 +103,7 @@ def test_lines_from_two_ranks_serve_others(by, ranks, monkeypatch):
     assert sent[0] == pytest.approx(sent[1], rel=1e-6)
     with monkeypatch.context() as patch:
         patch.setattr(SplitCount, "mark", lambda *_: None)
-        patch.setattr("streambp.planner.splits._marked", lambda run: run)
+        patch.setattr("streambp.planner.splits._keys_allocated", lambda: lambda run: run)
         patch.setattr(Counter, "ranks", lambda counter, recipe: 2)
         blind = counted(config, by, point)
     wrong = peak(blind, blind.methods[0], ranks * 16384, 4096, setting).phases
