@@ -10,8 +10,8 @@ the weight's gradient has a kernel of its own. `scripts/elementwise_bytes.py` co
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from streambp.errors import ConfigError
 from streambp.fields import shown
 from streambp.known_names import GATED_MLP, LIGER, NORM, ROTARY
 from streambp.planner.count import one_kernel
-from streambp.planner.mixers import is_installed
+from streambp.planner.mixers import globals_of, is_installed, replaced_functions
 
 Fusion = Literal["liger", "compiled"]
 Kernels = Literal["auto", "own", "liger", "compiled"]
@@ -100,73 +100,41 @@ class Rotary(torch.autograd.Function):
             return (dq, dk, None) if ctx.by == "liger" else (torch.empty_like(dq), torch.empty_like(dk), None)
 
 
-def _norm(by: Fusion, module: nn.Module, hidden_states: Tensor) -> Tensor:
-    out: Tensor = Norm.apply(hidden_states, module.weight, by)
-    return out
-
-
-def _mlp(by: Fusion, module: nn.Module, x: Tensor) -> Tensor:
-    gate, up, down, _ = (getattr(module, name) for name in GATED_MLP)
-    out: Tensor = down(Gate.apply(gate(x), up(x), by))
-    return out
-
-
-def _method(compute: Callable[[Fusion, nn.Module, Tensor], Tensor], by: Fusion) -> Callable[..., Tensor]:
-    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return compute(by, self, hidden_states)
-
-    return forward
-
-
 def fuse_layers(model: nn.Module, by: Fusion) -> int:
     """Replace the norms and gated MLPs of a model without data; how many there were."""
+
+    def norm(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return Norm.apply(hidden_states, self.weight, by)
+
+    def mlp(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gate, up, down, _ = (getattr(self, name) for name in GATED_MLP)
+        return down(Gate.apply(gate(hidden_states), up(hidden_states), by))
+
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     found = 0
     for module in model.modules():
         kind = type(module)
-        weights = dict(module.named_parameters(recurse=False))
-        if kind.__name__.endswith(NORM) and list(weights) == ["weight"] and _takes_one(kind):
-            forward = _method(_norm, by)
-        elif all(hasattr(module, name) for name in GATED_MLP):
-            forward = _method(_mlp, by)
-        else:
-            continue
-        if kind not in classes:
-            classes[kind] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-        module.__class__ = classes[kind]
-        found += 1
+        weights = [name for name, _ in module.named_parameters(recurse=False)]
+        takes_one = len(inspect.signature(kind.forward).parameters) == 2  # gated norms take a second tensor
+        is_norm = kind.__name__.endswith(NORM) and weights == ["weight"] and takes_one
+        if is_norm or all(hasattr(module, name) for name in GATED_MLP):
+            content = {"forward": norm if is_norm else mlp, "__module__": kind.__module__}
+            classes[kind] = classes.get(kind) or type(kind.__name__, (kind,), content)
+            module.__class__ = classes[kind]
+            found += 1
     return found
 
 
-def _takes_one(kind: type[nn.Module]) -> bool:
-    """Whether its forward takes the hidden states and nothing else; gated norms take a second tensor."""
-    return len(inspect.signature(kind.forward).parameters) == 2
+def fused_rotary(model: nn.Module, by: Fusion) -> contextlib.AbstractContextManager[None]:
+    """Within, functions of the model's files for rotary embeddings are kernels where tensors have no data."""
+    found = []
+    for space in globals_of(model):
+        function = space.get(ROTARY)
+        if callable(function) and list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]:
+            found.append((space, ROTARY, functools.partial(_rotary, function, by)))
+    return replaced_functions(found)
 
 
-@contextlib.contextmanager
-def fused_rotary(spaces: list[dict[str, Any]], by: Fusion) -> Iterator[None]:
-    """Within, functions for rotary embeddings among these globals are kernels where tensors have no data."""
-    before = [(space, space[ROTARY]) for space in spaces if _is_rotary(space.get(ROTARY))]
-    try:
-        for space, function in before:
-            space[ROTARY] = _Rotary(function, by)
-        yield
-    finally:
-        for space, function in before:
-            space[ROTARY] = function
-
-
-def _is_rotary(function: Any) -> bool:
-    if not callable(function):
-        return False
-    return list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]
-
-
-class _Rotary:
-    """In place of a modeling file's function: the kernel where the queries have no data, the function elsewhere."""
-
-    def __init__(self, function: Any, by: Fusion) -> None:
-        self._function, self._by = function, by
-
-    def __call__(self, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._function(q, k, *args, **kwargs) if has_data(q) else Rotary.apply(q, k, self._by)
+def _rotary(function: Any, by: Fusion, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The kernel where the queries have no data, a modeling file's function elsewhere."""
+    return function(q, k, *args, **kwargs) if has_data(q) else Rotary.apply(q, k, by)

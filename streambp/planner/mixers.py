@@ -16,10 +16,10 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from streambp.device import has_data
 from streambp.known_names import (
@@ -37,7 +37,6 @@ from streambp.planner.state_spaces import FusedMamba, FusedMamba2, Mamba2Scan, S
 
 Mixers = Literal["kernels", "torch", "installed"]
 CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
-Arguments = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,63 +45,51 @@ class MixerKernel:
 
     Args:
         parameters: by which the function is known; absent: that it must not have.
-        package: the kernel's. run: from the function's arguments by name to what the kernel returns.
+        package: the kernel's. allocate: takes the function's arguments of these names and gives what the kernel returns.
+        asks_for_end: the argument without which the kernel returns the first of two results.
     """
 
     parameters: frozenset[str]
     package: str
-    run: Callable[[Arguments], Any]
+    allocate: Callable[..., Any]
+    arguments: tuple[str, ...]
+    asks_for_end: str = ""
     absent: frozenset[str] = frozenset()
 
-    def is_for(self, parameters: set[str]) -> bool:
-        """Whether a function with parameters of these names is the one."""
-        return self.parameters <= parameters and not self.absent & parameters
-
-
-def _conv(given: Arguments) -> Tensor:
-    out: Tensor = CausalConv.apply(given["hidden_states"], given["weight"], given["bias"])
-    return out
-
-
-def _delta_rule(given: Arguments) -> tuple[Tensor, Tensor | None]:
-    names = ("query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-    return delta_rule(*(given[name] for name in names))
-
-
-def _selective_scan(given: Arguments) -> Any:
-    names = ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias")
-    out, end = SelectiveScan.apply(*(given[name] for name in names))
-    return (out, end) if given["return_last_state"] else out
-
-
-def _fused_mamba(given: Arguments) -> Tensor:
-    names = ("xz", "conv1d_weight", "conv1d_bias", "x_proj_weight", "delta_proj_weight", "out_proj_weight", "out_proj_bias")
-    inputs = (given[name] for name in (*names, "A", "D", "delta_bias"))
-    out: Tensor = FusedMamba.apply(*inputs, given["dt_rms_weight"] is not None)
-    return out
-
-
-def _mamba2_scan(given: Arguments) -> Any:
-    names = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "chunk_size")
-    out, end = Mamba2Scan.apply(*(given[name] for name in names))
-    return (out, end) if given["return_final_states"] else out
-
-
-def _fused_mamba2(given: Arguments) -> Tensor:
-    weights = ("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "rmsnorm_weight")
-    names = (*weights, "outproj_weight", "outproj_bias", "headdim", "ngroups", "chunk_size")
-    out: Tensor = FusedMamba2.apply(*(given[name] for name in names))
-    return out
+    def run(self, given: Mapping[str, Any]) -> Any:
+        """What the kernel returns for the function's arguments by name."""
+        found = self.allocate(*(given[name] for name in self.arguments))
+        return found[0] if self.asks_for_end and not given[self.asks_for_end] else found
 
 
 KERNELS = (
-    MixerKernel(PLANNED_CONVOLUTION, "causal_conv1d", _conv, frozenset({CONVOLUTION_STATE})),
-    MixerKernel(PLANNED_DELTA_RULE, "fla", _delta_rule),
-    MixerKernel(SELECTIVE_SCAN, "mamba_ssm", _selective_scan),
-    MixerKernel(PLANNED_MAMBA1, "mamba_ssm", _fused_mamba),
-    MixerKernel(PLANNED_SCAN, "mamba_ssm", _mamba2_scan),
-    MixerKernel(PLANNED_MAMBA2, "mamba_ssm", _fused_mamba2),
-)
+    MixerKernel(
+        PLANNED_CONVOLUTION, "causal_conv1d", CausalConv.apply, ("hidden_states", "weight", "bias"),
+        absent=frozenset({CONVOLUTION_STATE}),
+    ),
+    MixerKernel(
+        PLANNED_DELTA_RULE, "fla", delta_rule,
+        ("query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"),
+    ),
+    MixerKernel(
+        SELECTIVE_SCAN, "mamba_ssm", SelectiveScan.apply,
+        ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias"), "return_last_state",
+    ),
+    MixerKernel(
+        PLANNED_MAMBA1, "mamba_ssm", FusedMamba.apply,
+        ("xz", "conv1d_weight", "conv1d_bias", "x_proj_weight", "delta_proj_weight", "out_proj_weight", "out_proj_bias",
+         "A", "D", "delta_bias", "dt_rms_weight"),
+    ),
+    MixerKernel(
+        PLANNED_SCAN, "mamba_ssm", Mamba2Scan.apply,
+        ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "chunk_size"), "return_final_states",
+    ),
+    MixerKernel(
+        PLANNED_MAMBA2, "mamba_ssm", FusedMamba2.apply,
+        ("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "rmsnorm_weight", "outproj_weight",
+         "outproj_bias", "headdim", "ngroups", "chunk_size"),
+    ),
+)  # fmt: skip
 
 
 class MixerStandIn:
@@ -163,22 +150,31 @@ def _kernel_of(value: Any) -> MixerKernel | None:
         parameters = set(inspect.signature(_plain(value)).parameters)
     except (TypeError, ValueError):
         return None
-    return next((kernel for kernel in KERNELS if kernel.is_for(parameters)), None)
+    return next((one for one in KERNELS if one.parameters <= parameters and not one.absent & parameters), None)
 
 
 @contextlib.contextmanager
-def standing_in(model: nn.Module, mixers: Mixers) -> Iterator[None]:
-    """Within, the model's mixers allocate what kernels do on tensors without data; afterwards nothing has changed."""
-    before = []
+def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Within, these names of namespaces stand for something else; afterwards nothing has changed."""
+    before = [(space, name, space[name]) for space, name, _ in found]
     try:
-        for space, name, kernel in mixers_of(model):
-            if mixers == "kernels" or (mixers == "installed" and is_installed(kernel.package)):
-                before.append((space, name, space[name]))
-                space[name] = MixerStandIn(space[name], kernel)
+        for space, name, stand_in in found:
+            space[name] = stand_in
         yield
     finally:
         for space, name, function in before:
             space[name] = function
+
+
+def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
+    """Within, the model's mixers allocate what kernels do on tensors without data."""
+    counted = [found for found in mixers_of(model) if is_counted(found[2].package, mixers)]
+    return replaced_functions([(space, name, MixerStandIn(space[name], kernel)) for space, name, kernel in counted])
+
+
+def is_counted(package: str, mixers: Mixers) -> bool:
+    """Whether the kernels of this package stand in for the model's functions."""
+    return mixers == "kernels" or (mixers == "installed" and is_installed(package))
 
 
 def is_installed(package: str) -> bool:
@@ -193,7 +189,7 @@ def is_installed(package: str) -> bool:
 def assumed(model: nn.Module, mixers: Mixers) -> str:
     """What a count of this model takes for granted about its mixers, in words; "" where it has none."""
     packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
-    stand = [package for package in packages if mixers == "kernels" or (mixers == "installed" and is_installed(package))]
+    stand = [package for package in packages if is_counted(package, mixers)]
     plain = [*(package for package in packages if package not in stand), *out_of_reach(model)]
     parts = [f"kernels of {', '.join(stand)}"] if stand else []
     parts += [f"transformers' plain torch where {', '.join(plain)} would have kernels"] if plain else []

@@ -35,7 +35,7 @@ from streambp.model.patching import unpatch
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
-from streambp.planner.mixers import Mixers, globals_of, standing_in
+from streambp.planner.mixers import Mixers, standing_in
 
 Device = Literal["cuda", "cpu"]
 INNER = 2
@@ -107,7 +107,7 @@ class Skeleton:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """As `active`; within, the model's mixers allocate what they are taken to run."""
-        rotary = contextlib.nullcontext() if self.fused is None else fused_rotary(globals_of(self.model), self.fused)
+        rotary = contextlib.nullcontext() if self.fused is None else fused_rotary(self.model, self.fused)
         with self.active(), standing_in(self.model, self.mixers), rotary:
             yield
 

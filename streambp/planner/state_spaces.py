@@ -68,26 +68,26 @@ class FusedMamba(torch.autograd.Function):
     out: they have N columns where the rest has D.
 
     Args:
-        has_norm: whether dt is normalised.
+        norm: weight of dt's, None without one; its gradient is left out.
     """
 
     @staticmethod
     def forward(
         ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
-        out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, has_norm: bool,
+        out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """xz [B, 2 D, T], x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be None."""
         xz = _rows(xz)
         x = xz[:, : xz.shape[1] // 2]
         convolved = torch.empty_like(x)
         small = convolved.mT.flatten(0, 1) @ x_proj.mT  # [B T, R + 2 N]
-        dt = FusedMamba._step(small, dt_proj, has_norm)  # [D, B T]
+        dt = FusedMamba._step(small, dt_proj, norm is not None)  # [D, B T]
         size = a.shape[-1]
         b, c = (small.new_empty(xz.shape[0], 1, size, xz.shape[2]) for _ in range(2))
         gated, out = torch.empty_like(x), torch.empty_like(x)  # [B, D, T]
         states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)  # [B, D, blocks, 2 N]
         del dt, convolved
-        ctx.has_norm = has_norm
+        ctx.has_norm = norm is not None
         weights = (conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias)
         ctx.save_for_backward(*weights, xz, small, a, b, c, states, out)
         return F.linear(gated.mT, out_proj, out_bias)
