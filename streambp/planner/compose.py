@@ -75,23 +75,6 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
     return counted, Totals(host, work, links)
 
 
-def differing(total: Totals, point: Point, one: Totals, other: Totals, at: Point) -> Totals:
-    """The work at `point` of a method, from another's there and from both at a second point: of what tensors that leave for
-    the host take more, each token has the same bytes and each chunk the same dispatches.
-
-    Args:
-        total: the other's at `point`. one, other: both methods' at `at`.
-    """
-    tokens = point[0] / at[0]
-    chunks = tokens * at[1] / point[1]
-    work = {}
-    for name, found in total.work.items():
-        more = one.work[name].plus(other.work[name], -1)
-        moved, dispatches = found.moved + tokens * more.moved, found.dispatches + chunks * more.dispatches
-        work[name] = found._replace(moved=moved, dispatches=dispatches)
-    return dataclasses.replace(total, work=work)
-
-
 def growth(first: Sequence[Counted], second: Sequence[Counted]) -> list[Counted]:
     """What a step that adds to gradients has more than a first one at the same point: those of the gradients that are
     there already, the same at every point and for every streamed method.

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from unittest import mock
@@ -32,6 +31,7 @@ from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import MODULE_HOOKS, MOVES
 from streambp.libraries import required
 from streambp.model.patching import unpatch
+from streambp.nested import replaced
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
@@ -74,7 +74,13 @@ class Skeleton:
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
         self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
         with self.active():
-            self.model = self._copy(source) if isinstance(source, nn.Module) else self._build(read_config(source), dtype)
+            if isinstance(source, nn.Module):
+                self.model = self._copy(source)
+            else:
+                config = read_config(source)
+                trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+                options = {"dtype": dtype, "trust_remote_code": trusted}
+                self.model = build(config, lambda one: AutoModelForCausalLM.from_config(copy.deepcopy(one), **options))
             if lora is not None:
                 self.model = _with_adapters(self.model, lora)
             if bits != 16:
@@ -99,7 +105,8 @@ class Skeleton:
             log = logging.getLogger(fake_tensor.__name__)
             with (
                 self.mode,
-                mock.patch.object(masking_utils, "is_tracing", _not_tracing),
+                # A mock would remember its arguments, and their bytes would count.
+                replaced([masking_utils], "is_tracing", lambda *_: False),
                 mock.patch.object(log, "disabled", True),
             ):
                 yield
@@ -131,43 +138,34 @@ class Skeleton:
         for weights of 8 bits, which do not live there."""
         layers = [layer for stack in find_stacks(self.model).stacks for layer in stack.layers]
         frozen, trained = bytes_on_host(self.model, layers)
-        found = {"frozen": frozen, "trained": trained, "decoded": max(map(decoded_bytes, layers))}
-        return {} if self.bits == 8 else found
-
-    def _build(self, config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-        def made(config: PreTrainedConfig) -> nn.Module:
-            with torch.device("meta") if self.mode is None else contextlib.nullcontext():
-                trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
-                model: nn.Module = AutoModelForCausalLM.from_config(
-                    copy.deepcopy(config), dtype=dtype, trust_remote_code=trusted
-                )
-            return model
-
-        return build(config, made)
+        decoded = []  # two bytes for each weight, but those of the largest, which a product builds by itself
+        for layer in layers:
+            sizes = [2 * parameters_of(part.weight) for part in layer.modules() if isinstance(part, QuantisedLinear)]
+            decoded.append(sum(sizes) - max(sizes, default=0))
+        return {} if self.bits == 8 else {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
     def _copy(self, model: nn.Module) -> nn.Module:
         """The same modules with empty tensors."""
         memo: dict[int, Any] = {}
+        device = torch.device("cpu" if self.mode is not None else "meta")
         for module in model.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-                if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                    memo[id(tensor)] = self._empty(tensor)
+                if not isinstance(tensor, Tensor) or id(tensor) in memo:
+                    continue
+                if is_partitioned(tensor):
+                    empty = torch.empty(full_shape(tensor), dtype=tensor.dtype, device=device)
+                else:
+                    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
         for hook in (hook for table in _hook_tables(model) for hook in table.values()):
             memo[id(hook)] = hook  # not what it holds
         copied = unpatch(copy.deepcopy(model, memo))
         for wrapper in [f for module in copied.modules() for f in forwards(module) if isinstance(f, InstanceForward)]:
             wrapper.remove()  # of the forward that is running
         for table in _hook_tables(copied):  # a program's are not to see tensors without data; that there are some counts
-            table.update({key: hook if drops_masks(hook) else _nothing for key, hook in table.items()})
+            table.update({key: hook if drops_masks(hook) else lambda *_, **__: None for key, hook in table.items()})
         return copied
-
-    def _empty(self, tensor: Tensor) -> Tensor:
-        device = torch.device("cpu" if self.mode is not None else "meta")
-        if is_partitioned(tensor):
-            empty = torch.empty(full_shape(tensor), dtype=tensor.dtype, device=device)
-        else:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
@@ -177,14 +175,6 @@ def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
 def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **kwargs: Any) -> Any:
     """torch.autocast, which knows no device "meta"; peft asks it for a tensor's device to switch it off."""
     return _autocast("cpu" if device_type == "meta" else device_type, *args, **kwargs)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In place of a hook."""
-
-
-def _not_tracing(tensor: Any = None) -> bool:
-    return False  # a mock would remember its arguments, and their bytes would count
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
@@ -232,13 +222,6 @@ def parameters_of(parameter: Tensor) -> int:
     return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
-def decoded_bytes(layer: nn.Module) -> int:
-    """Of all weights of a layer that are stored in few bits, decoded to two bytes each, but of the largest, which a product
-    builds by itself."""
-    sizes = [2 * parameters_of(module.weight) for module in layer.modules() if isinstance(module, QuantisedLinear)]
-    return sum(sizes) - max(sizes, default=0)
-
-
 class Dequantised(torch.autograd.Function):
     """x [..., in] -> [..., out] through a weight [out, in] that exists only meanwhile, here and in backward."""
 
@@ -256,15 +239,15 @@ class Dequantised(torch.autograd.Function):
 
 def _quantise(model: nn.Module, bits: int) -> None:
     sizes = {4: 0.5 + 4 / 64, 8: 1.0}
-    replaced = 0
+    quantised = 0
     for stack in find_stacks(model).stacks:
         for layer in stack.layers:
             for module in list(layer.modules()):
                 for name, child in list(module.named_children()):
                     if type(child) is nn.Linear and not child.weight.requires_grad and "lora" not in name:
                         setattr(module, name, QuantisedLinear(child, sizes[bits]))
-                        replaced += 1
-    if not replaced:
+                        quantised += 1
+    if not quantised:
         raise ConfigError(
             f"bits is {bits}, but no Linear of the layers is frozen, and trained weights are not stored in few bits. Give "
             "a LoRA rank too, or leave bits out."
@@ -294,8 +277,13 @@ def reduce_layers(model: nn.Module) -> Reduced:
     """
     stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
     config, depth = stack.backbone.config, len(stack.layers)
+    kind = type(config)
+    # Some compute the layers' kinds from their number. What every configuration has says nothing of layers, and may warn.
+    names = [name for name in dir(kind) if name not in vars(PreTrainedConfig)]
+    properties = {name: getattr(config, name, None) for name in names if isinstance(getattr(kind, name, None), property)}
     fields, own, computed = (
-        _per_layer(values, depth) for values in (vars(config), vars(stack.backbone), _properties(config))
+        {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
+        for values in (vars(config), vars(stack.backbone), properties)
     )
     signatures = [_signature(layer, index, fields) for index, layer in enumerate(stack.layers)]
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
@@ -311,32 +299,12 @@ def reduce_layers(model: nn.Module) -> Reduced:
     for holder, found in ((config, fields), (stack.backbone, own)):
         for field, values in found.items():
             setattr(holder, field, type(values)(values[index] for index in kept))
-    _answer(config, {field: type(values)(values[index] for index in kept) for field, values in computed.items()})
+    if computed:
+        answers = {field: type(values)(values[index] for index in kept) for field, values in computed.items()}
+        constant = {field: property(lambda _, value=value: value) for field, value in answers.items()}  # type: ignore[misc]
+        config.__class__ = type(kind.__name__, (kind,), constant)
     config.num_hidden_layers = len(kept)
     return Reduced(kept, kinds)
-
-
-def _per_layer(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Those that say something of each layer."""
-    return {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
-
-
-def _properties(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a configuration computes: some derive the layers' kinds from their number. Those of every configuration say
-    nothing of layers, and reading some of them warns."""
-    found = ((name, getattr(type(config), name, None)) for name in dir(type(config)) if name not in vars(PreTrainedConfig))
-    return {name: getattr(config, name, None) for name, value in found if isinstance(value, property)}
-
-
-def _answer(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
-    """From now on this configuration answers so where it would compute."""
-    if values:
-        answers = {name: property(functools.partial(_constant, value)) for name, value in values.items()}
-        config.__class__ = type(type(config).__name__, (type(config),), answers)
-
-
-def _constant(value: Any, _: PreTrainedConfig) -> Any:
-    return value
 
 
 def _signature(layer: nn.Module, index: int, fields: dict[str, Any]) -> str:

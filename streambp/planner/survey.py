@@ -20,11 +20,11 @@ from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
-from streambp.planner.compose import Counted, Point, Totals, differing, fit, growth, later, solve, unroll
+from streambp.planner.compose import Counted, Point, Totals, fit, growth, later, solve, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
-from streambp.planner.laws import Part, fit_part
+from streambp.planner.laws import fit_part
 from streambp.planner.mixers import assumed
 from streambp.planner.points import CHUNKS, TILED_CHUNKS, points_for
 from streambp.planner.profile import (
@@ -53,13 +53,6 @@ class SurveyRecipe:
     checkpointing: bool = False
     fused_head: bool = False
     split: str = ""
-
-    @property
-    def share(self) -> int:
-        """Of a survey's time: about the chunks that are counted."""
-        if self.config is None:
-            return 2
-        return 15 if self.config.gpu_memory is None else 30
 
 
 def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = "") -> SurveyRecipe:
@@ -121,12 +114,12 @@ def survey(
     reduced = reduce_layers(skeleton.model)
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods, left_out, refused = [], [], set[str]()
-    shares = [recipe.share for recipe in recipes]
+    chunks = [2 if one.config is None else 15 if one.config.gpu_memory is None else 30 for one in recipes]  # about
     for number, recipe in enumerate(recipes):
         if recipe.split in refused:
             continue
         if said is not None:
-            said(recipe.name, sum(shares[:number]) / sum(shares))
+            said(recipe.name, sum(chunks[:number]) / sum(chunks))
         try:
             with uncollected():
                 methods.append(_count_method(counter, recipe, at, accumulating, timed))
@@ -146,12 +139,12 @@ def survey(
             left_out.append(f"{recipe.name} ({reason})")
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
     name = type(skeleton.causal_lm).__name__
-    modules = (
-        module_tree(skeleton, reduced, batch_size) if tree and len(refused) == len(left_out) else Node("", name, 1, 0, 0.0)
-    )
-    shape = (name, dtype, len(reduced.kinds), batch_size)
+    modules = Node("", name, 1, 0, 0.0)
+    if tree and len(refused) == len(left_out):
+        modules = module_tree(skeleton, reduced, batch_size)
+    shape = (name, dtype, len(reduced.kinds), batch_size, groups, unsharded)
     mixers = assumed(skeleton.model, skeleton.mixers)
-    return Profile(*shape, groups, unsharded, tuple(methods), modules, tuple(left_out), mixers, **on_host)
+    return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **on_host)
 
 
 @contextlib.contextmanager
@@ -199,14 +192,9 @@ class Counter:
         self.shapes = Shapes(self.skeleton.mode)
         self._fused: bool | None = None
         self._unread: list[dict[Any, Any]] = []  # what trials of each layer found
-        self._apart: dict[tuple[str, tuple[str, ...], int], tuple[dict[Point, Totals], dict[Point, Totals]]] = {}
+        self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[dict[Point, Totals], dict[Point, Totals]]] = {}
         self._heads: dict[str, list[Heads]] = {}
         self.growth: list[Counted] = []  # of streamed steps that add to gradients
-
-    @property
-    def carries_states(self) -> bool:
-        """Whether a layer hands states from chunk to chunk."""
-        return any(states_argument(layer) is not None for layer in self._layers)
 
     @property
     def _layers(self) -> list[nn.Module]:
@@ -228,22 +216,33 @@ class Counter:
             self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
-    def apart(self, recipe: SurveyRecipe, size: int, own: dict[Point, Totals]) -> dict[Point, Totals]:
+    def more_points(self, recipe: SurveyRecipe, size: int, own: dict[Point, Totals]) -> dict[Point, Totals]:
         """Points that tell the work's laws apart: two chunks of `size`, and three of twice that. Counted once for all
-        methods that save the same: another differs in what goes to the host, as much as at a point that both counted.
+        methods that save the same: another differs in what goes to the host, as much as at a point that both counted. Of
+        what tensors that leave for the host take more, each token has the same bytes and each chunk the same dispatches.
 
         Args:
             own: what the method counted.
         """
         assert recipe.config is not None
         key = recipe.split, recipe.config.named_saves, size
-        if key not in self._apart:
+        if key not in self._more_points:
             points = (2 * size, size), ((8 if recipe.split else 6) * size, 2 * size)
             steps = {point: self.count(recipe, point, accumulate=False)[0] for point in points}
-            self._apart[key] = own, {point: unroll(spans, self.reduced)[1] for point, spans in steps.items()}
-        first, found = self._apart[key]
+            self._more_points[key] = own, {point: unroll(spans, self.reduced)[1] for point, spans in steps.items()}
+        first, found = self._more_points[key]
         shared = next(point for point in own if point in first)
-        return {point: differing(total, point, own[shared], first[shared], shared) for point, total in found.items()}
+        totals = {}
+        for point, total in found.items():
+            tokens = point[0] / shared[0]
+            chunks = tokens * shared[1] / point[1]
+            work = {}
+            for name, one in total.work.items():
+                more = own[shared].work[name].plus(first[shared].work[name], -1)
+                moved, dispatches = one.moved + tokens * more.moved, one.dispatches + chunks * more.dispatches
+                work[name] = one._replace(moved=moved, dispatches=dispatches)
+            totals[point] = dataclasses.replace(total, work=work)
+        return totals
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
         """Of all layers that attend.
@@ -308,20 +307,16 @@ class Counter:
             if not recipe.split:
                 for site, unread in zip(self._sites(), self._unread, strict=False):
                     site.unread.update(unread)
-            yield self._uncounted_manager(recipe)
-
-    def _uncounted_manager(self, recipe: SurveyRecipe) -> CountingManager:
-        if recipe.config is None or recipe.config.offload == "none":
-            return CountingManager()
-        device = torch.device("meta" if self.skeleton.mode is None else "cpu")
-        sites = self._sites()
-        engine = UncountedHost(device, self.skeleton)
-        budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
-        manager = CountingManager(len(sites), budget, engine)
-        manager._arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
-        for site in sites:
-            site.offloader = manager
-        return manager
+            if recipe.config.offload == "none":
+                yield CountingManager()
+                return
+            engine = UncountedHost(torch.device("meta" if self.skeleton.mode is None else "cpu"), self.skeleton)
+            budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
+            manager = CountingManager(len(self._sites()), budget, engine)
+            manager._arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
+            for site in self._sites():
+                site.offloader = manager
+            yield manager
 
     def _sites(self) -> list[Any]:
         """Of the patched model's layers."""
@@ -334,7 +329,8 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # or raise
-    points = points_for(at, chunked, fused, counter.carries_states, tiles)
+    states = any(states_argument(layer) is not None for layer in counter._layers)
+    points = points_for(at, chunked, fused, states, tiles)
     if recipe.split:  # a shard is two parts of whole chunks
         large = 4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
@@ -359,38 +355,16 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
     host = solve(points, [total.host for total in totals])
     counted = dict(zip(points, totals, strict=True))
-    apart = counter.apart(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
+    more_points = counter.more_points(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
+    found = counted | {point: total for point, total in more_points.items() if point not in counted}
+    # By the sequence's length, of all ranks that share it; copies to the host by the method's own points alone.
+    lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
-    counted, apart = (_over_ranks(ranks, found) for found in (counted, apart))
-    config = recipe.config or StreamConfig()
-    return Method(
-        recipe.name,
-        config.named_saves,
-        config.offload,
-        config.gpu_memory is not None,
-        chunked,
-        regimes[0],
-        tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1]),
-        host[0],
-        host[1],
-        tuple(_fit_work(name, counted, apart, k_block) for name in totals[0].work),
-        host[3],
-        split,
+    work = tuple(
+        fit_part(name, lengths, [Work().plus(one.work[name], ranks) for one in found.values()], k_block, len(counted))
+        for name in totals[0].work
     )
-
-
-def _over_ranks(ranks: int, found: dict[Point, Totals]) -> dict[Point, Totals]:
-    """The work of all ranks that share a sequence, by the sequence's length."""
-    return {
-        (ranks * tokens, chunk): dataclasses.replace(
-            total, work={name: Work().plus(work, ranks) for name, work in total.work.items()}
-        )
-        for (tokens, chunk), total in found.items()
-    }
-
-
-def _fit_work(name: str, counted: dict[Point, Totals], apart: dict[Point, Totals], k_block: int) -> Part:
-    """The laws of a kind of phase; copies to the host by the method's own points alone."""
-    others = {point: total for point, total in apart.items() if point not in counted}
-    found = {point: total.work[name] for point, total in (counted | others).items()}
-    return fit_part(name, list(found), list(found.values()), k_block, len(counted))
+    config = recipe.config or StreamConfig()
+    how = (recipe.name, config.named_saves, config.offload, config.gpu_memory is not None, chunked)
+    later_phases = tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1])
+    return Method(*how, regimes[0], later_phases, host[0], host[1], work, host[3], split)

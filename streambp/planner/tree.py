@@ -21,8 +21,35 @@ Activations = dict[nn.Module, float]
 def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
     """Of the unpatched model without checkpointing; layers of one kind are one node, and so are other equal siblings."""
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
-    activations = _activations(skeleton, batch_size)
-    return _node("", skeleton.model, 1, activations, layers, reduced)
+    found = _activations(skeleton, batch_size)
+
+    def node(name: str, module: nn.Module, count: int) -> Node:
+        children = []
+        if tuple(module.children()) == layers:
+            for kind in dict.fromkeys(reduced.kinds):
+                indices = [index for index, other in enumerate(reduced.kinds) if other == kind]
+                inner = indices[len(indices) // 2]
+                children.append(node(_label(indices), layers[reduced.stand_in(inner)], len(indices)))
+        else:
+            alike: dict[str, list[tuple[str, nn.Module]]] = {}
+            for child_name, child in module.named_children():
+                shapes = repr(child) + str([tuple(p.shape) for p in child.parameters()])
+                alike.setdefault(shapes if child_name.isdigit() else child_name, []).append((child_name, child))
+            for same in alike.values():
+                label = same[0][0] if len(same) == 1 else f"{same[0][0]}-{same[-1][0]}"
+                children.append(node(label, same[0][1], len(same)))
+        children = [child for child in children if child.parameters or child.activation]  # dropouts, empty lists and so on
+        own = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
+        parameters = own + sum(child.count * child.parameters for child in children)
+        activation = found.get(module, 0.0)
+        # Where layers were taken out below, what the module kept says nothing about the full model.
+        reduces = module is not layers[0] and any(child is layers[0] for child in module.modules())
+        if reduces or isinstance(module, nn.ModuleList):
+            missing = activation - sum(found.get(child, 0.0) for child in _direct(module))
+            activation = max(0.0, missing) + sum(child.count * child.activation for child in children)
+        return Node(name, type(module).__name__, count, parameters, activation, tuple(children))
+
+    return node("", skeleton.model, 1)
 
 
 def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
@@ -53,40 +80,6 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
     return kept
 
 
-def _node(
-    name: str, module: nn.Module, count: int, found: Activations, layers: tuple[nn.Module, ...], reduced: Reduced
-) -> Node:
-    children = []
-    if tuple(module.children()) == layers:
-        for kind in dict.fromkeys(reduced.kinds):
-            indices = [index for index, other in enumerate(reduced.kinds) if other == kind]
-            inner = indices[len(indices) // 2]
-            layer = layers[reduced.stand_in(inner)]
-            label = _label(indices)
-            children.append(_node(label, layer, len(indices), found, layers, reduced))
-    else:
-        alike: dict[str, list[tuple[str, nn.Module]]] = {}
-        for child_name, child in module.named_children():
-            key = _shape(child) if child_name.isdigit() else child_name
-            alike.setdefault(key, []).append((child_name, child))
-        for same in alike.values():
-            label = same[0][0] if len(same) == 1 else f"{same[0][0]}-{same[-1][0]}"
-            children.append(_node(label, same[0][1], len(same), found, layers, reduced))
-    children = [child for child in children if child.parameters or child.activation]  # dropouts, empty lists and the like
-    own = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
-    parameters = own + sum(child.count * child.parameters for child in children)
-    activation = found.get(module, 0.0)
-    if isinstance(module, nn.ModuleList) or _holds(module, layers):
-        missing = found.get(module, 0.0) - sum(found.get(child, 0.0) for child in _direct(module))
-        activation = max(0.0, missing) + sum(child.count * child.activation for child in children)
-    return Node(name, type(module).__name__, count, parameters, activation, tuple(children))
-
-
-def _holds(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
-    """Whether layers were taken out below this module, so that what it kept says nothing about the full model."""
-    return any(child is layers[0] for child in module.modules()) and module is not layers[0]
-
-
 def _direct(module: nn.Module) -> list[nn.Module]:
     """The modules whose forward this one's calls: its children, and those of its lists."""
     direct: list[nn.Module] = []
@@ -99,7 +92,3 @@ def _label(indices: list[int]) -> str:
     if indices == list(range(indices[0], indices[-1] + 1)):
         return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
     return ",".join(map(str, indices[:3])) + f",..,{indices[-1]}" if len(indices) > 4 else ",".join(map(str, indices))
-
-
-def _shape(module: nn.Module) -> str:
-    return repr(module) + str([tuple(p.shape) for p in module.parameters()])
