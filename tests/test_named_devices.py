@@ -39,7 +39,6 @@ PLACES = {
         offload/engines.py:PinnedMemory.buffer
         offload/engines.py:pin
         planner/auto.py:rates_here
-        planner/measure.py:_measured
         planner/measure.py:compare_step
     """,
     TARGET: """

@@ -12,7 +12,7 @@ of two layers, one that leaves and one that is made.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from streambp.planner.step import HEAD_BACKWARD
 from streambp.planner.work import Work
@@ -82,18 +82,3 @@ def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, W
         moved = Work().plus(step[name], part)
         found[name + MOVED] = moved._replace(back=moved.back + back, out=moved.out + out)
     return found
-
-
-def hidden_from(is_hidden: Callable[[int], bool]) -> int | None:
-    """The fewest tokens a row from which the copies hide behind the kernels; None: as many are unheard of.
-
-    Args:
-        is_hidden: whether they do at so many tokens, and therefore at more.
-    """
-    if not is_hidden(MOST_TOKENS):
-        return None
-    low, high = 1, MOST_TOKENS
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_hidden(middle) else (middle + 1, high)
-    return low

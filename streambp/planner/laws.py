@@ -66,10 +66,6 @@ class Part:
     laws: tuple[tuple[float, ...], ...]
     k_block: int
 
-    def features(self, tokens: float, chunk: float) -> tuple[float, ...]:
-        """Of T = tokens in chunks of C = chunk; 0: the sequence is not cut."""
-        return features(tokens, chunk, self.k_block)
-
     def at(self, given: Sequence[float]) -> Work:
         """Of a step with these features."""
         return Work(*(max(0.0, _sum(law, given)) for law in self.laws))

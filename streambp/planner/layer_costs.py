@@ -59,16 +59,13 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
     kinds: list[dict[str, Any]] = []  # layers are of few kinds
     numbers = []
     for index in range(layers):
-        kind = _to_json(costs[index])
+        seen = costs[index]
+        cost = dataclasses.asdict(seen.cost) | {"overwritten": sorted(seen.cost.overwritten)}
+        kind = seen._asdict() | {"device": str(HERE), "cost": cost}
         if kind not in kinds:
             kinds.append(kind)
         numbers.append(kinds.index(kind))
     return {"vocabulary": vocabulary, "plain": plain, "kinds": kinds, "layers": numbers}
-
-
-def _to_json(seen: LayerCost) -> dict[str, Any]:
-    cost = dataclasses.asdict(seen.cost) | {"overwritten": sorted(seen.cost.overwritten)}
-    return seen._asdict() | {"device": str(HERE), "cost": cost}
 
 
 def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:

@@ -26,7 +26,7 @@ from streambp.planner.default import ByDefault, by_default
 from streambp.planner.host import UncountedHost
 from streambp.planner.profile import Setting, static
 from streambp.planner.skeleton import Device, Skeleton, reduce_layers
-from streambp.planner.step import Span, run_step
+from streambp.planner.step import run_step
 from streambp.planner.survey import PLAIN, STREAMED, Counter, SurveyRecipe
 
 
@@ -61,7 +61,27 @@ def compare_step(
     counter = Counter(skeleton, reduce_layers(skeleton.model), ids.shape[0], "cudnn" if target == "cuda" else None)
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
     predicted, _ = unroll(steps, counter.reduced)
-    spans = _measured(model, ids, recipe, snapshot)
+    layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
+    patch(model, recipe.config)
+    if target == "cpu":
+        uncount_host(model)
+
+    def loss() -> Tensor:
+        value: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return value
+
+    try:
+        loss().backward()  # what happens once in a layer's life (probes, traces) is over
+        model.zero_grad(set_to_none=True)
+        if snapshot is not None:
+            torch.cuda.memory._record_memory_history()
+        spans = run_step(model, layers, loss, LiveBytes() if target == "cpu" else AllocatedBytes(device))
+        if snapshot is not None:
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)
+    finally:
+        model.zero_grad(set_to_none=True)
+        unpatch(model)
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
     known = {phase.name: phase.peak for phase in predicted}
     return [Compared(name, known[name], span.peak) for name, span in zip(names, spans, strict=True) if name in known]
@@ -117,34 +137,6 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
     step = last_step(model)
     assert step is not None
     return step
-
-
-def _measured(model: nn.Module, ids: Tensor, recipe: SurveyRecipe, snapshot: Path | None) -> list[Span]:
-    assert recipe.config is not None
-    layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
-    patch(model, recipe.config)
-    told = tells_memory(ids.device)
-    if not told:
-        uncount_host(model)
-
-    def loss() -> Tensor:
-        value: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-        return value
-
-    count = AllocatedBytes(ids.device) if told else LiveBytes()
-    try:
-        loss().backward()  # what happens once in a layer's life (probes, traces) is over
-        model.zero_grad(set_to_none=True)
-        if snapshot is not None:
-            torch.cuda.memory._record_memory_history()
-        spans = run_step(model, layers, loss, count)
-        if snapshot is not None:
-            torch.cuda.memory._dump_snapshot(str(snapshot))
-            torch.cuda.memory._record_memory_history(enabled=None)
-    finally:
-        model.zero_grad(set_to_none=True)
-        unpatch(model)
-    return spans
 
 
 def uncount_host(model: nn.Module) -> None:

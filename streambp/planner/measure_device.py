@@ -66,7 +66,11 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
     with torch.no_grad():
         products = _products(clock, sizes, device, dtype)
         forward, backward = _attention(clock, sizes, device, dtype)
-        bandwidth = _bandwidth(clock, sizes, device, dtype)
+        x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]
+        weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
+        with StepCount(None) as count:
+            _norm(x.to("meta"), weight.to("meta"))
+        bandwidth = count.work.moved / clock(lambda: _norm(x, weight))  # by what the planner counts. [Note: bytes moved]
         link = _link(clock, sizes, device)
     factor = SUSTAINED if gpu else dict.fromkeys(SUSTAINED, 1.0)
     name = torch.get_device_module(device).get_device_name(device) if gpu else f"this {kind.upper()}"
@@ -129,16 +133,8 @@ def _attention(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: 
     return 2 * flops / forward, 5 * flops / backward
 
 
-def _bandwidth(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes/s of an RMSNorm in plain torch, by the bytes that the planner counts for it. [Note: bytes moved]"""
-    x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]
-    weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
-    with StepCount(None) as count:
-        _norm(x.to("meta"), weight.to("meta"))
-    return count.work.moved / clock(lambda: _norm(x, weight))
-
-
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm in plain torch."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 

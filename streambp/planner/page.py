@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Mapping
 from importlib import resources
-from typing import Any
 
 from streambp.planner.plan import CHUNK_TOKENS, LONGEST, SLOWER, Plan
 from streambp.planner.profile import Profile, to_json
@@ -44,10 +43,14 @@ def page(
     """
     memory, setting = plan.memory, plan.setting
     profiles = {training: plan.profile, **(others or {})}
+    embedded, without = (  # what `saves` has is not read by the page's own planner
+        {label: to_json(dataclasses.replace(profile, saves=None)) for label, profile in some.items()}
+        for some in (profiles, unfused or {})
+    )
     data = {
         "name": name,
-        "profiles": [{"training": label, "profile": _embedded(profile)} for label, profile in profiles.items()],
-        "unfused": [_embedded(unfused[label]) for label in profiles] if unfused else [],
+        "profiles": [{"training": label, "profile": profile} for label, profile in embedded.items()],
+        "unfused": [without[label] for label in profiles] if unfused else [],
         "setting": dataclasses.asdict(dataclasses.replace(setting, on_host=None)),
         "memory": {
             "gpu": memory.gpu,
@@ -66,11 +69,6 @@ def page(
         text = text.replace(place, FOR_READERS.sub("", "\n".join(part(file) for file in files)))
     # "<" could end the script element or open a comment in it.
     return text.replace(DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
-
-
-def _embedded(profile: Profile) -> dict[str, Any]:
-    """Without what the page's own planner does not read."""
-    return to_json(dataclasses.replace(profile, saves=None))
 
 
 def part(file: str) -> str:

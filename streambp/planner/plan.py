@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -240,7 +241,8 @@ def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memor
     best = max((row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len)
     length = best.seq_len if seq_len == "max" else seq_len
     chunked = [m for m in methods if m.chunked]
-    fitting = fitting_options(profile, chunked, length, memory, setting, rates) if length else []
+    every = options(profile, chunked, length, memory, setting, rates) if length else ()
+    fitting = [one for one in every if fits(one.peak, memory)]
     choice = _fastest(fitting)
     if choice is not None and choice.on_host is not None:
         used = dataclasses.replace(setting, on_host=choice.on_host)
@@ -275,25 +277,18 @@ def choose(
 ) -> Choice | None:
     """The fastest method and chunk size that fit; of those that are as fast to half a percent, the one that moves least to
     the host, with the largest chunk."""
-    return _fastest(fitting_options(profile, methods, seq_len, memory, setting, rates))
+    return _fastest([one for one in options(profile, methods, seq_len, memory, setting, rates) if fits(one.peak, memory)])
 
 
 def _fastest(found: Sequence[Choice]) -> Choice | None:
-    fastest = min((c.seconds.total for c in found), default=0.0)
-    return min(found, key=lambda c: (round(_ratio(c, fastest), 2), c.peak.host, -c.chunk_size), default=None)
+    fastest = min((c.seconds.total for c in found), default=0.0) or math.inf  # a made-up step may take no time
+    return min(found, key=lambda c: (round(c.seconds.total / fastest, 2), c.peak.host, -c.chunk_size), default=None)
 
 
 def _safest(found: Sequence[Choice]) -> Choice | None:
     """Of those that are nearly as fast as the fastest, the one that leaves most of the device free."""
     bar = (1 + SLOWER) * min((c.seconds.total for c in found), default=0.0)
     return min((c for c in found if c.seconds.total <= bar), key=lambda c: (c.peak.total, c.seconds.total), default=None)
-
-
-def fitting_options(
-    profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting, rates: Rates
-) -> list[Choice]:
-    """The options that fit."""
-    return [one for one in options(profile, methods, seq_len, memory, setting, rates) if fits(one.peak, memory)]
 
 
 def options(
@@ -324,30 +319,20 @@ def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     return dataclasses.replace(setting, room=max(0.0, free) / SHARE)
 
 
-def _ratio(choice: Choice, fastest: float) -> float:
-    return choice.seconds.total / fastest if fastest else 1.0
-
-
 def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:
     """The longest sequence that fits with the smallest chunks, or with any where something is kept for each."""
-    sizes = chunk_sizes(profile.batch_size)
-    found = [_longest(profile, method, memory, setting, size) for size in (sizes if method.counts_chunks else sizes[-1:])]
+    setting, ranks, sizes = with_room(profile, memory, setting), setting.ranks, chunk_sizes(profile.batch_size)
+    found = []
+    for size in sizes if method.counts_chunks else sizes[-1:]:
+        low, high = 0, LONGEST // ranks
+        while low < high:  # every phase grows with the length
+            middle = (low + high + 1) // 2
+            fitting = fits(peak(profile, method, ranks * middle, size, setting), memory)
+            low, high = (middle, high) if fitting else (low, middle - 1)
+        beyond = peak(profile, method, ranks * (low + 1), size, setting)
+        binds = beyond.phase if beyond.total > memory.usable else "host memory"
+        found.append(Longest(method.name, ranks * low, binds))
     return max(found, key=lambda row: row.seq_len)
-
-
-def _longest(profile: Profile, method: Method, memory: Memory, setting: Setting, size: int) -> Longest:
-    """With chunks of that size; every phase grows with the length, so bisection finds it."""
-    setting, ranks = with_room(profile, memory, setting), setting.ranks
-
-    def fitting(length: int) -> bool:
-        return fits(peak(profile, method, ranks * length, size, setting), memory)
-
-    low, high = 0, LONGEST // ranks
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fitting(middle) else (low, middle - 1)
-    beyond = peak(profile, method, ranks * (low + 1), size, setting)
-    return Longest(method.name, ranks * low, beyond.phase if beyond.total > memory.usable else "host memory")
 
 
 def fits(at: Peak, memory: Memory) -> bool:

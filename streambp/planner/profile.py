@@ -22,7 +22,7 @@ from streambp.errors import ConfigError
 from streambp.fields import check_fields
 from streambp.model.split import BOTH
 from streambp.planner.host_weights import OnHost, gradients_here
-from streambp.planner.laws import Part
+from streambp.planner.laws import Part, features
 from streambp.planner.work import Work
 from streambp.sharded.gathered import GatheredShards
 from streambp.sharded.shards import Shards, heads_error
@@ -320,7 +320,7 @@ def work(method: Method, seq_len: int, chunk_size: int, setting: Setting | None 
     ranks = 1 if setting is None else setting.ranks
     whole = chunk_size if method.split is not None else chunk_size * ranks
     chunk = min(whole, seq_len) if method.chunked else 0
-    given = method.work[0].features(seq_len, chunk) if method.work else ()  # all parts have the same blocks
+    given = features(seq_len, chunk, method.work[0].k_block) if method.work else ()  # all parts have the same blocks
     found = {part.name: part.at(given) for part in method.work}
     if method.split is None:
         return found

@@ -44,7 +44,9 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
         width: columns of the terminal; None: lines as long as they are.
     """
     width = None if width is None else max(width, NARROW)
-    lines = [headline(plan.profile, plan.setting), _budget(plan)]
+    host = "no limit" if plan.memory.host is None else f"{plan.memory.host / GIB:.1f} GiB"
+    gpu = f"{plan.memory.gpu / GIB:.1f} GiB, {plan.memory.usable / GIB:.1f} GiB of it usable"
+    lines = [headline(plan.profile, plan.setting), f"Each GPU: {gpu}; host memory for each: {host}"]
     lines += [f"Recurrent and convolutional layers: assuming {plan.profile.mixers}"] if plan.profile.mixers else []
     lines.append("")
     lines = folded([*lines, *_choice(plan)], width)
@@ -80,12 +82,6 @@ def headline(profile: Profile, setting: Setting) -> str:
     return "; ".join(parts)
 
 
-def _budget(plan: Plan) -> str:
-    host = "no limit" if plan.memory.host is None else f"{plan.memory.host / GIB:.1f} GiB"
-    gpu = f"{plan.memory.gpu / GIB:.1f} GiB, {plan.memory.usable / GIB:.1f} GiB of it usable"
-    return f"Each GPU: {gpu}; host memory for each: {host}"
-
-
 def _choice(plan: Plan) -> list[str]:
     if plan.choice is None:
         because = too_large(plan)
@@ -94,19 +90,7 @@ def _choice(plan: Plan) -> list[str]:
             + (f": {because}." if because is not None else ".")
         ]
     else:
-        choice = plan.choice
-        peak = choice.peak
-        lines = [
-            f"{choice.seq_len:,} tokens: {python(choice)}",
-            f"  peak {peak.total / GIB:.1f} GiB in {phase_text(peak.phase)}, {peak.host / GIB:.1f} GiB of host memory, "
-            f"{choice.flops / 1e15:.1f} PFLOP",
-            *_seconds(plan, choice),
-            *_weights(choice),
-            *_shares(plan, choice),
-        ]
-        following = [f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)" for one in plan.next_fastest]
-        lines += [f"  next in speed: {', '.join(following)}"] if following else []
-        lines += [*_safest(plan, choice)]
+        lines = _chosen(plan, plan.choice)
     lines += _by_default(plan)
     where = plan.binds if plan.binds == "host memory" else f"GPU memory in {phase_text(plan.binds)}"
     who = "Longer sequences run" if any(row.seq_len for row in plan.longest) else "It runs"
@@ -145,16 +129,6 @@ def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
     return "\n".join([f"{BY_DEFAULT}, MiB", "", *columns([(*cells[0],), *((*row, *missing) for row in cells[1:])])])
 
 
-def _safest(plan: Plan, choice: Choice) -> list[str]:
-    """Where memory can be had for next to no time: the settings that leave most of it free."""
-    safest = plan.safest
-    if safest is None or safest.peak.total > 0.95 * choice.peak.total:
-        return []
-    return [
-        f"  safest, {safest.peak.total / GIB:.1f} GiB in {duration(safest.seconds.total)}: {python(safest)}",
-    ]
-
-
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
     """Other plans that fit, each with the command that prints it."""
     lines = [] if not others else ["", "Commands that fit:" if plan.choice is None else "Beside it:"]
@@ -171,46 +145,46 @@ def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]
     return lines
 
 
-def _seconds(plan: Plan, choice: Choice) -> list[str]:
-    spent = choice.seconds
+def _chosen(plan: Plan, choice: Choice) -> list[str]:
+    """The choice's settings, bytes and seconds, what is on the host and at other ranks, and what comes close to it."""
+    peak, spent, on_host, safest = choice.peak, choice.seconds, choice.on_host, plan.safest
+    lines = [
+        f"{choice.seq_len:,} tokens: {python(choice)}",
+        f"  peak {peak.total / GIB:.1f} GiB in {phase_text(peak.phase)}, {peak.host / GIB:.1f} GiB of host memory, "
+        f"{choice.flops / 1e15:.1f} PFLOP",
+    ]
     speed = throughput(spent, choice.seq_len, plan.profile.batch_size, plan.setting)
     parts = {"matrix products": spent.products, "attention": spent.attention, "other kernels": spent.elementwise}
     for name, value in (("waiting", spent.waiting), ("exchanges", spent.exchange)):
         parts |= {name: value} if value >= 0.005 * spent.total else {}
     guess = ", some of its rates guessed" if plan.rates.guess else ""
-    return [
+    lines.append(
         f"  {duration(spent.total)} a step, {speed:,.0f} tokens/s, on {plan.rates.name}{guess}: "
-        + ", ".join(f"{name} {duration(value)}" for name, value in parts.items()),
-    ]
-
-
-def _weights(choice: Choice) -> list[str]:
-    """What lives on the host, and from where on its copies are hidden."""
-    on_host = choice.on_host
-    if on_host is None:
-        return []
-    hidden = "their copies take longer than the layers at any length"
-    if choice.hidden_from is not None:
-        hidden = f"their copies hide behind the layers from {choice.hidden_from:,} tokens a row"
-    leaving = (
-        f"; gradients of {on_host.trained / GIB:.1f} GiB leave for the host, with their optimizer"
-        if on_host.trained
-        else ""
+        + ", ".join(f"{name} {duration(value)}" for name, value in parts.items())
     )
-    return [
-        f"  weights of the first {on_host.layers} of {on_host.of} layers on the host: {on_host.bytes / GIB:.1f} GiB there, "
-        f"{SLOTS * on_host.largest / GIB:.1f} GiB for two layers on the GPU; {hidden}{leaving}"
-    ]
-
-
-def _shares(plan: Plan, choice: Choice) -> list[str]:
-    if not plan.setting.split:
-        return []
-    return [
-        f"  each of the {plan.setting.ranks} ranks: {choice.seq_len // plan.setting.ranks:,} of the tokens in chunks of "
-        f"chunk_size, the peak, and {choice.link / GIB:.1f} GiB to the others in a step; "
-        f"{duration(choice.seconds.exchange)} of exchanges are not hidden (rates of links guessed)"
-    ]
+    if on_host is not None:
+        hidden = "their copies take longer than the layers at any length"
+        if choice.hidden_from is not None:
+            hidden = f"their copies hide behind the layers from {choice.hidden_from:,} tokens a row"
+        gradients = f"; gradients of {on_host.trained / GIB:.1f} GiB leave for the host, with their optimizer"
+        lines.append(
+            f"  weights of the first {on_host.layers} of {on_host.of} layers on the host: {on_host.bytes / GIB:.1f} GiB "
+            f"there, {SLOTS * on_host.largest / GIB:.1f} GiB for two layers on the GPU; {hidden}"
+            + (gradients if on_host.trained else "")
+        )
+    if plan.setting.split:
+        ranks = plan.setting.ranks
+        lines.append(
+            f"  each of the {ranks} ranks: {choice.seq_len // ranks:,} of the tokens in chunks of "
+            f"chunk_size, the peak, and {choice.link / GIB:.1f} GiB to the others in a step; "
+            f"{duration(spent.exchange)} of exchanges are not hidden (rates of links guessed)"
+        )
+    following = [f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)" for one in plan.next_fastest]
+    lines += [f"  next in speed: {', '.join(following)}"] if following else []
+    if safest is not None and safest.peak.total <= 0.95 * peak.total:  # memory can be had for next to no time
+        took = duration(safest.seconds.total)
+        lines.append(f"  safest, {safest.peak.total / GIB:.1f} GiB in {took}: {python(safest)}")
+    return lines
 
 
 def duration(seconds: float) -> str:

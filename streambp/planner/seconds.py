@@ -14,12 +14,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from streambp.planner.exchanges import exchange_seconds
-from streambp.planner.host_weights import MOVED, hidden_from, with_copies
-from streambp.planner.profile import Method, Profile, Setting, peak, work
+from streambp.planner.host_weights import MOST_TOKENS, MOVED, with_copies
+from streambp.planner.profile import Method, Setting, work
 from streambp.planner.work import Work
 from streambp.rates import Rates
-
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,8 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
 
 
 def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) -> int | None:
-    """The fewest positions a row from which copies of weights from the host cost nothing; None: they always do."""
+    """The fewest positions a row from which copies of weights from the host cost nothing; None: they do at any
+    length that is heard of."""
 
     def is_hidden(seq_len: int) -> bool:
         step = with_copies(work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host)
@@ -85,33 +84,15 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
             part.back / rates.link <= max(sum(kernels(part, rates)), part.dispatches * rates.dispatch) for part in parts
         )
 
-    return hidden_from(is_hidden)
+    if not is_hidden(MOST_TOKENS):
+        return None
+    low, high = 1, MOST_TOKENS
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_hidden(middle) else (middle + 1, high)
+    return low
 
 
 def throughput(found: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
     """Tokens a second over all ranks."""
     return seq_len * batch_size * (setting.gpus / setting.ranks) / found.total
-
-
-def worth(
-    profile: Profile,
-    kept: Method,
-    without: Method,
-    seq_len: int,
-    chunk_size: int,
-    rates: Rates,
-    setting: Setting | None = None,
-) -> float:
-    """Milliseconds that a step is shorter for a GiB of the device more, where a method saves what another does not.
-
-    Args:
-        kept, without: methods of the profile, the second of which saves less; both on the device.
-
-    Returns:
-        0 if it takes no memory at this length.
-    """
-    setting = setting or Setting()
-    times = [seconds(method, seq_len, chunk_size, rates, setting).total for method in (without, kept)]
-    sizes = [peak(profile, method, seq_len, chunk_size, setting).total for method in (without, kept)]
-    more = (sizes[1] - sizes[0]) / GIB
-    return 1000 * (times[0] - times[1]) / more if more > 0 else 0.0

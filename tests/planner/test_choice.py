@@ -105,9 +105,9 @@ def test_the_choice_is_the_fastest_that_fits(name, tiny):
 
 
 MUTANTS = {
-    "by arithmetic": ("_ratio", lambda choice, fastest: choice.flops),
+    "by arithmetic": ("_fastest", lambda found: min(found, key=lambda choice: choice.flops, default=None)),
     "whether it fits or not": ("fits", lambda at, memory: True),
-    "the first that fits": ("_ratio", lambda choice, fastest: 1.0),
+    "the least on the host": ("_fastest", lambda found: min(found, key=lambda choice: choice.peak.host, default=None)),
 }
 
 

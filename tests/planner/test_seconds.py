@@ -19,8 +19,8 @@ from streambp.planner import Setting, fused_layers
 from streambp.planner.count import StepCount
 from streambp.planner.laws import features
 from streambp.planner.measure_device import measure_device
-from streambp.planner.profile import Phase, peak, work
-from streambp.planner.seconds import kernels, seconds, throughput, worth
+from streambp.planner.profile import peak, work
+from streambp.planner.seconds import kernels, seconds, throughput
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, STREAMED, streamed, survey
 from streambp.planner.work import Work, aten, pairs
@@ -234,15 +234,6 @@ def test_seconds_by_hand():
     assert (found.total, found.waiting, found.phases) == (7, pytest.approx(1.7), {"backward": 7})
     host = dataclasses.replace(part, laws=(*part.laws[:4], law(tokens=1), *part.laws[5:]))
     assert seconds(dataclasses.replace(method, work=(host,)), 100, 10, rates(dispatch=0.1)).total == 10
-
-
-def test_what_a_saved_tensor_is_worth():
-    """A method that takes 1 GiB more at 100 tokens and 2 s less: 2,000 ms a GiB."""
-    without = dataclasses.replace(made_up().methods[0], first=(Phase("forward 0", 0, 0),), work=made_work(30, 0))
-    kept = dataclasses.replace(without, name="kept", first=(Phase("forward 0", 0, GIB / 100),), work=made_work(10, 0))
-    profile = made_up(methods=(without, kept))
-    assert worth(profile, kept, without, 100, 10, rates()) == pytest.approx(2000)
-    assert worth(profile, without, kept, 100, 10, rates()) == 0
 
 
 def test_a_device_is_found_by_its_name_or_file(tmp_path):

@@ -18,7 +18,7 @@ from streambp.planner import Memory, Setting
 from streambp.planner.count import StepCount
 from streambp.planner.doors import doors
 from streambp.planner.estimate import estimate
-from streambp.planner.host_weights import MOVED, fewest, first, hidden_from, with_copies
+from streambp.planner.host_weights import MOVED, fewest, first, with_copies
 from streambp.planner.plan import plan_profile, with_weights_on_host
 from streambp.planner.profile import Group, Method, Phase, from_json, peak, static, to_json
 from streambp.planner.remedies import Training, remedies
@@ -68,12 +68,6 @@ def test_copies_are_those_of_layers_on_the_host():
     assert with_copies(step, None) == step
 
 
-@pytest.mark.parametrize("bar", [1, 2, 4095, 2**24])
-def test_the_fewest_tokens(bar):
-    assert hidden_from(lambda tokens: tokens >= bar) == bar
-    assert hidden_from(lambda tokens: False) is None
-
-
 def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
     profile, length = made(), 1000
     resident = plan_profile(profile, length, Memory(14_000_000, None, 0.0), Setting())
@@ -112,6 +106,7 @@ def test_seconds_are_the_longer_of_kernels_and_copies():
     assert seconds(method, 1000, 100, slow, moved).total >= 18.0  # ten layers, and eight of them again
     hidden = hides_from(method, 100, RATES, moved)
     assert hidden is not None
+    assert hides_from(method, 100, dataclasses.replace(RATES, link=1e-6), moved) is None
     for length, as_long in ((hidden, True), (max(1, hidden - 1), hidden == 1)):
         ours = seconds(method, length, min(100, length), RATES, moved).total
         same = ours == pytest.approx(seconds(method, length, min(100, length), RATES, resident).total, rel=1e-9)
