@@ -26,8 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 BYTES = 0.05  # by which lines of the same bytes may differ: they are solved for in float64
-LINE = ("constant", "per_token", "per_chunk_token", "per_chunk")
-HOST = tuple(f"host_{name}" for name in ("constant", "per_token", "per_chunk"))
+LAW = ("one", "tokens", "chunk", "chunks")  # of the features of a law, the first
 BARS = {"Qwen3-8B": 6, "Qwen3-30B-A3B": 9, "gemma3-27b": 12, "Qwen3.5-9B": 20}  # seconds of a first plan; 1 of a second
 MODELS = tuple(BARS)
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32}
@@ -70,13 +69,14 @@ def count(name: str) -> dict[str, Any]:
         spent.append(time.process_time() - begun)
     methods = to_json(found.profile)["methods"]
     numbers = {
-        f"{method['name']}, {regime}, {number} {phase['name']}, {field}": phase.get(field, 0.0)
+        f"{method['name']}, {regime}, {number} {phase['name']}, {field}": value
         for method in methods
         for regime in ("first", "accumulating")
         for number, phase in enumerate(method[regime])
-        for field in LINE
+        for field, value in zip(LAW, phase["law"], strict=False)
     }
-    numbers |= {f"{method['name']}, {field}": method.get(field, 0.0) for method in methods for field in HOST}
+    for method in methods:
+        numbers |= {f"{method['name']}, host, {field}": value for field, value in zip(LAW, method["host"], strict=False)}
     return {"spent": spent, "numbers": numbers}
 
 

@@ -36,7 +36,7 @@ from streambp.losses import masked
 from streambp.model import causal_lm
 from streambp.offload import arena, stores
 from streambp.offload.policy import SavesPolicy
-from streambp.planner import count, delta_rules, profile
+from streambp.planner import count, delta_rules, laws, profile
 from streambp.sharded import call as sharded_call
 from streambp.sharded import layer as sharded
 from streambp.sharded import shards
@@ -417,7 +417,7 @@ MUTANTS = {
         planning, "fits", lambda at, memory: at.total <= memory.usable, test_plans.check_longest,
     ),
     "states for nothing": (
-        profile.Phase, "at", lambda self, t, c, _: self.constant + self.per_token * t + self.per_chunk_token * c,
+        laws.Law, "at", lambda law, step, total=0.0, real=laws.Law.at: real(law._replace(chunks=0.0), step, total),
         test_estimates.check_peak_by_hand,
     ),
     "a delta rule in smaller blocks": (delta_rules, "BLOCK", 32, test_mixers.check_kept),

@@ -28,6 +28,7 @@ from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.costs import Known, LayerCost, Need
 from streambp.offload.link import LinkBudget
 from streambp.offload.policy import SavesPolicy
+from streambp.planner.laws import Law, features
 from streambp.planner.layer_costs import seen_costs
 from streambp.planner.profile import Method, Phase
 from streambp.planner.seconds import seconds
@@ -51,7 +52,7 @@ DECIDES = operator.attrgetter("nbytes", "requires_grad", "dtype", "device")  # o
 
 
 @dataclasses.dataclass(frozen=True)
-class Law(Need):
+class StepNeed(Need):
     """Bytes that a streamed step without saves takes, as counted.
 
     Args:
@@ -71,8 +72,9 @@ class Law(Need):
         largest: list[dict[float, float]] = []
         for phases in (self.method.first, self.method.accumulating if present else ()):
             largest.append({})
+            step = features(tokens, min(chunk, tokens))
             for phase in phases:
-                upto, size = waiting(phase.name), phase.at(tokens, min(chunk, tokens))
+                upto, size = waiting(phase.name), phase.law.at(step)
                 largest[-1][upto] = max(largest[-1].get(upto, 0.0), size)
         first, again = largest
         if again:
@@ -81,7 +83,7 @@ class Law(Need):
 
     def at_work(self, chunk: int) -> float:
         """What computing a chunk of so many tokens takes."""
-        return self.factor * max(1, chunk // self.rows) * max(phase.per_chunk_token for phase in self.method.first)
+        return self.factor * max(1, chunk // self.rows) * max(phase.law.chunk for phase in self.method.first)
 
 
 def waiting(phase: str) -> float:
@@ -92,7 +94,7 @@ def waiting(phase: str) -> float:
     return float(number) if kind == "backward" and number.isdigit() else math.inf
 
 
-def bound(model: nn.Module, layers: Sequence[nn.Module]) -> Law:
+def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     """What a streamed step without saves takes, at most, of a model with these decoder layers: for CPUs, where nothing is
     counted, and for models that cannot be counted.
 
@@ -106,8 +108,8 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> Law:
     parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
     gradients = sum(getattr(p, SHARD_HERE, p).nbytes for p in trained)
     once = min(gradients, max((*parts, *(p.nbytes for p in trained)), default=0))
-    first, again = ((Phase("at most", size, inputs, work),) for size in (gradients, once))
-    return Law(Method("at most", (), "none", False, True, first, again, 0, 0, ()))
+    first, again = ((Phase("at most", Law(size, inputs, work)),) for size in (gradients, once))
+    return StepNeed(Method("at most", (), "none", False, True, first, again, Law(), ()))
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
@@ -249,7 +251,7 @@ def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
     return skeleton
 
 
-def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> Law | str:
+def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> StepNeed | str:
     """What a step takes on a GPU; why it is not known, where it cannot be counted without data.
 
     Args:
@@ -264,11 +266,11 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> La
     except Exception as error:  # a count that fails must not keep a model from training
         return f"a step could not be counted: {type(error).__name__}: {error}"
     if cast is None:
-        return Law(method)
+        return StepNeed(method)
     found = find_stacks(model).stacks
     largest = max(sum(p.numel() for p in layer.parameters()) for stack in found for layer in stack.layers)
     head = max(p.numel() for p in model.parameters())
-    return Law(method, WIDE, cast.itemsize * (largest + head))
+    return StepNeed(method, WIDE, cast.itemsize * (largest + head))
 
 
 def _costs(

@@ -161,12 +161,13 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
     length = tokens / rows
     found = {}
     for part in method.work:
-        _, _, _, chunks, _, _, _, blocks, _ = features(length, chunk_size, part.k_block)
-        chunk, blocks = rows * chunk_size, blocks * reach / length
+        step = features(length, chunk_size, k_block=part.k_block)
+        chunk, blocks = rows * chunk_size, step.blocks * reach / length
         counted = batch.scored if part.name.startswith(HEAD) else tokens
-        again, window = rows * reach * chunks, tokens * chunk_size
-        given = (1, counted, chunk, chunks, again, window, tokens * reach, blocks, chunk * blocks)
-        found[part.name] = part.at(given)
+        again, window = rows * reach * step.chunks, tokens * chunk_size
+        step = step._replace(tokens=counted, chunk=chunk, tokens_chunks=again, tokens_chunk=window)
+        step = step._replace(square=tokens * reach, blocks=blocks, queries_blocks=chunk * blocks)
+        found[part.name] = part.at(step)
     return found
 
 

@@ -11,14 +11,11 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-import torch
-
+from streambp.planner.laws import Point, fit_bytes
 from streambp.planner.profile import Phase
 from streambp.planner.skeleton import Reduced
 from streambp.planner.step import Span
 from streambp.planner.work import Work
-
-Point = tuple[int, int]  # T, C
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,33 +110,15 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     """
     fitted = []
     peaks, starts = (
-        lines(points, [[getattr(phase, field) for phase in counted] for counted in phases]) for field in ("peak", "start")
+        fit_bytes(points, [[getattr(phase, field) for phase in counted] for counted in phases])
+        for field in ("peak", "start")
     )
-    for counted, line, start in zip(phases[0], peaks, starts, strict=True):
-        name, gradients = counted.name, counted.gradients
-        fitted.append(Phase(name, *line[:3], gradients, line[3], counted.per_key))
-        if start[1] > line[1]:  # where it begins is its peak in the end
-            fitted.append(Phase(name, *start[:3], gradients, start[3]))
+    for counted, peak, start in zip(phases[0], peaks, starts, strict=True):
+        fitted.append(Phase(counted.name, peak._replace(keys=counted.per_key), counted.gradients))
+        if start.tokens > peak.tokens:  # where it begins is its peak in the end
+            fitted.append(Phase(counted.name, start, counted.gradients))
     ends: dict[int, tuple[int, int]] = {}
     for index, kind in enumerate(reduced.kinds):
         ends[kind] = (ends.get(kind, (index, index))[0], index)
     shown = {index for pair in ends.values() for index in pair} | {0, len(reduced.kinds) - 1}
     return tuple(p for p in fitted if not p.name.split()[-1].isdigit() or int(p.name.split()[-1]) in shown)
-
-
-Line = tuple[float, float, float, float]
-
-
-def solve(points: Sequence[Point], values: Sequence[float]) -> Line:
-    """constant, per T, per C and per chunk of the plane through the values; without a slope in C where all points share
-    C = 0, and without one in the number of chunks where there are but three points."""
-    return lines(points, [[value] for value in values])[0]
-
-
-def lines(points: Sequence[Point], values: Sequence[Sequence[float]]) -> list[Line]:
-    """`solve` for each column of values [points, n]."""
-    columns = min(4, len(points)) if any(c for _, c in points) else 2
-    rows = torch.tensor([(1, t, c, -(-t // c) if c else 0)[:columns] for t, c in points], dtype=torch.float64)
-    found = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)).solution.mT.tolist()
-    padded = [[round(value, 6) + 0.0 for value in (*line, 0.0, 0.0)] for line in found]
-    return [(line[0], line[1], line[2], line[3]) for line in padded]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streambp.attention.kernels import K_BLOCK, MATH
-from streambp.planner.compose import Point
+from streambp.planner.laws import Point
 
 CHUNKS = (4096, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
 TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their tiles are small, and there are many

@@ -3,18 +3,17 @@
 A `Profile` holds numbers and names only, so `json.dumps(dataclasses.asdict(profile))` is all that is needed to compute
 every peak elsewhere (a web page, say). `peak` is that computation: for each phase of a step
 
-    static + constant + per_token * T + per_chunk_token * C + per_chunk * N + gradients * (share - 1)
+    static + one + tokens * T + chunk * C + chunks * N + keys * K + gradients * (share - 1)
 
-and the largest wins. T and C are positions per row of the batch on one rank, N the number of chunks, `gradients` what is in
-`.grad` when the phase begins, `share` the part of them that this rank keeps (DESIGN.md section 6). Lines are counted at
-lengths of tens of thousands of tokens; below that they are an upper bound: attention kernels' outputs stop growing at their
-block size.
+with the coefficients of its law (`laws.py`), and the largest wins. T and C are positions per row of the batch on one rank,
+N the number of chunks, K bytes of other ranks' keys, `gradients` what is in `.grad` when the phase begins, `share` the part
+of them that this rank keeps (DESIGN.md section 6). Lines are counted at lengths of tens of thousands of tokens; below that
+they are an upper bound: attention kernels' outputs stop growing at their block size.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -22,38 +21,23 @@ from streambp.errors import ConfigError
 from streambp.fields import check_fields
 from streambp.model.split import BOTH
 from streambp.planner.host_weights import OnHost, gradients_here
-from streambp.planner.laws import Part, features
+from streambp.planner.laws import Law, Part, features
 from streambp.planner.work import Work
 from streambp.sharded.gathered import GatheredShards
 from streambp.sharded.shards import Shards, heads_error
 
-FIRST, ACCUMULATING = "first", "accumulating"
 ULYSSES, CONTEXT_PARALLEL = Shards.by, GatheredShards.by
 FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # of `Setting`
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Bytes on the device beyond weights and optimizer: constant + per_token * T + per_chunk_token * C + per_chunk * N.
-
-    gradients: bytes in `.grad` at its beginning that the step has put there; they are part of `constant`. per_chunk: what
-    layers with states keep for each chunk; 0 without such layers. per_key: for each of `keys_held`, where sequences are
-    split over ranks.
-    """
+    """Bytes on the device beyond weights and optimizer. gradients: bytes in `.grad` at its beginning that the step has put
+    there; they are part of `law.one`. `law.chunks` is what layers with states keep for each chunk."""
 
     name: str
-    constant: float
-    per_token: float
-    per_chunk_token: float = 0.0
+    law: Law
     gradients: float = 0.0
-    per_chunk: float = 0.0
-    per_key: float = 0.0
-
-    def at(self, tokens: float, chunk: float, keys: float = 0.0) -> float:
-        """Bytes with T = tokens and C = chunk (0: the sequence is not cut)."""
-        chunks = math.ceil(tokens / chunk) if chunk else 0
-        own = self.constant + self.per_token * tokens + self.per_chunk_token * chunk + self.per_chunk * chunks
-        return own + self.per_key * keys
 
 
 class Heads(NamedTuple):
@@ -95,8 +79,8 @@ class Method:
     keys and values of the layer at work are streamed from the host (`StreamConfig.gpu_memory`).
 
     first: phases of a step whose gradients are None at its start; accumulating: of one that adds to gradients.
-    host_*: bytes of host memory, per_chunk as in `Phase`. work: of a step, by kind of phase. split: how ranks share a
-    sequence, if they do; T and C are then those of a rank's shard, but in `work`, which is all ranks', T is the sequence's.
+    host: bytes of host memory. work: of a step, by kind of phase. split: how ranks share a sequence, if they do; T and C
+    are then those of a rank's shard, but in `work`, which is all ranks', T is the sequence's.
     """
 
     name: str
@@ -106,16 +90,14 @@ class Method:
     chunked: bool
     first: tuple[Phase, ...]
     accumulating: tuple[Phase, ...]
-    host_constant: float
-    host_per_token: float
+    host: Law
     work: tuple[Part, ...]
-    host_per_chunk: float = 0.0
     split: Split | None = None
 
     @property
     def counts_chunks(self) -> bool:
         """Whether fewer and larger chunks can take less memory."""
-        return self.host_per_chunk > 0 or any(phase.per_chunk > 0 for phase in (*self.first, *self.accumulating))
+        return any(law.chunks > 0 for law in (self.host, *(phase.law for phase in (*self.first, *self.accumulating))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,20 +278,18 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     share = kept.gradients / (born * (1 - part)) if born and part < 1 else 0.0
     tokens = seq_len / setting.ranks
     chunk = min(chunk_size, tokens) if method.chunked else 0
-    keys = keys_held(method.split, tokens, setting)
+    step = features(tokens, chunk, keys_held(method.split, tokens, setting))
     present = kept.gradients if setting.accumulate else 0.0
     parts: dict[str, tuple[float, float]] = {}  # gradients, activations
     phases = method.accumulating if setting.accumulate else method.first
     here = gradients_here([(phase.name, phase.gradients) for phase in phases], setting.on_host)
     for phase, of_device in zip(phases, here, strict=True):
-        value = phase.at(tokens, chunk, keys)
-        found = (present + share * of_device, value - phase.gradients)
+        found = (present + share * of_device, phase.law.at(step) - phase.gradients)
         parts[phase.name] = max(parts.get(phase.name, found), found, key=sum)
     worst = max(parts, key=lambda name: sum(parts[name]))
     gradients, activations = parts[worst]
     base = kept.weights + kept.optimizer
-    chunks = math.ceil(tokens / chunk) if chunk else 0
-    host = kept.host + method.host_constant + method.host_per_token * tokens + method.host_per_chunk * chunks
+    host = method.host.at(step, kept.host)
     totals = {name: base + sum(found) for name, found in parts.items()}
     return Peak(totals[worst], worst, kept.weights, kept.optimizer, gradients, activations, host, totals)
 
@@ -320,8 +300,8 @@ def work(method: Method, seq_len: int, chunk_size: int, setting: Setting | None 
     ranks = 1 if setting is None else setting.ranks
     whole = chunk_size if method.split is not None else chunk_size * ranks
     chunk = min(whole, seq_len) if method.chunked else 0
-    given = features(seq_len, chunk, method.work[0].k_block) if method.work else ()  # all parts have the same blocks
-    found = {part.name: part.at(given) for part in method.work}
+    step = features(seq_len, chunk, k_block=method.work[0].k_block if method.work else 0)  # which all parts share
+    found = {part.name: part.at(step) for part in method.work}
     if method.split is None:
         return found
     return {name: part._replace(dispatches=part.dispatches / ranks) for name, part in found.items()}
@@ -382,11 +362,15 @@ def from_json(data: Mapping[str, Any]) -> Profile:
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
     def method(value: Mapping[str, Any]) -> Method:
-        phases = {name: tuple(Phase(**phase) for phase in value[name]) for name in (FIRST, ACCUMULATING)}
-        parts = tuple(Part(part["name"], tuple(map(tuple, part["laws"])), part["k_block"]) for part in value["work"])
+        phases = {
+            name: tuple(Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name])
+            for name in ("first", "accumulating")
+        }
+        parts = tuple(Part(one["name"], tuple(Law(*law) for law in one["laws"]), one["k_block"]) for one in value["work"])
         split = value.get("split")
         split = split and Split(**{**split, "heads": tuple(Heads(*heads) for heads in split["heads"])})
-        return Method(**{**value, "saves": tuple(value["saves"]), **phases, "work": parts, "split": split})
+        given = {"saves": tuple(value["saves"]), "host": Law(*value["host"]), "work": parts, "split": split}
+        return Method(**{**value, **phases, **given})
 
     groups = tuple(Group(**group) for group in data["groups"])
     methods = tuple(method(value) for value in data["methods"])

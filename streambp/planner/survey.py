@@ -20,11 +20,11 @@ from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
-from streambp.planner.compose import Counted, Point, Totals, fit, growth, later, solve, unroll
+from streambp.planner.compose import Counted, Totals, fit, growth, later, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
-from streambp.planner.laws import fit_part
+from streambp.planner.laws import Point, fit_bytes, fit_work
 from streambp.planner.mixers import assumed
 from streambp.planner.points import CHUNKS, TILED_CHUNKS, points_for
 from streambp.planner.profile import (
@@ -353,7 +353,7 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
         split = split_of(recipe.split, heads, totals[0].links, ranks, points[0][0], saves)
         first, again = (lines_of_keys(phases, split, [t for t, _ in points], ranks) for phases in (first, again))
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
-    host = solve(points, [total.host for total in totals])
+    host = fit_bytes(points, [[total.host] for total in totals])[0]._replace(chunk=0.0)
     counted = dict(zip(points, totals, strict=True))
     more_points = counter.more_points(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
     found = counted | {point: total for point, total in more_points.items() if point not in counted}
@@ -361,10 +361,10 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
     lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
     work = tuple(
-        fit_part(name, lengths, [Work().plus(one.work[name], ranks) for one in found.values()], k_block, len(counted))
+        fit_work(name, lengths, [Work().plus(one.work[name], ranks) for one in found.values()], k_block, len(counted))
         for name in totals[0].work
     )
     config = recipe.config or StreamConfig()
     how = (recipe.name, config.named_saves, config.offload, config.gpu_memory is not None, chunked)
     later_phases = tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1])
-    return Method(*how, regimes[0], later_phases, host[0], host[1], work, host[3], split)
+    return Method(*how, regimes[0], later_phases, host, work, split)

@@ -17,6 +17,7 @@ from streambp.chunks import plan_chunks
 from streambp.offload.costs import Known
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
+from streambp.planner.laws import Law
 from streambp.planner.profile import Method, Phase
 from tests.attention.meta_runs import CUDNN_FIRST, HEADS, KV_HEADS, SIZE, run
 from tests.attention.platforms import A100, B200, H200, MI300, RTX_4090, backend
@@ -189,7 +190,7 @@ def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
     if rule == "plain":
         size = plan_chunks(length, rows, "auto").size
     else:
-        law = auto.Law(Method("streambp", (), "none", False, True, (Phase("backward 0", 0.0, 0.0),), (), 0, 0, ()))
+        law = auto.StepNeed(Method("streambp", (), "none", False, True, (Phase("backward 0", Law()),), (), Law(), ()))
         known = Known(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
         size = SavesPolicy(1, lambda device: 1.0, lambda device: (known, 0.0), True, True).chunk(0, rows, length, None)
     assert size == length or passes(size) == 1

@@ -24,6 +24,7 @@ from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.saved import Kept
 from streambp.layer.site import LayerSite
+from streambp.planner.laws import features
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import streamed, survey
 from tests import zoo
@@ -225,8 +226,7 @@ def host_bytes(picks, length=1024, chunk_size=256):
     counted = {"accumulating": False, "tree": False, "timed": False}
     profile = survey(skeleton, (recipe,), at=(length, chunk_size), **counted)
     method = next(m for m in profile.methods if m.name == recipe.name)
-    chunks = length / chunk_size
-    return method.host_constant + method.host_per_token * length + method.host_per_chunk * chunks
+    return method.host.at(features(length, chunk_size))
 
 
 @pytest.mark.full

@@ -17,7 +17,8 @@ from streambp.offload.engines import OUT, DeviceMemory
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
-from streambp.planner.auto import FreeMemory, Law
+from streambp.planner.auto import FreeMemory, StepNeed
+from streambp.planner.laws import Law
 from streambp.planner.profile import Method, Phase
 from tests.offload.runs import BOTH, SCHEDULES, assert_same, break_off, model_with, offloaded, run, step
 from tests.offload.test_auto import Injected
@@ -182,9 +183,9 @@ def test_both_budgets_keep_to_the_limit(card, monkeypatch):
 
 def test_a_smaller_fraction_makes_smaller_chunks(card):
     """Something like the Qwen3-8B shape at 196,608 tokens; the limit is asked for again at each forward's first layer."""
-    phase = Phase("backward 0", 17.2 * GIB, 0.22 * 2**20, 200 * 2**10)
+    phase = Phase("backward 0", Law(17.2 * GIB, 0.22 * 2**20, 200 * 2**10))
     known = Known(
-        Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, ())), {}, lambda tokens, chunk: 1 / chunk
+        StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ())), {}, lambda tokens, chunk: 1 / chunk
     )
     rule = SavesPolicy(1, FreeMemory(), lambda device: (known, 0.0), True, True).chunk
     card.allocated = card.reserved = int(15.3 * GIB)

@@ -31,6 +31,7 @@ from streambp.offload.arena import host_limit
 from streambp.offload.costs import Cost, Known, LayerCost, Product
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
+from streambp.planner.laws import Law
 from streambp.planner.profile import Method, Phase
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
@@ -39,7 +40,7 @@ from tests.seeds import seed_of, seed_torch
 
 TOKEN = 1000.0  # bytes that the law of these tests gives each of them
 PLENTY = 1e9
-LAW = auto.Law(Method("streambp", (), "none", False, True, (Phase("all", 0.0, TOKEN),), (), 0, 0, ()))
+LAW = auto.StepNeed(Method("streambp", (), "none", False, True, (Phase("all", Law(0.0, TOKEN)),), (), Law(), ()))
 ROOMS = (0.0, 3e4, 1e5, 2.5e5, PLENTY)
 
 
@@ -460,7 +461,7 @@ def test_the_law_is_counted(monkeypatch):
     """The one that `patch` uses: what a step of 96 more tokens takes is no less than its saved inputs."""
     model = build("qwen3", num_hidden_layers=2, dtype=torch.bfloat16)
     law = auto._law(model, streambp.StreamConfig(saves="auto"), None)
-    assert isinstance(law, auto.Law), law
+    assert isinstance(law, auto.StepNeed), law
     inputs = 2 * model.config.hidden_size * 2 * 2**16  # two layers, two bytes
     assert law(2 * 2**16, 2048) - law(2**16, 2048) >= inputs
 

@@ -159,7 +159,7 @@ def test_a_count_leaves_nothing_behind(card):
     before = torch.default_generator.get_state()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.autograd.graph.save_on_cpu():
         policy_of(model).begins(HERE)
-    assert isinstance(policy_of(model).known.need, auto.Law)
+    assert isinstance(policy_of(model).known.need, auto.StepNeed)
     assert torch.equal(before, torch.default_generator.get_state())
     assert not seen
     hook.remove()
@@ -322,7 +322,7 @@ def test_float32_weights_under_autocast_are_bounded(card):
             loss = model(**batch, use_cache=False).loss
             loss.backward()
     chooser = policy_of(model)
-    assert isinstance(chooser.known.need, auto.Law)
+    assert isinstance(chooser.known.need, auto.StepNeed)
     assert chooser.known.need.factor == 2.0
     saved = sum(chooser.latest.bytes.values())
     assert saved > 0

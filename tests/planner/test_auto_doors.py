@@ -94,7 +94,7 @@ def check(found: nn.Module):
     assert all(site.chooser is state.policy and site.chunk_rule == state.policy.chunk for site in sites)
     assert state.policy.known.need is None  # nothing is decided yet
     state.policy.begins(torch.device("cpu"))
-    assert isinstance(state.policy.known.need, auto.Law)
+    assert isinstance(state.policy.known.need, auto.StepNeed)
 
 
 def test_patch():

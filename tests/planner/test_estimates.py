@@ -18,10 +18,11 @@ import streambp
 from streambp.errors import ConfigError
 from streambp.planner import Setting, estimate, peak
 from streambp.planner import profile as module
-from streambp.planner.compose import solve, unroll
+from streambp.planner.compose import unroll
 from streambp.planner.configuration import read_config
 from streambp.planner.count import StepCount, aten
 from streambp.planner.estimate import UNPATCHED
+from streambp.planner.laws import Law, fit_bytes
 from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json, work
 from streambp.planner.skeleton import Skeleton, reduce_layers
 from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, parameter_groups, streamed, survey
@@ -100,8 +101,8 @@ def quick(source, lora=None, bits=16):
 
 def made_up(**changes):
     """A profile with round numbers."""
-    phases = (Phase("forward 0", 0, 10, 1), Phase("backward 0", 1000, 8, 5, gradients=400))
-    method = Method("streambp", (), "none", False, True, phases, phases[:1], 7, 2, made_work(3, 0.5))
+    phases = (Phase("forward 0", Law(0, 10, 1)), Phase("backward 0", Law(1000, 8, 5), 400))
+    method = Method("streambp", (), "none", False, True, phases, phases[:1], Law(7, 2), made_work(3, 0.5))
     groups = (Group("dense", 100, 200, 100, 200), Group("expert", 400, 800, 400, 800))
     profile = Profile("made up", "bfloat16", 1, 1, groups, 50, (method,), Node("", "M", 1, 500, 0.0))
     return dataclasses.replace(profile, **changes)
@@ -116,8 +117,8 @@ def check_peak_by_hand():
     assert (found.gradients, found.activations, found.host) == (400, 1450, 207)
     accumulating = peak(profile, method, 100, 10, Setting(accumulate=True))
     assert (accumulating.total, accumulating.phase) == (1000 + 6000 + 1000 + 1010, "forward 0")
-    phases = (Phase("backward 0", 1000, 8, 5, gradients=400, per_chunk=30),)
-    states = dataclasses.replace(method, first=phases, host_per_chunk=20)
+    phases = (Phase("backward 0", Law(1000, 8, 5, 30), 400),)
+    states = dataclasses.replace(method, first=phases, host=Law(7, 2, chunks=20))
     found = peak(profile, states, 105, 10, Setting())  # 11 chunks
     assert (found.total, found.host) == (1000 + 6000 + 1000 + 840 + 50 + 330, 7 + 210 + 220)
     assert peak(profile, states, 5, 10, Setting()).total == 1000 + 6000 + 1000 + 40 + 25 + 30  # one chunk, of all tokens
@@ -192,7 +193,7 @@ def test_lines_hold_at_other_lengths(recipe):
         exact = next(c.peak for c in counted if c.name == name)
         print(f"{name}: {(total - weights) / exact - 1:+.4%}")
         assert total - weights == pytest.approx(exact, rel=0.01)
-    assert method.host_per_token * point[0] + method.host_constant == pytest.approx(totals.host, rel=0.01, abs=1)
+    assert method.host.tokens * point[0] + method.host.one == pytest.approx(totals.host, rel=0.01, abs=1)
     for name in ("forward", "head", "backward"):
         found, counted_work = work(method, *point)[name], totals.work[name]
         for field, exact, law in zip(found._fields, counted_work, found, strict=True):
@@ -301,13 +302,15 @@ def test_workspaces_of_kernels_are_counted():
 
 def test_a_plane_through_three_points():
     points = [(100, 10), (100, 20), (150, 10)]
-    assert solve(points, [3 + 2 * t + 5 * c for t, c in points]) == pytest.approx((3, 2, 5, 0))
-    assert solve([(100, 0), (150, 0)], [203, 303]) == pytest.approx((3, 2, 0, 0))
+    (plane,) = fit_bytes(points, [[3 + 2 * t + 5 * c] for t, c in points])
+    assert plane == pytest.approx(Law(3, 2, 5))
+    assert fit_bytes([(100, 0), (150, 0)], [[203], [303]])[0] == pytest.approx(Law(3, 2))
 
 
 def test_a_fourth_point_tells_chunks_from_their_size():
     points = [(100, 20), (100, 5), (120, 20), (100, 10)]
-    assert solve(points, [3 + 2 * t + 5 * c + 7 * t // c for t, c in points]) == pytest.approx((3, 2, 5, 7))
+    (plane,) = fit_bytes(points, [[3 + 2 * t + 5 * c + 7 * t // c] for t, c in points])
+    assert plane == pytest.approx(Law(3, 2, 5, 7))
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from transformers import Qwen3Config
 import streambp.planner.page
 from streambp.cli import main
 from streambp.planner.host_weights import first
-from streambp.planner.laws import Part
+from streambp.planner.laws import Law, Part
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, options, plan_profile
 from streambp.planner.profile import (
@@ -105,21 +105,23 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
         return tuple(
             Phase(
                 name,
-                draw.uniform(0, 3) * GIB + (0 if accumulating else gradients),
-                draw.uniform(2e3, 4e5),
-                draw.uniform(1e3, 3e5) if chunked else 0.0,
+                Law(
+                    draw.uniform(0, 3) * GIB + (0 if accumulating else gradients),
+                    draw.uniform(2e3, 4e5),
+                    draw.uniform(1e3, 3e5) if chunked else 0.0,
+                    draw.uniform(0, 5e7) if chunked and states else 0.0,
+                    draw.uniform(0, 5e3) if split else 0.0,
+                ),
                 0.0 if accumulating else gradients,
-                draw.uniform(0, 5e7) if chunked and states else 0.0,
-                draw.uniform(0, 5e3) if split else 0.0,
             )
             for name, gradients in zip(names, born, strict=True)
         )
 
     def random_part(name, more):
         """Every feature of every quantity, some of them taken away again, copies among the slowest."""
-        sizes = (1e9, 3e10, -1e9, 1e8, 1e4, 1e5, 1e6, 1e9, 1e5)
+        sizes = (1e9, 3e10, -1e9, 1e8, 0.0, 1e4, 1e5, 1e6, 1e9, 1e5)
         shares = (1.0, 1.0, 2.5, 5e-3, 1e-9, 1e-4, 2e-4)
-        laws = tuple(tuple(draw.uniform(0.5, 1) * size * share * more for size in sizes) for share in shares)
+        laws = tuple(Law(*(draw.uniform(0.5, 1) * size * share * more for size in sizes)) for share in shares)
         return Part(name, laws, draw.choice([2048, 16_384]))
 
     def method(recipe):
@@ -134,7 +136,7 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
         heads = (Heads(48, 6, draw.randint(1000, 9000)), Heads(24, 12, draw.randint(1000, 9000)))
         links = [draw.uniform(0, 3e6) for _ in range(6)]
         split = Split(recipe.split, heads, *links) if recipe.split else None
-        return Method(recipe.name, saves, offload, on_host, chunked, *regimes, *host, work, on_host_too, split)
+        return Method(recipe.name, saves, offload, on_host, chunked, *regimes, Law(*host, chunks=on_host_too), work, split)
 
     recipes = [
         CHECKPOINTING,
@@ -363,13 +365,13 @@ MUTANTS = {
     "all of a gradient": ("present + share * gradients_here", "present + gradients_here"),
     "a name's last phase": ("if (!known || gradients + activations > known.sum)", "if (true)"),
     "another order of a sum": (
-        "kept.host + method.host_constant + method.host_per_token * tokens",
-        "kept.host + (method.host_constant + method.host_per_token * tokens)",
+        "quantity(method.host, step, kept.host)",
+        "kept.host + quantity(method.host, step)",
     ),
     "the smallest chunk": (": only === undefined ? chunk_sizes(profile.batch_size)", ": only === undefined ? [1024]"),
     "host memory for both": ("Math.floor(memory.host / 2)", "memory.host"),
     "nothing left for keys": ("usable(memory) - at.total", "at.total - usable(memory)"),
-    "chunks for nothing": (" + phase.per_chunk * chunks", ""),
+    "chunks for nothing": ("quantity(phase.law, step)", "quantity(phase.law.with(3, 0), step)"),
     "the smallest chunk for the longest": ("counts_chunks(method) ? sizes", "false ? sizes"),
     "one head at a time": ("return Math.max(whole, found);", "return whole;"),
     "sums that hide": ("return sums + gathers", "return gathers"),
@@ -567,8 +569,10 @@ def test_controls_work_together(counted, tmp_path):
 
 def no_offload(method):
     """As if its layer inputs stayed on the device."""
-    phases = tuple(dataclasses.replace(phase, per_token=phase.per_token + 3e5) for phase in method.first)
-    return dataclasses.replace(method, name="streambp", offload="none", first=phases, host_per_token=0.0)
+    laws = [phase.law._replace(tokens=phase.law.tokens + 3e5) for phase in method.first]
+    first = tuple(dataclasses.replace(phase, law=law) for phase, law in zip(method.first, laws, strict=True))
+    host = method.host._replace(tokens=0.0)
+    return dataclasses.replace(method, name="streambp", offload="none", first=first, host=host)
 
 
 def test_the_page_stands_alone():

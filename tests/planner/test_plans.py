@@ -26,6 +26,7 @@ from streambp.offload.costs import Known
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
 from streambp.planner.doors import doors, fields_of, python, written
+from streambp.planner.laws import Law
 from streambp.planner.plan import Choice, choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
 from streambp.planner.report import duration, plan_table, tree_lines
@@ -44,10 +45,11 @@ planning = sys.modules["streambp.planner.plan"]  # the package's attribute of th
 
 def two_methods():
     """Streaming on the device and from the host: 20 and 5 bytes a token there, 30 on the host."""
-    born, work = Phase("backward 0", 1000, 0, 5, gradients=1000), made_work(3, 0.5)
-    kept = Method("streambp", (), "none", False, True, (Phase("forward 0", 0, 20, 1), born), (), 0, 0, work)
-    moved = Method("streambp offload", (), "cpu", False, True, (Phase("forward 0", 0, 5, 1), born), (), 0, 30, work)
-    plain = Method("plain", (), "none", False, False, (Phase("head", 0, 100),), (), 0, 0, made_work(2, 0.5))
+    born, work = Phase("backward 0", Law(1000, 0, 5), 1000), made_work(3, 0.5)
+    kept = Method("streambp", (), "none", False, True, (Phase("forward 0", Law(0, 20, 1)), born), (), Law(), work)
+    host, forward = Law(0, 30), Phase("forward 0", Law(0, 5, 1))
+    moved = Method("streambp offload", (), "cpu", False, True, (forward, born), (), host, work)
+    plain = Method("plain", (), "none", False, False, (Phase("head", Law(0, 100)),), (), Law(), made_work(2, 0.5))
     return made_up(methods=(plain, kept, moved))
 
 
@@ -65,8 +67,8 @@ def check_longest():
 
 def check_longest_with_states():
     """100 bytes a chunk and 1 a token of it: with 8,192 in a chunk almost twice as many fit as with 1,024."""
-    states = Phase("backward 0", 0, 0.1, 1, per_chunk=1000)
-    profile = made_up(methods=(Method("streambp", (), "none", False, True, (states,), (), 0, 0, made_work(3, 0.5)),))
+    states = Phase("backward 0", Law(0, 0.1, 1, 1000))
+    profile = made_up(methods=(Method("streambp", (), "none", False, True, (states,), (), Law(), made_work(3, 0.5)),))
     setting, memory = Setting(optimizer=0), Memory(1000 + 100_000, None, reserve=0)
     method = profile.methods[0]
     found = longest(profile, method, memory, setting)
@@ -162,7 +164,9 @@ def test_memory_is_written_as_a_person_does(size, text):
 def slower_and_smaller():
     """Four methods, in per cent of the first: 0, 1.5, 3 and 10 slower, with 100, 75, 50 and 25 of its bytes a token."""
     methods = [
-        Method(name, (), "none", False, True, (Phase("forward 0", 0, 10 * size),), (), 0, 0, made_work(1e9 * took, 0.0))
+        Method(
+            name, (), "none", False, True, (Phase("forward 0", Law(0, 10 * size)),), (), Law(), made_work(1e9 * took, 0.0)
+        )
         for name, size, took in (("fastest", 4, 1), ("nearly", 3, 1.015), ("slower", 2, 1.03), ("slowest", 1, 1.1))
     ]
     return made_up(methods=tuple(methods))
@@ -318,8 +322,8 @@ def test_profile_on_the_command_line(tmp_path, capsys):
 
 
 def fitting():
-    phase = Phase("backward 0", 1000, 10, 100)
-    law = auto.Law(Method("streambp", (), "none", False, True, (phase,), (), 0, 0, ()))
+    phase = Phase("backward 0", Law(1000, 10, 100))
+    law = auto.StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ()))
     known = Known(law, {}, seconds=lambda tokens, chunk: tokens / chunk)  # larger chunks are faster
     free = [0.0]
     return SavesPolicy(1, lambda device: free[0], lambda device: (known, 0.0), True, True), free

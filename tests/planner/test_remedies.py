@@ -16,6 +16,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 from streambp import cli
 from streambp.planner import Memory, Setting
 from streambp.planner.counted import Asked
+from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
 from streambp.planner.profile import Group, Method, Phase, static
 from streambp.planner.remedies import Training, remedies, too_large, with_options
@@ -55,8 +56,8 @@ LENGTHS = (8192, 65536, 262144)
 def counted_profile(name, training):
     if name == "made up":  # 8 bytes a token in chunks of 1,024 at 5; adapters have a tenth of the parameters trained
         trained = 500_000 if training.lora is None else 50_000
-        born = Phase("backward 0", 2 * trained, 8, 5, gradients=2 * trained)
-        method = Method("streambp", (), "none", False, True, (born,), (born,), 0, 0, made_work(3, 0.5))
+        born = Phase("backward 0", Law(2 * trained, 8, 5), 2 * trained)
+        method = Method("streambp", (), "none", False, True, (born,), (born,), Law(), made_work(3, 0.5))
         group = Group("dense", 500_000, 500_000 * training.bits // 8, trained, 2 * trained)
         return made_up(groups=(group,), methods=(method,))
     config = TINY if name == "tiny" else MODELS[name]

@@ -17,7 +17,7 @@ import streambp
 from streambp import cli
 from streambp.planner import Setting, fused_layers
 from streambp.planner.count import StepCount
-from streambp.planner.laws import features
+from streambp.planner.laws import Law, features
 from streambp.planner.measure_device import measure_device
 from streambp.planner.profile import peak, work
 from streambp.planner.seconds import kernels, seconds, throughput
@@ -25,7 +25,7 @@ from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, STREAMED, streamed, survey
 from streambp.planner.work import Work, aten, pairs
 from streambp.rates import DEVICES, Rates, rates_of, read_rates, write_rates
-from tests.planner.laws import law, made_work
+from tests.planner.laws import made_work
 from tests.planner.test_estimates import QWEN3_8B, SMALL, made_up
 
 GIB = 2**30
@@ -211,10 +211,10 @@ def test_what_kernels_are_planned(monkeypatch):
 
 def test_blocks_of_a_chunk():
     """Chunks of 8,192 end at 8k, 16k, 24k and 32k: one block of 16k each for two of them, two for the others."""
-    assert features(32_768, 8192, 16_384) == (1, 32_768, 8192, 4, 4 * 32_768, 2**28, 2**30, 2, 2 * 8192)
-    assert features(65_536, 32_768, 16_384)[-2] == 2  # a prefix of 32k is two blocks beside the chunk's own
-    assert features(100, 0, 16_384)[3:5] == (0, 0)
-    many = features(2**22, 1024, 16_384)[-2]
+    assert features(32_768, 8192, 0.0, 16_384) == (1, 32_768, 8192, 4, 0, 4 * 32_768, 2**28, 2**30, 2, 2 * 8192)
+    assert features(65_536, 32_768, k_block=16_384).blocks == 2  # a prefix of 32k is two blocks beside the chunk's own
+    assert features(100, 0, k_block=16_384)[3:6] == (0, 0, 0)
+    many = features(2**22, 1024, k_block=16_384).blocks
     assert many == pytest.approx(sum(-(-(i + 1) * 1024 // 16_384) - 1 for i in range(4096)), rel=0.02)
 
 
@@ -229,10 +229,10 @@ def test_seconds_by_hand():
     assert seconds(method, 100, 10, rates(), Setting(gpus=2, ulysses=2)).total == 5.3 / 2
     assert throughput(found, 100, 2, Setting(gpus=4, ulysses=2)) == 400 / 5.3
     part = method.work[0]
-    copies = dataclasses.replace(part, laws=(*part.laws[:5], law(tokens=60), law(tokens=70)))
+    copies = dataclasses.replace(part, laws=(*part.laws[:5], Law(tokens=60), Law(tokens=70)))
     found = seconds(dataclasses.replace(method, work=(copies,)), 100, 10, rates())
     assert (found.total, found.waiting, found.phases) == (7, pytest.approx(1.7), {"backward": 7})
-    host = dataclasses.replace(part, laws=(*part.laws[:4], law(tokens=1), *part.laws[5:]))
+    host = dataclasses.replace(part, laws=(*part.laws[:4], Law(tokens=1), *part.laws[5:]))
     assert seconds(dataclasses.replace(method, work=(host,)), 100, 10, rates(dispatch=0.1)).total == 10
 
 

@@ -21,6 +21,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.model.split import BOTH
 from streambp.planner import Setting, plan
 from streambp.planner.exchanges import exchange_seconds, link_bytes
+from streambp.planner.laws import Law
 from streambp.planner.plan import Memory, plan_profile
 from streambp.planner.profile import CONTEXT_PARALLEL, ULYSSES, Heads, Method, Split, available, from_json, peak, to_json
 from streambp.planner.report import plan_table
@@ -123,7 +124,7 @@ def shared(by, layers, queries, keys=8):
     links = {"traded": 6 * q, "traded_keys": 3 * kv, "gathered": 3 * kv, "gathered_at_once": 2 * kv, "summed": 2 * kv}
     links = {name: size for name, size in links.items() if name.startswith("traded") == (by == ULYSSES)}
     split = Split(by, (Heads(queries, keys, 2560),), **links)
-    return Method("streambp", (), "none", False, True, (), (), 0.0, 0.0, (), 0.0, split)
+    return Method("streambp", (), "none", False, True, (), (), Law(), (), split)
 
 
 def test_the_table_of_the_docs_is_this_arithmetic():

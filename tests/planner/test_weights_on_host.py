@@ -19,6 +19,7 @@ from streambp.planner.count import StepCount
 from streambp.planner.doors import doors
 from streambp.planner.estimate import estimate
 from streambp.planner.host_weights import MOVED, fewest, first, with_copies
+from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile, with_weights_on_host
 from streambp.planner.profile import Group, Method, Phase, from_json, peak, static, to_json
 from streambp.planner.remedies import Training, remedies
@@ -41,8 +42,8 @@ SIZES = (SIZE,) * LAYERS
 def made():
     """Ten layers of a million bytes each, beside a million of embeddings and head; 8 bytes a token."""
     work = (*made_work(3, 0.5, "forward"), *made_work(9, 1.5))
-    born = Phase("backward 0", 200_000, 8, 5, gradients=100_000)
-    method = Method("streambp", (), "none", False, True, (born,), (born,), 0, 0, work)
+    born = Phase("backward 0", Law(200_000, 8, 5), 100_000)
+    method = Method("streambp", (), "none", False, True, (born,), (born,), Law(), work)
     group = Group("dense", 5_500_000, (LAYERS + 1) * SIZE, 50_000, 100_000)
     return dataclasses.replace(made_up(groups=(group,), methods=(method,)), frozen=SIZES)
 

@@ -73,16 +73,14 @@ function peak(profile, method, seq_len, chunk_size, setting) {
   const born = profile.groups.reduce((sum, group) => sum + group.trainable_bytes, 0);
   const part = setting.on_host ? setting.on_host.part : 0;
   const share = born && part < 1 ? kept.gradients / (born * (1 - part)) : 0;
-  const tokens = seq_len / ranks_of(setting), keys = keys_held(method.split, tokens, setting);
-  const chunk = method.chunked ? Math.min(chunk_size, tokens) : 0;
-  const chunks = chunk ? Math.ceil(tokens / chunk) : 0;
+  const tokens = seq_len / ranks_of(setting), chunk = method.chunked ? Math.min(chunk_size, tokens) : 0;
+  const step = features(tokens, chunk, keys_held(method.split, tokens, setting), 0);
   const present = setting.accumulate ? kept.gradients : 0;
   const parts = new Map();
   const all = setting.accumulate ? method.accumulating : method.first;
   for (const phase of all) {
-    const own = phase.constant + phase.per_token * tokens + phase.per_chunk_token * chunk + phase.per_chunk * chunks;
-    const value = own + phase.per_key * keys;
-    const gradients = present + share * gradients_here(phase, all, setting.on_host), activations = value - phase.gradients;
+    const gradients = present + share * gradients_here(phase, all, setting.on_host);
+    const activations = quantity(phase.law, step) - phase.gradients;
     const known = parts.get(phase.name);
     if (!known || gradients + activations > known.sum) {
       parts.set(phase.name, { gradients, activations, sum: gradients + activations });
@@ -96,29 +94,32 @@ function peak(profile, method, seq_len, chunk_size, setting) {
   return {
     total: phases[worst], phase: worst, weights: kept.weights, optimizer: kept.optimizer,
     gradients: parts.get(worst).gradients, activations: parts.get(worst).activations,
-    host: kept.host + method.host_constant + method.host_per_token * tokens + method.host_per_chunk * chunks, phases, parts,
+    host: quantity(method.host, step, kept.host), phases, parts,
   };
 }
 
 const LOOKED_AT = 2048, QUANTITIES = ["products", "forward", "backward", "moved", "dispatches", "out", "back"];
 
-function features(tokens, chunk, k_block) {
+/** `total` and what a law's coefficients give for a step's features. */
+const quantity = (law, step, total = 0) => law.reduce((sum, coefficient, place) => sum + coefficient * step[place], total);
+
+function features(tokens, chunk, keys, k_block) {
   const chunks = chunk ? Math.ceil(tokens / chunk) : 0;
   let blocks = 0;
-  for (let index = 0; index < Math.min(chunks, LOOKED_AT); index += 1) {
+  for (let index = 0; k_block && index < Math.min(chunks, LOOKED_AT); index += 1) {
     const start = index * chunk, stop = Math.min(tokens, (index + 1) * chunk);
     blocks += stop - start >= k_block ? Math.ceil(start / k_block) : Math.ceil(stop / k_block) - 1;
   }
-  if (chunks > LOOKED_AT) blocks = (chunks - 1) * (chunks * chunk / k_block / 2);
-  return [1, tokens, chunk, chunks, tokens * chunks, tokens * chunk, tokens * tokens, blocks, chunk * blocks];
+  if (k_block && chunks > LOOKED_AT) blocks = (chunks - 1) * (chunks * chunk / k_block / 2);
+  return [1, tokens, chunk, chunks, keys, tokens * chunks, tokens * chunk, tokens * tokens, blocks, chunk * blocks];
 }
 
 function work(method, seq_len, chunk_size, setting) {
   const ranks = ranks_of(setting);
   const chunk = method.chunked ? Math.min(method.split ? chunk_size : chunk_size * ranks, seq_len) : 0;
-  const given = method.work.length ? features(seq_len, chunk, method.work[0].k_block) : [];
+  const step = features(seq_len, chunk, 0, method.work.length ? method.work[0].k_block : 0);
   const found = new Map(method.work.map((part) => [part.name, Object.fromEntries(QUANTITIES.map((name, place) =>
-    [name, Math.max(0, part.laws[place].reduce((sum, coefficient, feature) => sum + coefficient * given[feature], 0))]))]));
+    [name, Math.max(0, quantity(part.laws[place], step))]))]));
   if (method.split) for (const part of found.values()) part.dispatches /= ranks;
   return found;
 }
@@ -201,7 +202,7 @@ function chunk_sizes(batch_size) {
 }
 
 function counts_chunks(method) {
-  return method.host_per_chunk > 0 || [...method.first, ...method.accumulating].some((phase) => phase.per_chunk > 0);
+  return [method.host, ...[...method.first, ...method.accumulating].map((phase) => phase.law)].some((law) => law[3] > 0);
 }
 
 function longest(profile, method, memory, setting, only) {
