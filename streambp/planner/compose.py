@@ -72,17 +72,6 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
     return counted, Totals(host, work, links)
 
 
-def growth(first: Sequence[Counted], second: Sequence[Counted]) -> list[Counted]:
-    """What a step that adds to gradients has more than a first one at the same point: those of the gradients that are
-    there already, the same at every point and for every streamed method.
-
-    Raises:
-        ValueError: they do not have the same phases.
-    """
-    pairs = zip(first, second, strict=True)
-    return [Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients) for one, two in pairs]
-
-
 def later(first: Sequence[Counted], more: Sequence[Counted]) -> list[Counted]:
     """A step that adds to gradients, from a first one and from what it has more.
 

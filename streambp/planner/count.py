@@ -291,12 +291,15 @@ class StepCount(LiveBytes):
 
     def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """Run an operation that is not known."""
-        if func is aten._local_scalar_dense.default and not has_data(args[0]):
-            return _scalar(args[0])
         device = kwargs.get("device") if func is aten._to_copy.default and args[0].device.type == "meta" else None
         to_data = device is not None and torch.device(device).type != "meta"  # a copy of values that do not exist
-        if to_data and args[0].dim() == 0:
-            return torch.tensor(_scalar(args[0]), dtype=kwargs.get("dtype") or args[0].dtype, device=device)
+        is_read = func is aten._local_scalar_dense.default and not has_data(args[0])
+        if is_read or (to_data and args[0].dim() == 0):
+            # Conditions hold. In the models' forwards they ask whether a mask keeps every token, whether a batch is not
+            # packed, whether an index lies in its range.
+            kind = kwargs.get("dtype") or args[0].dtype
+            value = True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return value if is_read else torch.tensor(value, dtype=kind, device=device)
         if func in LOOKED_AT and not has_data(args[0]) and (to_data or func is not aten._to_copy.default):
             found = self.routing.answer(func, args)
             if isinstance(found, Tensor):
@@ -349,11 +352,3 @@ def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[No
     finally:
         for count in counts:
             count._kernel_depth -= 1
-
-
-def _scalar(tensor: Tensor) -> bool | int | float:
-    """What a value that does not exist is taken for: conditions hold. In the models' forwards these ask whether a mask
-    keeps every token, whether a batch is not packed, whether an index lies in its range."""
-    if tensor.dtype == torch.bool:
-        return True
-    return 1.0 if tensor.is_floating_point() else 1

@@ -42,19 +42,17 @@ class OnHost:
         """Bytes of the device: without the weights, with the two layers that are there at a time."""
         return self.bytes - SLOTS * self.largest - self.decoded
 
-    def on_device(self, gradients: float, of_head: float) -> float:
-        """Of so many bytes of gradients that a phase of backward has found and made, those that are on the device; the
-        head's, `of_head`, came first, the layers' next, the embeddings' last."""
-        others = min(gradients, max(of_head, gradients - self.trained))
-        return others + min(gradients - others, SLOTS * self.largest)
-
 
 def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) -> list[float]:
     """Of the gradients that phases find and make, by their names and in order, the bytes that are on the device."""
     if on_host is None or not on_host.part:
         return [gradients for _, gradients in phases]
     of_head = next((gradients for name, gradients in phases if name == HEAD_BACKWARD), 0.0)
-    return [on_host.on_device(gradients, of_head) for _, gradients in phases]
+    here = []
+    for _, gradients in phases:  # the head's came first, the layers' next, the embeddings' last
+        others = min(gradients, max(of_head, gradients - on_host.trained))
+        here.append(others + min(gradients - others, SLOTS * on_host.largest))
+    return here
 
 
 def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:

@@ -2,7 +2,7 @@
 
 Features of T positions a row in N chunks of C (T, and no chunks, where the sequence is not cut):
 
-    1, T, C, N, T N, T C, T^2,    bytes of other ranks' keys by `profile.keys_held`,    and
+    1, T, C, N, T N, T C, T^2,    other ranks' keys as `profile.keys_held` has them,    and
     E    blocks of keys that chunks attend to beyond one, over all chunks
     C E  queries times such blocks
 
@@ -29,7 +29,7 @@ LOOKED_AT = 2048  # chunks; of more, the blocks are those of the average chunk
 
 
 class Features(NamedTuple):
-    """Of a step: 1, T, C, N, bytes of keys, T N, T C, T^2, E and C E."""
+    """Of a step: 1, T, C, N, keys, T N, T C, T^2, E and C E."""
 
     one: float = 0.0
     tokens: float = 0.0
@@ -90,7 +90,7 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
     """Of T = tokens in chunks of C = chunk; 0: the sequence is not cut.
 
     Args:
-        keys: bytes of other ranks' keys. k_block: keys in a block; 0: blocks are not asked for.
+        keys: other ranks'. k_block: keys in a block; 0: blocks are not asked for.
     """
     chunks = math.ceil(tokens / chunk) if chunk else 0
     blocks = 0.0

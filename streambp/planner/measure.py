@@ -65,17 +65,14 @@ def compare_step(
     patch(model, recipe.config)
     if target == "cpu":
         uncount_host(model)
-
-    def loss() -> Tensor:
-        value: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-        return value
-
+    given = {"input_ids": ids, "labels": ids, "use_cache": False}
     try:
-        loss().backward()  # what happens once in a layer's life (probes, traces) is over
+        model(**given).loss.backward()  # what happens once in a layer's life (probes, traces) is over
         model.zero_grad(set_to_none=True)
         if snapshot is not None:
             torch.cuda.memory._record_memory_history()
-        spans = run_step(model, layers, loss, LiveBytes() if target == "cpu" else AllocatedBytes(device))
+        count = LiveBytes() if target == "cpu" else AllocatedBytes(device)
+        spans = run_step(model, layers, lambda: model(**given).loss, count)
         if snapshot is not None:
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -249,22 +249,18 @@ def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memor
         hidden = hides_from(profile.method(choice.method), choice.chunk_size, rates, used)
         choice = dataclasses.replace(choice, hidden_from=hidden)
     levers = tuple(_levers(profile, best.seq_len, memory, setting))
-    times = tuple(timed(profile, m, length, memory, setting, rates) for m in methods) if length else ()
+    times, within = [], with_room(profile, memory, setting)
+    for method in methods if length else ():
+        one = choose(profile, [method], length, memory, within, rates)
+        size = one.chunk_size if one is not None else min(chunk_sizes(profile.batch_size)[-1], length)
+        spent = one.seconds if one is not None else seconds(method, length, size, rates, within)
+        total = one.peak.total if one is not None else peak(profile, method, length, size, within).total
+        speed = throughput(spent, length, profile.batch_size, within)
+        times.append(Timed(method.name, size if method.chunked else length, one is not None, total, spent.total, speed))
     usable = min(memory.usable, memory.gpu - LEFT)
     default = by_default(profile, length, usable, setting, rates) if length else None
-    found = (choice, best.binds, levers, table, times, rates, default, _safest(fitting))
+    found = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
     return Plan(profile, setting, memory, length, *found)
-
-
-def timed(profile: Profile, method: Method, seq_len: int, memory: Memory, setting: Setting, rates: Rates) -> Timed:
-    """A method at one length."""
-    setting = with_room(profile, memory, setting)
-    choice = choose(profile, [method], seq_len, memory, setting, rates)
-    size = choice.chunk_size if choice is not None else min(chunk_sizes(profile.batch_size)[-1], seq_len)
-    spent = choice.seconds if choice is not None else seconds(method, seq_len, size, rates, setting)
-    total = choice.peak.total if choice is not None else peak(profile, method, seq_len, size, setting).total
-    speed = throughput(spent, seq_len, profile.batch_size, setting)
-    return Timed(method.name, size if method.chunked else seq_len, choice is not None, total, spent.total, speed)
 
 
 def choose(

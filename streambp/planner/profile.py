@@ -6,9 +6,9 @@ every peak elsewhere (a web page, say). `peak` is that computation: for each pha
     static + one + tokens * T + chunk * C + chunks * N + keys * K + gradients * (share - 1)
 
 with the coefficients of its law (`laws.py`), and the largest wins. T and C are positions per row of the batch on one rank,
-N the number of chunks, K bytes of other ranks' keys, `gradients` what is in `.grad` when the phase begins, `share` the part
-of them that this rank keeps (DESIGN.md section 6). Lines are counted at lengths of tens of thousands of tokens; below that
-they are an upper bound: attention kernels' outputs stop growing at their block size.
+N the number of chunks, K other ranks' keys (`keys_held`), `gradients` what is in `.grad` when the phase begins, `share` the
+part of them that this rank keeps (DESIGN.md section 6). Lines are counted at lengths of tens of thousands of tokens; below
+that they are an upper bound: attention kernels' outputs stop growing at their block size.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -273,7 +274,7 @@ def rates_table(rates: Rates, file: Path) -> str:
     )
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """A bar on a terminal while something is counted or run; nothing elsewhere. Left as a context it wipes the bar."""
 
     def __init__(self, stream: TextIO, doing: str) -> None:
@@ -285,9 +286,6 @@ class Progress:
             full = round(BAR * done)
             self._stream.write(f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % {self._doing} {what}")
             self._stream.flush()
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:

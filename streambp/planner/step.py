@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from streambp.attention.carriers import attention_configs
 from streambp.known_names import IMPLEMENTATION
@@ -200,12 +200,3 @@ class CountedHead(torch.autograd.Function):
                 tile.mT @ rows
             del tile
         return d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype)
-
-
-def fused_head_loss(causal_lm: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The loss of `CountedHead` on the backbone's output for tokens ids [B, T], each counted as labelled."""
-    hidden = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, h]
-    head = causal_lm.get_output_embeddings()
-    rows = torch.arange(hidden.shape[0] * hidden.shape[1], device=hidden.device)  # [B T]
-    result: Tensor = CountedHead.apply(hidden.flatten(0, 1)[rows], head.weight)
-    return result

@@ -20,7 +20,7 @@ from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
-from streambp.planner.compose import Counted, Totals, fit, growth, later, unroll
+from streambp.planner.compose import Counted, Totals, fit, later, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
@@ -38,7 +38,7 @@ from streambp.planner.profile import (
 )
 from streambp.planner.skeleton import Reduced, Skeleton, parameters_of, reduce_layers
 from streambp.planner.splits import SplitCount, fewest_ranks, lines_of_keys, split_of, split_over
-from streambp.planner.step import Span, fused_attention, fused_head_loss, run_step
+from streambp.planner.step import CountedHead, Span, fused_attention, run_step
 from streambp.planner.tree import module_tree
 from streambp.planner.work import Work
 
@@ -272,9 +272,11 @@ class Counter:
 
         def loss() -> Tensor:
             if recipe.fused_head:
-                return fused_head_loss(skeleton.causal_lm, ids)
-            result: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-            return result
+                causal_lm = skeleton.causal_lm
+                hidden = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)  # [B T, h]
+                rows = torch.arange(hidden.shape[0], device=hidden.device)  # [B T], each counted as labelled
+                return CountedHead.apply(hidden[rows], causal_lm.get_output_embeddings().weight)
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
 
         model.zero_grad(set_to_none=True)
         shared: Any = contextlib.nullcontext()
@@ -344,7 +346,9 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
         first.append(phases)
         totals.append(total)
         if accumulating:
-            more = more or growth(phases, unroll(steps[1], counter.reduced)[0])
+            if not more:  # gradients that are there add the same at every point and in every streamed method
+                pairs = zip(phases, unroll(steps[1], counter.reduced)[0], strict=True)
+                more = [Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients) for one, two in pairs]
             again.append(later(phases, more))
     counter.growth = more if chunked else counter.growth
     split = None

@@ -58,14 +58,9 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
     spans: dict[nn.Module, tuple[int, int]] = {}
     handles: list[Any] = []
 
-    def before(module: nn.Module, args: Any) -> None:
-        spans[module] = (count.tracked, count.tracked)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        spans[module] = (spans[module][0], count.tracked)
-
     for module in skeleton.model.modules():
-        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        handles.append(module.register_forward_pre_hook(lambda one, _: spans.update({one: (count.tracked, count.tracked)})))
+        handles.append(module.register_forward_hook(lambda one, *_: spans.update({one: (spans[one][0], count.tracked)})))
     attention = fused_attention(skeleton.model) if skeleton.device == "cuda" else contextlib.nullcontext()
     try:
         with attention, skeleton.running():

@@ -9,7 +9,6 @@ rest of matrix products and attention is in their FLOPs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -55,27 +54,11 @@ def tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(a.shape) * b.shape[-1]
-
-
-def _addmm(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int:
-    return _mm(a, b)
-
-
-LINEAR_FLOPS: dict[Any, Callable[..., int]] = {
-    aten.mm.default: _mm,
-    aten.addmm.default: _addmm,
-    aten.addmm_.default: _addmm,
-    aten.mm.dtype: _mm,
-    aten.addmm.dtype_out: _addmm,
-    aten.bmm.default: _mm,
-    aten.baddbmm.default: _addmm,
-}
-if hasattr(aten, "_grouped_mm"):
-    LINEAR_FLOPS[aten._grouped_mm.default] = lambda a, b, *_, **__: (
-        2 * a.shape[-2] * a.shape[-1] * b.shape[-1]  # every row of a meets one matrix of b, or every column one group
-    )
+GROUPED = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None
+FACTORS = {  # the position of the first of two among the arguments
+    aten.mm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.dtype: 0, aten.addmm.dtype_out: 1,
+    aten.bmm.default: 0, aten.baddbmm.default: 1, GROUPED: 0,
+}  # fmt: skip
 ADDS_TO_A_SUM = frozenset({aten.addmm_.default, aten.addmm.dtype_out})
 
 FORWARDS = (
@@ -163,7 +146,7 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     written = sum(map(_size, tensors(result)))
     if func in ADDS_TO_A_SUM:
         return 2 * written
-    if func in LINEAR_FLOPS or func in ATTENTION or name in EMPTY:
+    if func in FACTORS or func in ATTENTION or name in EMPTY:
         return 0
     if name in ONLY_WRITTEN:
         return written
@@ -181,8 +164,11 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Of one operation that gave `result`."""
-    if func in LINEAR_FLOPS:
-        return Work(LINEAR_FLOPS[func](*args, **kwargs), moved=moved(func, args, kwargs, result), dispatches=1)
+    if func in FACTORS:
+        a, b = args[FACTORS[func] :][:2]
+        # Of groups, every row of a meets one matrix of b, or every column one group.
+        terms = math.prod(a.shape[-2:] if func is GROUPED else a.shape)
+        return Work(2 * terms * b.shape[-1], moved=moved(func, args, kwargs, result), dispatches=1)
     if func in ATTENTION:
         flops = attention_flops(func, args, kwargs)
         return Work(backward=flops, dispatches=1) if func in BACKWARDS else Work(forward=flops, dispatches=1)
