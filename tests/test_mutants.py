@@ -279,7 +279,7 @@ def without_packing(batch_size, length, padding, position_ids):
     return Spans.causal(batch_size, length)
 
 
-def exchange_in_other_order(self, parts, real=shards.Shards._exchange):
+def exchange_in_other_order(self, parts, real=shards.Shards.exchange):
     return real(self, parts.flip(0))
 
 
@@ -456,7 +456,7 @@ MUTANTS = {
         streamed_prefix,
     ),
     "exchange with the wrong ranks": (
-        shards.Shards, "_exchange", exchange_in_other_order, lambda: test_shards.check_exchange(2, 4),
+        shards.Shards, "exchange", exchange_in_other_order, lambda: test_shards.check_exchange(2, 4),
     ),
     "copies of a head without their sum": (
         shards.Shards, "tokens", first_copy_alone, lambda: test_shards.check_exchange(4, 2),

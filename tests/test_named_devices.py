@@ -32,6 +32,7 @@ PLACES = {
         device.py:allocator_count
         device.py:counted_bytes
         device.py:memory_limit
+        device.py:products_rounded_to
         device.py:tells_memory
         head/triton_fold.py:on_device
         head/triton_fold.py:serves

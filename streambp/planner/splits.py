@@ -173,7 +173,7 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
         (KVBuffer, "grow_accumulators", _keys_allocated()(KVBuffer.grow_accumulators)),
     ]
     if by == ULYSSES:
-        replaced += [(kind, "own_gradient", own_gradient), (kind, "_exchange", _exchange)]
+        replaced += [(kind, "own_gradient", own_gradient), (kind, "exchange", _exchange)]
     else:
         both = "in_order", "by_rank"
         replaced += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in both]

@@ -100,13 +100,13 @@ class Shards:
             x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
         if heads % self.size:
             raise heads_error(heads, self.size)
-        mine = self._exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))  # [P, B, H / P, T / P, D]
+        mine = self.exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))  # [P, B, H / P, T / P, D]
         return mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
         """[B, H / P, T, D] -> [B, heads, T / P, D]; repeated heads are summed, as their gradients must be."""
         batch, _, _, width = x.shape
-        mine = self._exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))  # [P, B, H / P, T / P, D]
+        mine = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))  # [P, B, H / P, T / P, D]
         x = mine.movedim(0, 1).reshape(batch, -1, self.length, width)
         if x.shape[1] == heads:
             return x
@@ -148,7 +148,7 @@ class Shards:
             positions: [1 or B, T] in this order. padding: [B, T], True for tokens.
         """
 
-    def _exchange(self, parts: Tensor) -> Tensor:
+    def exchange(self, parts: Tensor) -> Tensor:
         """Part i of [P, ...] goes to rank i; part i of the result came from there."""
         sent = parts.contiguous()
         received = torch.empty_like(sent)
