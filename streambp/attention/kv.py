@@ -6,6 +6,11 @@
 Attention asks both for the keys and values of its blocks, one block after the other, and adds to their gradients. Inside,
 tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
 
+[Note: one chunk] Where a chunk is the whole sequence, its own k and v are the buffers, if they lie as buffers do; and where
+one block is all of its attention, the gradients that the kernel gives are the accumulators, in the kernel's dtype. Nothing
+is copied, filled with zeros or added. A layer that writes to k or v after that would change what backward reads: their
+versions tell.
+
 [Note: tiles] Chunk i reads tiles 0 .. i, so tile j is read by all chunks but the first j: the first tiles are those that
 stay on the device. Blocks are visited in the order of their keys, so that a tile comes in once for each chunk: into the
 next tile's copies falls the work on this one. A tile of accumulators is written back after each visit; in a chunk's own
@@ -24,6 +29,7 @@ from torch import Tensor
 from streambp.attention.kernels import cut, narrowed, widened
 from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
+from streambp.errors import BackwardError
 from streambp.offload.stores import HostTensors
 
 WORKING = 4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
@@ -36,6 +42,7 @@ class KVBuffer:
 
     columns: D_v, where V is padded in its buffer; None: it is not. [Note: padded values]
     packed: the width that V is padded to when it is read next.
+    versions: of K and V, where they are the layer's own. [Note: one chunk]
     added: parts of the chunk at work that were added, dK and dV of each block. again: those that a second attempt has not
         come to yet. [Note: once for each chunk]
     """
@@ -46,6 +53,7 @@ class KVBuffer:
     dv: Tensor | None = None  # [B, T, H_kv, D_v]
     columns: int | None = None
     packed: int | None = None
+    versions: tuple[int, int] | None = None
     added: int = 0
     again: int = 0
     streams = False
@@ -58,6 +66,15 @@ class KVBuffer:
     def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
         """From K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all tokens, contiguous; width: that V is padded to."""
         return cls(k, v) if width is None else cls(k, widened(v, width), columns=v.shape[3])
+
+    @classmethod
+    def of_one_chunk(cls, k: Tensor, v: Tensor) -> KVBuffer | None:
+        """The layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all tokens; None if they lie otherwise, or in memory
+        that holds more. [Note: one chunk]"""
+        own = k.transpose(1, 2), v.transpose(1, 2)
+        if not all(x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes and not x.is_inference() for x in own):
+            return None
+        return cls(*own, versions=(k._version, v._version))
 
     def pack(self) -> None:
         """Keep V without the columns of zeros, until it is read again."""
@@ -95,11 +112,18 @@ class KVBuffer:
         own.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """The blocks with views of the buffers."""
+        """The blocks with views of the buffers.
+
+        Raises:
+            BackwardError: the layer has written to K or V since they were attended to. [Note: one chunk]
+        """
         if self.packed is not None:
             self._unpack()
-        if gradients:
-            self.dk, self.dv = self.grow_accumulators()
+        if gradients and self.versions not in (None, (self.k._version, self.v._version)):
+            raise BackwardError(
+                "A layer writes in place to keys or values that its attention has read, and backward would read others. "
+                "Let it write to a copy (torch.add instead of Tensor.add_)."
+            )
         found = []
         for block in blocks:
             here = block.b0, block.b1, block.k0, block.k1
@@ -108,11 +132,14 @@ class KVBuffer:
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the buffers."""
+        batch, length = self.k.shape[:2]
+        if self.dk is None and (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0) == (batch, length, length):
+            self.dk, self.dv = dk.transpose(1, 2), dv.transpose(1, 2)  # [Note: one chunk]
+            self.added += 2
+            return
         rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
-        assert self.dk is not None
-        assert self.dv is not None
-        self.add_once(self.dk[rows, keys], dk.transpose(1, 2))
-        self.add_once(self.dv[rows, keys], dv.transpose(1, 2))
+        for total, part in zip(self.grow_accumulators(), (dk, dv), strict=True):
+            self.add_once(total[rows, keys], part.transpose(1, 2))
 
     def add_once(self, total: Tensor, part: Tensor) -> None:
         """Add a part [...] to accumulators [...], unless an attempt before has done so: what counts is that it came to its

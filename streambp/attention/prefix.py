@@ -101,7 +101,12 @@ class Prefix:
             width = self._width(index)
             if index == len(self.sizes_seen):
                 self.sizes_seen.append(SiteSize.of(k, v, width))
-            resident = self.resident_tiles(backward)[index]
+            resident, alone = self.resident_tiles(backward)[index], None
+            if resident is None and width is None and k.shape[2] == self.length and not self.heads_first:
+                alone = KVBuffer.of_one_chunk(k, v)
+            if alone is not None:
+                self.sites.append(alone)
+                return
             if resident is None:
                 columns = None if width is None else v.shape[3]
                 self.sites.append(KVBuffer(self._buffer(k), self._buffer(v, width), columns=columns))
