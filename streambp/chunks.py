@@ -1,4 +1,4 @@
-"""How a sequence is cut into chunks. Integers only."""
+"""How a sequence is cut into chunks. Integers only, but for a chunk's part of a tensor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
+
+from torch import Tensor
 
 from streambp.errors import ConfigError
 
@@ -29,6 +31,11 @@ class Chunk:
     index: int
     start: int
     stop: int
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """These positions of x [..., T, ...], T at `dim`: a view, or x itself where they are all."""
+        count = self.stop - self.start
+        return x if x.shape[dim] == count else x.narrow(dim, self.start, count)
 
 
 Forks = tuple[tuple[int, int], ...]  # (start, origin), as of `ChunkPlan`

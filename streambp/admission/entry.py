@@ -115,7 +115,9 @@ def admit(
         return CallReport(because, rows=rows)
     call: LayerCall = strategy.make(site, arguments)
     call.look = look
-    call.parameters = Parameters(site.layer, call.device, site.of(slots_of))
+    trained = look.trained
+    found = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
+    call.parameters = site.of(found, ("parameters", call.device, trained)).renewed(look, trained)
     # A kind that was tried streams; a new one is tried first, on a few random tokens.
     kind = arguments.kind
     if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):

@@ -96,8 +96,7 @@ class KVBuffer:
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views: as tiles lie, which may be made of them in
         backward."""
-        here = slice(chunk.start, chunk.stop)
-        return self.k[:, here], narrowed(self.v[:, here], self.value_size)
+        return chunk.part(self.k, 1), narrowed(chunk.part(self.v, 1), self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as views."""
@@ -106,10 +105,8 @@ class KVBuffer:
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
-        start, length = chunk.start, chunk.stop - chunk.start
-        self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
-        own = self.v.narrow(1, start, length) if self.columns is None else self.part(chunk)[1]
-        own.copy_(v.transpose(1, 2))
+        for own, part in zip(self.part(chunk), (k, v), strict=True):
+            own.copy_(part.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """The blocks with views of the buffers.
@@ -157,9 +154,8 @@ class KVBuffer:
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Views [B, H_kv, C, D] of the accumulators, which stay."""
-        dk, dv = self.grow_accumulators()
-        here = 1, chunk.start, chunk.stop - chunk.start
-        return dk.narrow(*here).transpose(1, 2), dv.narrow(*here).transpose(1, 2)
+        dk, dv = (chunk.part(total, 1).transpose(1, 2) for total in self.grow_accumulators())
+        return dk, dv
 
 
 @dataclasses.dataclass

@@ -183,10 +183,14 @@ class Look:
     answers: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     @property
+    def trained(self) -> bytes:
+        """Which parameters want a gradient now; no look is needed to change that."""
+        return bytes(map(WANTS_GRADIENT, self.body.parameters))
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """What verdicts count for."""
-        trained = bytes(map(WANTS_GRADIENT, self.body.parameters))
-        return self.body.kind, self.hooks.kind, trained
+        return self.body.kind, self.hooks.kind, self.trained
 
 
 @dataclasses.dataclass

@@ -36,7 +36,7 @@ class Differentiable:
 
     def leaf(self, chunk: Chunk, needs_grad: bool) -> Tensor:
         """The chunk's part [..., C, ...] of the tensor as a leaf, a view; all of it if it has no tokens."""
-        part = self.tensor if self.dim is None else self.tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
+        part = self.tensor if self.dim is None else chunk.part(self.tensor, self.dim)
         return part.detach().requires_grad_(needs_grad)
 
 
@@ -189,7 +189,7 @@ class Arguments:
             return tensor
         if tensor.shape[dim] != self.length:
             self._check_length(name, tensor)
-        cut = tensor.narrow(dim, chunk.start, chunk.stop - chunk.start)
+        cut = chunk.part(tensor, dim)
         # Later keys are picked where there were too few to pick from, and are masked: any key that is there will do.
         return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
 

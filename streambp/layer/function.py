@@ -80,7 +80,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             # What the chunk starts from: random state, input, states of the chunk before.
             if keep:
                 kept.snapshot()
-            hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
+            hidden_chunk = chunk.part(call.hidden_states, -2)
             original = hidden_chunk.clone() if keep and site.overwritten.inputs else hidden_chunk
             if carries:
                 states = carried.start(call.plan, chunk)
@@ -207,8 +207,8 @@ class StreamedLayer(torch.autograd.Function):
             grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
             needs_input, wanted = call.wanted
             sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)
-            inputs = InputGradients(call, wanted)
-            if needs_input:
+            inputs = InputGradients(call, wanted, needs_input)
+            if needs_input and not inputs.alone:
                 reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
                 inputs.hidden_states = grad if reuse else mark(call.attempt(lambda _: _gradient_buffer(call)))
             call.hidden_states = None  # type: ignore[assignment]

@@ -41,7 +41,7 @@ class OutputGradients:
             if grad is not None and tensor.requires_grad:
                 tensors.append(tensor)
                 dim = -2 if place is None else place.dim
-                gradients.append(grad.narrow(dim, chunk.start, chunk.stop - chunk.start))
+                gradients.append(chunk.part(grad, dim))
         return tensors, gradients
 
 
@@ -50,10 +50,12 @@ class InputGradients:
 
     hidden_states: the buffer [..., B, T, h], or None if no gradient is wanted. It may be the incoming gradient itself: a
         chunk's part is written after it was read. [Note: gradient reuse]
+    alone: one chunk gives all of it, which needs no buffer.
     """
 
-    def __init__(self, call: LayerCall, wanted: list[bool]) -> None:
+    def __init__(self, call: LayerCall, wanted: list[bool], needs_input: bool) -> None:
         self.hidden_states: Tensor | None = None
+        self.needs_input, self.alone = needs_input, call.gradients_of_a_parameter == 1
         self.wanted = wanted
         self._arguments = [d for d, needs in zip(call.arguments.differentiable, wanted, strict=True) if needs]
         self._buffers = [None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments]
@@ -64,9 +66,11 @@ class InputGradients:
 
         again: they come on top of those that were added before.
         """
-        if self.hidden_states is not None:
-            first, *gradients = gradients
-            part = self.hidden_states[..., chunk.start : chunk.stop, :]
+        first, *gradients = gradients if self.needs_input else (None, *gradients)
+        if self.needs_input and self.alone:
+            self.hidden_states = first
+        elif self.hidden_states is not None:
+            part = chunk.part(self.hidden_states, -2)
             if first is not None:
                 part.add_(first) if again else part.copy_(first)
             elif not again:
@@ -78,7 +82,7 @@ class InputGradients:
                 summed[index] = gradient
             elif gradient is not None:
                 assert argument.dim is not None
-                buffer.narrow(argument.dim, chunk.start, chunk.stop - chunk.start).add_(gradient)
+                chunk.part(buffer, argument.dim).add_(gradient)
         self._sums.add(summed)
 
     def result(self) -> list[Tensor | None]:

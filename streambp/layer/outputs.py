@@ -115,7 +115,7 @@ class Whole:
         if part.shape[-1] > whole.shape[-1] and not part.is_floating_point():
             # Keys that each query picked; the first chunks have fewer and pick all, so the first key once more is the same.
             whole = self.tensors[place] = torch.nn.functional.pad(whole, (0, part.shape[-1] - whole.shape[-1]))
-        whole.narrow(dim, chunk.start, chunk.stop - chunk.start).copy_(part)
+        chunk.part(whole, dim).copy_(part)
 
 
 def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ quantised ones carry attributes that a detached alias would lose.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from streambp.accumulate import add_product
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.fingerprint.looks import VERSION
+from streambp.fingerprint.looks import VERSION, Look
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,12 @@ class Parameters:
 
     Args:
         slots: `slots_of` the module, if known.
+
+    look: what the module was made of; None: nobody has looked. trained: which of its parameters wanted a gradient then.
     """
+
+    look: Look | None = None
+    trained: bytes = b""
 
     def __init__(
         self, module: nn.Module, device: torch.device, slots: list[tuple[str, GradientSlot]] | None = None
@@ -81,6 +87,14 @@ class Parameters:
         self.groups = list(groups.values())
         self._module = module
 
+    def renewed(self, look: Look, trained: bytes) -> Parameters:
+        """The same parameters, for a call that begins now: as the slots hold them, with their versions."""
+        found = copy.copy(self)
+        held = found.current()
+        found._identities, found._versions = list(map(id, held)), list(map(VERSION, held))
+        found.look, found.trained = look, trained
+        return found
+
     def current(self) -> list[Tensor]:
         """What the slots hold now, one tensor [...] for each distinct parameter."""
         return [slots[0].module._parameters[slots[0].name] for slots in self.groups]  # type: ignore[misc]
@@ -90,13 +104,15 @@ class Parameters:
         another one; or if another wants a gradient, as of another adapter.
 
         Args:
-            slots: `slots_of` the module as it is now, if known.
+            slots: `slots_of` the module as it is now, if known; none where the parameters that want a gradient are
+                known to be those that wanted one.
         """
         held = self.current()
         if list(map(id, held)) != self._identities or list(map(VERSION, held)) != self._versions:
             self._refuse(held)
-        known = set(self._identities)
-        for _, slot in slots_of(self._module) if slots is None else slots:
+        slots = slots_of(self._module) if slots is None else slots
+        known = set(self._identities) if slots else ()
+        for _, slot in slots:
             now = slot.module._parameters[slot.name]
             if now is not None and now.requires_grad and id(now) not in known:
                 raise BackwardError(
@@ -228,4 +244,7 @@ class GradientSum:
         """
         self._casts.clear()
         sums = zip(self._sums, like, strict=True)
-        return [None if total is None else total.to(parameter.dtype) for total, parameter in sums]
+        return [
+            total if total is None or total.dtype == parameter.dtype else total.to(parameter.dtype)
+            for total, parameter in sums
+        ]

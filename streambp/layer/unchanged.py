@@ -47,7 +47,8 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
         )
     check_mode(call.layer, call.training)
     call.look = call.site.fingerprint.look(call.layer)
-    ctx.parameters.check_unchanged(call.site.of(slots_of))
+    same = call.look is ctx.parameters.look and call.look.trained == ctx.parameters.trained
+    ctx.parameters.check_unchanged([] if same else call.site.of(slots_of))
     refuse_written(call.arguments.seen)
     call.site.fingerprint.check(call.layer, call.seen, call.look)
     return call, ctx.parameters

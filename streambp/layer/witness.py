@@ -101,7 +101,8 @@ class Source:
 
 
 class Compared(NamedTuple):
-    """Combinations [n] of the rows of one tensor, in forward and in backward, and of what both contain unchanged.
+    """A combination [n] of the rows of one tensor, or a few of these [..., n], in forward and in backward, and of what both
+    contain unchanged.
 
     source: of which layer. It has no witness, which has these: a backward that breaks off must leave no cycle behind.
     """
@@ -143,35 +144,38 @@ class Witness:
         else:
             self._here = self._noted[place] = []
 
-    def see(self, name: str, x: Tensor, unchanged: Tensor | None = None) -> None:
-        """Note x [..., n] in forward, compare it in backward with what had this name then.
+    def see(self, name: str, x: Tensor, unchanged: Tensor | None = None, rows: slice | None = None) -> None:
+        """Note x [..., C, n] in forward, compare it in backward with what had this name then.
 
         Args:
-            unchanged: [..., n], which x contains; the norm of the rest sets the tolerance.
+            unchanged: [..., C, n], which x contains; the norm of the rest sets the tolerance.
+            rows: of x, to be compared as they are; None: all, in one combination.
         """
         if not self._again:
-            self._here.append((name, self.witnesses.combined(x)))
+            self._here.append((name, self._noting(x, rows)))
             return
         for place, (known, then) in enumerate(self._here):
             if known == name:
                 del self._here[place]
-                now = self.witnesses.combined(x)
+                now = self._noting(x, rows)
                 if then.shape == now.shape:
-                    base = None if unchanged is None else self.witnesses.combined(unchanged)
+                    base = None if unchanged is None else self._noting(unchanged, rows)
                     self._found.append(Compared(self.source, then, now, base))
                 return
+
+    def _noting(self, x: Tensor, rows: slice | None) -> Tensor:
+        if rows is None:
+            return self.witnesses.combined(x)
+        return (x.detach() if x.requires_grad else x)[..., rows, :].clone()
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
         """See what a chunk's x [..., B, C, h] became, [..., B, C, h].
 
         Where a product in it is left out, it is seen in the last chunk alone, in a few rows.
         """
-        if self.left_out:
-            if not self.last:
-                return
-            rows = rows_of(output.shape[-2])
-            x, output = x[..., rows, :] if self._again else x, output[..., rows, :]
-        self.see("output", output, x)
+        if self.left_out and not self.last:
+            return
+        self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def rows(self, x: Tensor) -> slice | None:
         """Of the input x [..., C, n] of a Linear that is left out: those for which it is computed all the same."""
@@ -199,7 +203,7 @@ class Witnesses:
 
     def combined(self, x: Tensor) -> Tensor:
         """One random combination of the rows of x [..., n]: [n], or folded to fewer numbers."""
-        x, device = x.detach(), x.device
+        x, device = x.detach() if x.requires_grad else x, x.device
         features = x.shape[-1]
         rows = x.numel() // max(1, features)
         weights = self._weights.get((rows, x.dtype, device))
@@ -275,7 +279,7 @@ def _changed(found: list[Compared]) -> list[Source]:
     """Those that differ."""
     groups: dict[tuple[Any, ...], list[Compared]] = {}
     for one in found:
-        key = one.now.device, one.now.dtype, one.now.shape[0], one.source.tolerance, one.unchanged is None
+        key = one.now.device, one.now.dtype, one.now.shape, one.source.tolerance, one.unchanged is None
         groups.setdefault(key, []).append(one)
     flags: dict[torch.device, list[Tensor]] = {}
     for (device, dtype, _, tolerance, _), group in groups.items():
@@ -290,11 +294,12 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
     wide = torch.promote_types(dtype, torch.float32)
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.enter_context(without_autocast(group[0].now.device.type))
-        then, now = (torch.stack(parts).to(wide) for parts in zip(*((one.then, one.now) for one in group), strict=True))
+        pairs = zip(*((one.then, one.now) for one in group), strict=True)
+        then, now = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
         added = size = now.norm(dim=1)
         same = [one.unchanged for one in group if one.unchanged is not None]  # all have some, or none has
         if same:
-            added = (now - torch.stack(same).to(wide)).norm(dim=1)
+            added = (now - torch.stack(same).flatten(1).to(wide)).norm(dim=1)
         off = (now - then).norm(dim=1)
         limit = tolerance * added + torch.finfo(dtype).eps * size
         return off > limit
