@@ -105,9 +105,10 @@ def admit(
     if site.warm is not None and not may_edit_gradients(site.layer):
         site.adopt(arguments.kind, look)
     # Reasons to run whole that need no trial, or that one has given.
+    findings = site.found(arguments.kind)
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
-        or site.verdicts.get(arguments.kind)
+        or findings.because
         or (_why_not_between_documents(site, arguments) if carries else None)
         or site.kind.attention.take_mask(site.layer, arguments.named, arguments.hidden_states, marked)
     )
@@ -119,8 +120,7 @@ def admit(
     found = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
     call.parameters = site.of(found, ("parameters", call.device, trained)).renewed(look, trained)
     # A kind that was tried streams; a new one is tried first, on a few random tokens.
-    kind = arguments.kind
-    if kind in site.verdicts and (kind, call.autocast) in site.looked_at and site.knows(kind, call.plan):
+    if findings.judged and call.autocast in findings.seen_writing and site.knows(findings, call.plan):
         return call
     failed, verdict = _tried(call)
     if not verdict.streams:

@@ -48,7 +48,8 @@ def why_not_at_length(call: LayerCall) -> str | None:
         )
     if tried < length:
         site.foreign_until = tried
-    site.tried.setdefault(call.arguments.kind, {ANY_SIZE: 0})[call.plan.size] = length
+    findings = site.found(call.arguments.kind)
+    findings.tried = {ANY_SIZE: 0, **(findings.tried or {}), call.plan.size: length}
     return None
 
 

@@ -169,7 +169,7 @@ def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor])
         return None
     own = OwnRun(call, x, upstream, shadows)
     call.site.foreign = own.foreign
-    call.site.tried[call.arguments.kind] = {ANY_SIZE: 0 if own.foreign else sys.maxsize}
+    call.site.found(call.arguments.kind).tried = {ANY_SIZE: 0 if own.foreign else sys.maxsize}
     return own
 
 

@@ -84,16 +84,16 @@ def can_stream(call: LayerCall) -> Verdict:
         KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
         StreamBPError: the attention that was asked for cannot do it.
     """
-    site, kind = call.site, call.arguments.kind
+    site, findings = call.site, call.site.found(call.arguments.kind)
     x = call.hidden_states.detach()
-    if kind in site.verdicts:  # what is known not to stream does not get here
-        return Verdict(True) if site.knows(call.arguments.kind, call.plan) else _judged_at_length(call)
+    if findings.judged:  # what is known not to stream does not get here
+        return Verdict(True) if site.knows(findings, call.plan) else _judged_at_length(call)
     if not has_data(x):
         if not site.kind.shows_without_data:
             return Verdict(False)
         because = _judged_without_data(call, x)
         if because is not None:
-            site.verdicts[kind] = because
+            findings.judge(because)
         return Verdict.of(because)
     if x.shape[-2] == 1:
         return Verdict(site.on_host)
@@ -104,7 +104,7 @@ def can_stream(call: LayerCall) -> Verdict:
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
     because, certain = _judged(call, x)
-    if because is not None or not certain or site.knows(call.arguments.kind, call.plan):
+    if because is not None or not certain or site.knows(site.found(call.arguments.kind), call.plan):
         return Verdict.of(because)
     return _judged_at_length(call)
 
@@ -120,12 +120,9 @@ def _judged(call: LayerCall, x: Tensor) -> tuple[str | None, bool]:
     if set_once:
         because, certain = f"its forward initialises itself at its first call ({', '.join(set_once)})", True
     call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
-    if kind in site.tried:
-        site.tried[call.arguments.kind] = site.tried.pop(kind)
-    if (kind, call.autocast) in site.looked_at:
-        site.looked_at[call.arguments.kind, call.autocast] = site.looked_at.pop((kind, call.autocast))
+    findings = site.findings[call.arguments.kind] = site.findings.pop(kind)
     if certain:
-        site.verdicts[call.arguments.kind] = because
+        findings.judge(because)
     return because, certain
 
 
@@ -139,7 +136,7 @@ def _judged_at_length(call: LayerCall) -> Verdict:
             if isinstance(error, StreamBPError) or is_out_of_memory(error) or failed_in_a_kernel(error, call.device):
                 raise
             because = _broken(error)
-    call.site.verdicts[call.arguments.kind] = because
+    call.site.found(call.arguments.kind).judge(because)
     return Verdict.of(because)
 
 

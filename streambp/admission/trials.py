@@ -59,7 +59,7 @@ def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input:
     """Which Linear products this layer's refill and recomputation can leave out."""
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
-    if call.arguments.kind in call.site.adopted:  # [Note: hooks after a warm-up]
+    if call.site.found(call.arguments.kind).adopted:  # [Note: hooks after a warm-up]
         return UnreadProducts(states=any(known.states for known in call.site.unread.values()))
     with nothing_compiled():
         return _find_unread(call, linears, needs_input)
@@ -72,8 +72,8 @@ def look_for_writes(call: LayerCall) -> Exception | None:
         What the layer raised, if it did: whether it can be cut is for `can_stream` to say.
     """
     site, x = call.site, call.hidden_states.detach()
-    key = (call.arguments.kind, call.autocast)
-    if key in site.looked_at or not has_data(x) or x.shape[-2] == 1:
+    findings = site.found(call.arguments.kind)
+    if call.autocast in findings.seen_writing or not has_data(x) or x.shape[-2] == 1:
         return None
     chunks = call.first_chunks(TOKENS)
     failed: Exception | None = None
@@ -97,7 +97,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
             continue
         site.turns = turned
         if x.shape[-2] > CHUNK:
-            site.looked_at[key] = True
+            findings.seen_writing |= {call.autocast}
         return None
     return failed
 

@@ -5,7 +5,7 @@ it is over and before its backward. A look costs a list of what is there, compar
 they differ is each thing named and described (`leaves.py`). Two prints come of it:
 
     exact   compared between a forward and its backward, which would recompute another layer: it raises and names the change
-    kind    decides which verdicts count (`LayerSite.verdicts`, `unread`): structure alone, not numbers, nor identities
+    kind    decides which verdicts count (`LayerSite.findings`, `unread`): structure alone, not numbers, nor identities
 
 What the layer's own forward changes (counters, what it leaves behind for later) belongs to neither: the look at its end
 finds it. A hook that has changed nothing that it was given may come and go. What the layer answers to questions about its

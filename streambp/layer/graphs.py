@@ -231,7 +231,7 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
         call.site.fingerprint.in_cycles = True  # torch's own garbage: to collect it in each step would take long
         return
     call.arguments.renamed(call.look.kind)  # forward may have taught what does not count
-    call.site.verdicts[call.arguments.kind] = KEEPS
+    call.site.found(call.arguments.kind).judge(KEEPS)
     raise BackwardError(
         f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and did not when it was "
         "tried (does it collect for another loss from a later step on?). This step's loss has no gradient through them. "

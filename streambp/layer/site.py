@@ -44,7 +44,7 @@ from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
 Key = TypeVar("Key")
-ANY_SIZE = 0  # of chunks, in `LayerSite.tried`
+ANY_SIZE = 0  # of chunks, in `Findings.tried`
 KINDS = 32  # of calls, for which what was found out about a layer is remembered
 
 
@@ -74,6 +74,27 @@ class Overwritten:
 
     def __or__(self, other: Overwritten) -> Overwritten:
         return Overwritten(self.products | other.products, self.attended or other.attended, self.inputs or other.inputs)
+
+
+@dataclasses.dataclass
+class Findings:
+    """What trials found out about calls of one kind.
+
+    judged: whether they stream is known. because: why they run whole; None: they stream.
+    seen_writing: under which settings of autocast it was looked for what the layer writes to.
+    tried: for each size of chunks, the tokens up to which these give what the whole sequence gives; None: nobody tried.
+    adopted: all of it is that of the same calls without some hooks. [Note: hooks after a warm-up]
+    """
+
+    judged: bool = False
+    because: str | None = None
+    seen_writing: frozenset[Autocast] = frozenset()
+    tried: dict[int, int] | None = None
+    adopted: bool = False
+
+    def judge(self, because: str | None) -> None:
+        """Remember why such calls run whole; None: they stream."""
+        self.judged, self.because = True, because
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,24 +159,23 @@ class LayerSite:
     Args:
         kind: what passes from chunk to chunk.
         last: what became of its last call.
-        verdicts: why calls run whole, or None, for each kind of call that was tried (`probe.py`).
+        findings: of each kind of call that was tried.
         fingerprint: what the layer is made of, which is part of the kind of call. [Note: fingerprint]
         kernels_told: documents that position_ids mark are told to its kernels, if these can be.
         offloader: where saved tensors go; None: they stay. chooser: decides what is saved; None: the config does.
         weights: where its weights live; None: on the device.
         index: the layer's place among those of its model.
         chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
-        overwritten: what its forward was seen to write to. looked_at: the kinds of calls in which that was looked for.
+        overwritten: what its forward was seen to write to.
         turns: its trials may run at the highest positions of a call. [Note: writes through pointers]
         foreign: what is inside it and was written by others, by name. [Note: foreign insides]
-        tried: for each kind of call and size of chunks, the tokens up to which these give what the whole sequence gives.
         foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
         choices: what its chunks chose, or are to choose; None: they choose freely. [Note: choices]
         previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
         backward_begins: is told when the backward of one of its calls begins, and on which device. [Note: notes on a step]
         advised: an error of this step says already what to change where memory runs out.
         attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
-        warm: of a model that was warmed up. adopted: kinds of calls whose verdict is that of the same without some hooks.
+        warm: of a model that was warmed up.
         hooks_tried: the inner hooks that were there when the layer was tried. shown: of others' hooks, by name, the modules
             that they are on: these saw trials.
 
@@ -172,7 +192,7 @@ class LayerSite:
     config: StreamConfig
     kind: LayerKind = LayerKind()
     last: CallReport = CallReport()
-    verdicts: dict[frozenset[tuple[str, Any]], str | None] = dataclasses.field(default_factory=Recent)
+    findings: dict[frozenset[tuple[str, Any]], Findings] = dataclasses.field(default_factory=Recent)
     fingerprint: Fingerprint = dataclasses.field(default_factory=Fingerprint, repr=False, compare=False)
     kernels_told: bool = True
     offloader: OffloadManager | None = None
@@ -184,9 +204,7 @@ class LayerSite:
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=Recent)
     overwritten: Overwritten = Overwritten()
     turns: bool = True
-    looked_at: dict[tuple[Any, ...], bool] = dataclasses.field(default_factory=Recent)
     foreign: list[str] = dataclasses.field(default_factory=list)
-    tried: dict[frozenset[tuple[str, Any]], dict[int, int]] = dataclasses.field(default_factory=Recent)
     foreign_until: int | None = None
     choices: Choices | None = None
     previous: Callable[..., Any] | None = None
@@ -195,7 +213,6 @@ class LayerSite:
     attended: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
     warm: Warm | None = None
-    adopted: set[frozenset[tuple[str, Any]]] = dataclasses.field(default_factory=set)
     hooks_tried: set[HookKey] = dataclasses.field(default_factory=set)
     shown: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False, compare=False)
@@ -251,10 +268,17 @@ class LayerSite:
         and go at any time."""
         return {} if hooked_everywhere() else self.of(plain_linears)
 
-    def knows(self, kind: frozenset[tuple[str, Any]], plan: ChunkPlan) -> bool:
-        """Whether nothing inside the layer is foreign, or was tried with sequences about as long as a call's of this
-        kind. [Note: foreign insides]"""
-        tried = self.tried.get(kind)
+    def found(self, kind: frozenset[tuple[str, Any]]) -> Findings:
+        """What trials found, or find next, of such calls."""
+        findings = self.findings.get(kind)
+        if findings is None:
+            findings = self.findings[kind] = Findings()
+        return findings
+
+    def knows(self, findings: Findings, plan: ChunkPlan) -> bool:
+        """Whether nothing inside the layer is foreign, or was tried with sequences about as long as a call's of the kind
+        of which these are the findings. [Note: foreign insides]"""
+        tried = findings.tried
         if len(plan.ends) == 1 or (tried is None and not self.foreign):
             return True
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
@@ -280,22 +304,16 @@ class LayerSite:
         if self.warm is None or not look.hooks.places:
             return
         if not self.warm.on:
-            for taken in self.adopted:
-                self.verdicts.pop(taken, None)
-            self.adopted.clear()
-        elif kind not in self.verdicts:
+            for taken in [taken for taken, findings in self.findings.items() if findings.adopted]:
+                del self.findings[taken]
+        elif not self.found(kind).judged:
             now = dict(kind)["state"]  # of modules, of hooks, and what trains
-            for known in list(self.verdicts):
+            for known, findings in [pair for pair in self.findings.items() if pair[1].judged]:
                 before = dict(known)["state"]
                 same = known ^ kind == {("state", before), ("state", now)} and before[::2] == now[::2]
                 if same and set(before[1]) <= set(now[1]):
-                    # What others are taken from stays among the last entries.
-                    self.verdicts[known] = self.verdicts[kind] = self.verdicts[known]
-                    if known in self.tried:
-                        self.tried[known] = self.tried[kind] = self.tried[known]
-                    for made, autocast in [key for key in self.looked_at if key[0] == known]:
-                        self.looked_at[kind, autocast] = self.looked_at[made, autocast] = True
-                    self.adopted.add(kind)
+                    self.findings[known] = findings  # whose findings others take stays among the last entries
+                    self.findings[kind] = dataclasses.replace(findings, adopted=True)
                     return
 
     def refuse_untried(self, acted: AbstractSet[HookKey]) -> None:

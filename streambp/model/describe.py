@@ -180,7 +180,7 @@ def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
 
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     site = wrapper.site
-    tried = site.last.plan is not None or site.last.because or site.verdicts
+    tried = site.last.plan is not None or site.last.because or any(found.judged for found in site.findings.values())
     reason = _reason(site) if tried else "; ".join(filter(None, (NOT_TRIED, _reason(site))))
     return LayerDescription(name, type(wrapper.module).__name__, "checkpoints" if site.last.because else "streams", reason)
 

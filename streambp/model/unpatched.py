@@ -158,7 +158,8 @@ class UnpatchedRuns:
             return False
         if is_initialized() and find_split(config, True) is not None:
             return False
-        if not all(site.looked_at and is_plain(site) for site in self.steps.sites):
+        looked = all(any(found.seen_writing for found in site.findings.values()) for site in self.steps.sites)
+        if not looked or not all(map(is_plain, self.steps.sites)):
             return False
         size = self.chooser.size(batch_size, length, given.device) if self.chooser.sizes else self.config.chunk_size
         return len(plan_chunks(length, batch_size, size)) == 1
