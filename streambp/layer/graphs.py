@@ -36,6 +36,8 @@ from streambp.layer.side_effects import KEEPS
 from streambp.offload.costs import LayerSeen
 from streambp.recurrent.states import States
 
+LEAF_NODE = getattr(torch._C._functions, ACCUMULATE_GRAD)
+
 
 class Origin:
     """Where the graph of a run on trial starts.
@@ -194,7 +196,7 @@ def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) ->
     """A leaf [...] that the graph of these outputs ends at and that is not among those that are differentiated."""
     known = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
-        if type(node).__name__ == ACCUMULATE_GRAD and id(node.variable) not in known:
+        if type(node) is LEAF_NODE and id(node.variable) not in known:
             leaf: Tensor = node.variable
             return leaf
     return None

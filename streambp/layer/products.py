@@ -141,7 +141,8 @@ def summed(
         unread: the names of those that return NaN, as in `left_out`. witness: sees the inputs of these. [Note: witness]
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
-    for name, module in linears.items():
+    for name in unread.intersection(linears) if sums.alone else linears:
+        module = linears[name]
         add, cast = _adder(module, sums)
         if name in unread:
             sees = witness is not None and name in witness.left_out

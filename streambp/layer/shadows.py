@@ -170,12 +170,14 @@ class GradientSum:
     """Sums a parameter list's gradients over chunks in promote_types(dtype, float32) (DESIGN.md section 2).
 
     Args:
-        parts: how many gradients a parameter gets; a single one is handed on as it is.
+        parts: how many gradients a parameter gets.
+
+    alone: it is one, which is handed on as it is.
     """
 
     def __init__(self, count: int, parts: int) -> None:
         self._sums: list[Tensor | None] = [None] * count
-        self._single = parts == 1
+        self.alone = parts == 1
         self._places: dict[int, int] = {}
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # by id, dtype and whether with a graph
         self._done: dict[int, int] = {}  # by parameter, products of the chunk at work that were added
@@ -196,7 +198,7 @@ class GradientSum:
         """Adds a product [out, n] @ [n, in] to the gradient that a shadow stands for; None: it is not one, or a sum of one
         part would only be wider. [Note: sums inside products]"""
         index = self._places.get(id(weight))
-        if index is None or self._single:
+        if index is None or self.alone:
             return None
 
         def add(left: Tensor, right: Tensor) -> None:
@@ -226,7 +228,7 @@ class GradientSum:
             if gradient is None:
                 continue
             total = self._sums[index]
-            if self._single:
+            if self.alone:
                 self._sums[index] = gradient
             elif total is None:
                 self._sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
