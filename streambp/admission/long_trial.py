@@ -6,16 +6,18 @@ one chunk it holds for the whole sequence here. Where that does not fit, fewer t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, choices_once, chose_alike, coarsest
+from streambp.admission.rehearsal import rehearsed
 from streambp.attention.prefix import Prefix, Stage
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.layer.call import LayerCall
 from streambp.layer.site import ANY_SIZE
-from streambp.recurrent.states import States
 
 BLOCK = 64  # tokens that are judged together
 
@@ -57,32 +59,26 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
     """Whether the first chunks give what their tokens give at once, in every block of tokens of every row."""
     length = call.plan[chunks - 1].stop
     x = call.hidden_states.detach()[..., :length, :]
-    whole, _ = _outputs(call, x, Chunk(0, 0, length), _prefix(call), {})
-    prefix = _prefix(call)
-    states: States = {}
+    carried = call.carried.prefix
+
+    def given(parts: Sequence[Chunk]) -> Iterator[Tensor]:
+        prefix = Prefix(carried.layout, carried.length, carried.attention)
+        for _, output in rehearsed(call, x, parts, Stage.FORWARD, prefix):
+            assert output is not None
+            yield output.hidden_states
+
+    (whole,) = given([Chunk(0, 0, length)])
     differences, added, sizes = [], [], []  # of squares, [..., B, C] each
-    for chunk in (call.plan[index] for index in range(chunks)):
-        piece, states = _outputs(call, x[..., chunk.start : chunk.stop, :], chunk, prefix, states)
-        here = whole[..., chunk.start : chunk.stop, :]
+    parts = call.plan.chunks[:chunks]
+    for chunk, piece in zip(parts, given(parts), strict=True):
+        here = chunk.part(whole, -2)
         differences.append(_squares(here - piece))
-        added.append(_squares(here - x[..., chunk.start : chunk.stop, :]))
+        added.append(_squares(here - chunk.part(x, -2)))
         sizes.append(_squares(here))
     difference, addition, size = (_in_blocks(torch.cat(parts, -1)) for parts in (differences, added, sizes))
     dtype = coarsest(call, x)
     most = TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt() + 8 * torch.finfo(whole.dtype).eps * size.sqrt()
     return bool(((difference.sqrt() <= most) | ~size.isfinite()).all())
-
-
-def _prefix(call: LayerCall) -> Prefix:
-    carried = call.carried.prefix
-    return Prefix(carried.layout, carried.length, carried.attention)
-
-
-def _outputs(call: LayerCall, x: Tensor, chunk: Chunk, prefix: Prefix, states: States) -> tuple[Tensor, States]:
-    x = x.clone() if call.site.overwritten.inputs else x  # the batch's own. [Note: writes through pointers]
-    output, _ = call.compute(x, chunk, Stage.FORWARD, prefix, states=states)
-    assert output is not None
-    return output.hidden_states, output.states
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -31,11 +31,13 @@ from streambp.admission.rehearsal import (
     CHUNK,
     Restored,
     as_trained,
+    causal_prefix,
     evaluated,
     may_have_graphs,
-    nothing_cached,
     nothing_masked,
     random_like,
+    rehearsed,
+    rehearsing,
 )
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
@@ -46,12 +48,10 @@ from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import Choices
 from streambp.layer.graphs import Origin, is_kept, nodes_behind
-from streambp.layer.outputs import ChunkOutput
-from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import KEEPS, buffers_of, copies, in_place_of_buffers, written_since
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one
-from streambp.recurrent.states import LEAST_TOKENS, States, leaves_of
+from streambp.recurrent.states import LEAST_TOKENS, leaves_of
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"
@@ -128,8 +128,7 @@ def _judged(call: LayerCall, x: Tensor) -> tuple[str | None, bool]:
 
 def _judged_at_length(call: LayerCall) -> Verdict:
     """Whether the call's own chunks give what its sequence gives at once. [Note: foreign insides]"""
-    random = RandomState.capture(call.device).replayed()
-    with call.streaming(), random, nothing_cached(), evaluated(call), torch.no_grad():
+    with rehearsing(call), evaluated(call), torch.no_grad():
         try:
             because = why_not_at_length(call)
         except Exception as error:
@@ -147,8 +146,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
         return CONVOLVES, True
     certain = hidden_states.shape[-2] > CHUNK
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
-    random = RandomState.capture(hidden_states.device).replayed()
-    with apart, call.streaming(), random, nothing_cached():
+    with apart, rehearsing(call):
         with torch.no_grad():
             x, upstream = random_like(hidden_states), random_like(hidden_states)
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
@@ -206,11 +204,11 @@ def _explained(
     call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], choices: Choices
 ) -> tuple[str | None, bool]:
     """`_why_unlike` of one whose runs differ, by more than rounding or because a router ties."""
-    whole = _run(call, x, upstream, x.shape[-2], None, small_ones(shadows))
+    whole = _run(call, x, upstream, judged=small_ones(shadows))
     because = _compare_with_unpatched(call, x, upstream, whole, shadows)
     if because is not None:
         return because, True
-    pieces = _run(call, x, upstream, cut, {})
+    pieces = _run(call, x, upstream, cut)
     dtype = coarsest(call, x)
     alike = all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False))
     if alike and chose_alike(choices, dtype):
@@ -225,7 +223,7 @@ def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list
         return None
     try:
         own = own_run(call, x, upstream, shadows)
-        pieces = [] if own is None else _run(call, x, upstream, cut, {}, small_ones(shadows))
+        pieces = [] if own is None else _run(call, x, upstream, cut, small_ones(shadows))
     except Exception as error:  # which of them, and why, `_why_unlike` finds out
         if is_out_of_memory(error):
             raise
@@ -240,7 +238,7 @@ def _compare_with_unpatched(
     if not call.packing.marks_documents:
         return why_unlike_unpatched(call, x, upstream, whole, shadows)
     with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
-        whole = _run(call, x, upstream, x.shape[-2], None, small_ones(shadows))
+        whole = _run(call, x, upstream, judged=small_ones(shadows))
         return why_unlike_unpatched(call, x, upstream, whole, shadows)
 
 
@@ -284,12 +282,12 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
 
 def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tuple[Tensor, Tensor]:
     """A leaf of the values x [..., B, TOKENS, h], and what the layer gives for it with a graph that starts at `origin`."""
-    prefix = Prefix(layout, x.shape[-2], "math")
+    length = x.shape[-2]
+    prefix = Prefix(layout, length, "math")
     prefix.overwritten = True  # whether the layer writes to its attention's output is not known yet
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
-        x = origin.of(leaf)
-        output, _ = call.compute(x, Chunk(0, 0, x.shape[-2]), Stage.RECOMPUTE, prefix, states={})
+        ((_, output),) = rehearsed(call, origin.of(leaf), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix)
     assert output is not None
     return leaf, output.hidden_states
 
@@ -309,23 +307,15 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
         if x.is_inference():  # a graph may not save what was made there
             x, named = x.clone(), rebuilt({**call.arguments.named, **named}, Tensor.clone)
         with call.arguments.replaced(named):
-            states = leaves_of(_first_and_second(call, x, size).states)
-            read = _leaves_behind(_first_and_second(call, x, size, states).hidden_states)
+            chunks, prefix = ChunkPlan(2 * size, size), causal_prefix(call, 2 * size)
+            _, (states, output) = rehearsed(call, x, chunks, Stage.RECOMPUTE, prefix, leaves_of)
+    assert output is not None
+    assert states is not None
+    read = {id(getattr(node, "variable", None)) for node in nodes_behind([output.hidden_states])}
     kinds = sorted({key.kind for key, state in states.items() if state.requires_grad and id(state) not in read})
     if not kinds:
         return None
     return f"it mixes tokens outside of its attention, and goes on from its {' and '.join(kinds)} state with one token only"
-
-
-def _first_and_second(call: LayerCall, x: Tensor, size: int, states: States | None = None) -> ChunkOutput:
-    """What a first chunk gives, or, if its states are given, a second one that starts from these."""
-    prefix = Prefix(Spans.causal(x.shape[-3], 2 * size), 2 * size, call.carried.prefix.attention)
-    output, _ = call.compute(x[..., :size, :], Chunk(0, 0, size), Stage.RECOMPUTE, prefix, states={})
-    if states is not None:
-        second = x[..., size : 2 * size, :]
-        output, _ = call.compute(second, Chunk(1, size, 2 * size), Stage.RECOMPUTE, prefix, states=states)
-    assert output is not None
-    return output
 
 
 def _broken(error: Exception) -> str:
@@ -349,36 +339,28 @@ def _convolves(layer: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules())
 
 
-def _leaves_behind(output: Tensor) -> set[int]:
-    """The ids of the leaves that a tensor was computed from."""
-    return {id(getattr(node, "variable", None)) for node in nodes_behind([output])}
-
-
 def _run(
-    call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, states: States | None, judged: Sequence[Tensor] = ()
+    call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int | None = None, judged: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """The layer's output for x [..., B, TOKENS, h] and, where a graph is wanted, gradients for that upstream: of x, and of
     the judged parameters.
 
     Args:
-        states: {} to hand them from chunk to chunk, None for a layer that gets no cache.
+        chunk_size: in chunks that hand states on; None: at once, without a cache.
     """
     graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     stage = Stage.RECOMPUTE if graph else Stage.FORWARD
     x = x.detach().requires_grad_(graph)
     length = x.shape[-2]
-    prefix = Prefix(Spans.causal(x.shape[-3], length), length, call.carried.prefix.attention)
+    prefix = causal_prefix(call, length)
     prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
-    plan = ChunkPlan(length, chunk_size)
-    if states is not None and call.packing.barriers:
-        plan = plan.avoiding(call.packing.barriers)
-    parts = []
-    for chunk in plan if states is None else plan.with_least(LEAST_TOKENS):
-        output, _ = call.compute(x[..., chunk.start : chunk.stop, :], chunk, stage, prefix, states=states)
-        assert output is not None
-        parts.append(output.hidden_states)
-        states = None if states is None else output.states
-    whole = torch.cat(parts, -2)  # [..., B, TOKENS, h]
+    if chunk_size is None:
+        outputs = rehearsed(call, x, [Chunk(0, 0, length)], stage, prefix, lambda _: None)
+    else:
+        plan = ChunkPlan(length, chunk_size)
+        plan = plan.avoiding(call.packing.barriers) if call.packing.barriers else plan
+        outputs = rehearsed(call, x, plan.with_least(LEAST_TOKENS), stage, prefix)
+    whole = torch.cat([output.hidden_states for _, output in outputs if output is not None], -2)  # [..., B, TOKENS, h]
     if not whole.requires_grad:
         return [whole.detach()]
     # One graph over all chunks is differentiated last to first, too: the engine takes the newest nodes first.

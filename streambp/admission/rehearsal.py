@@ -1,4 +1,4 @@
-"""What a layer is run on when it is tried: a few random tokens, and weights as training might make them.
+"""How a layer is run when it is tried: chunk by chunk, on a few random tokens, with weights as training might make them.
 
 Hidden states are random, because padding looks alike at every position, and nothing is masked: what is
 judged is the layer, not the batch. Weights that are zero have other values, since gates start at values for which they do
@@ -8,22 +8,65 @@ nothing. Dropout is off where two runs are compared, since it draws other number
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from streambp.attention.own import OwnMask
+from streambp.attention.prefix import Prefix, Stage
+from streambp.attention.spans import Spans
+from streambp.chunks import Chunk
 from streambp.known_names import MODULE_HOOKS, PICKED
 from streambp.layer.call import LayerCall
+from streambp.layer.outputs import ChunkOutput
 from streambp.layer.products import PLAIN
+from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters, slots_of
+from streambp.recurrent.states import States
 
 TOKENS = 12
 CHUNK = 5
 LARGE = 2**24  # elements of a matrix that the device may well hold thrice
 SAMPLES = 64  # positions that show how large hidden states are
+
+
+def rehearsed(
+    call: LayerCall,
+    x: Tensor,
+    chunks: Iterable[Chunk],
+    stage: Stage,
+    prefix: Prefix,
+    start: Callable[[States], States | None] = lambda ended: ended,
+) -> Iterator[tuple[States | None, ChunkOutput | None]]:
+    """The layer's own forward on trial over chunks of x [..., B, t, h], one after the other.
+
+    Args:
+        prefix: what attention reads, and where it leaves keys and values.
+        start: the states that a chunk starts from, by those that the one before it ended with; None: it gets no cache.
+
+    Yields:
+        What each chunk started from and what it gave, None in a refill.
+    """
+    ended: States = {}
+    for chunk in chunks:
+        started = start(ended)
+        output, _ = call.compute(chunk.part(x, -2), chunk, stage, prefix, states=started)
+        yield started, output
+        ended = {} if output is None else output.states
+
+
+def causal_prefix(call: LayerCall, length: int) -> Prefix:
+    """A prefix of so many tokens in each of the call's rows, whose queries read all before them."""
+    return Prefix(Spans.causal(call.rows, length), length, call.carried.prefix.attention)
+
+
+@contextlib.contextmanager
+def rehearsing(call: LayerCall) -> Iterator[None]:
+    """Within, the call streams, random numbers are drawn that are drawn again afterwards, and nothing is cached."""
+    with call.streaming(), RandomState.capture(call.device).replayed(), nothing_cached():
+        yield
 
 
 def random_like(hidden_states: Tensor) -> Tensor:

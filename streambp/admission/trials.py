@@ -33,14 +33,15 @@ from streambp.admission.rehearsal import (
     TOKENS,
     Restored,
     as_trained,
+    causal_prefix,
     nothing_cached,
     nothing_compiled,
     nothing_masked,
     random_like,
+    rehearsed,
 )
 from streambp.attention.kv import KVBuffer
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
-from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import has_data, is_out_of_memory
 from streambp.known_names import TOKEN_DIMS
@@ -208,7 +209,7 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
     autograd knows of."""
     linears = call.site.linears
     products: list[tuple[str, Tensor, Tensor]] = []
-    prefix = _prefix(call, chunks)
+    prefix = causal_prefix(call, chunks[-1].stop)
     states: States = {}
     attended = inputs = False
     for chunk in chunks:
@@ -227,13 +228,6 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
 
 def _changed(now: Tensor, before: Tensor) -> bool:
     return bool(((now != before) & ~(now.isnan() & before.isnan())).any())
-
-
-def _prefix(call: LayerCall, chunks: tuple[Chunk, ...], calls: int | None = None) -> Prefix:
-    rows, length = call.rows, chunks[-1].stop
-    prefix = Prefix(Spans.causal(rows, length), length, call.carried.prefix.attention)
-    prefix.calls = calls
-    return prefix
 
 
 @dataclasses.dataclass
@@ -260,31 +254,32 @@ class Trial:
 
     def recompute(self) -> Recomputed:
         """With a graph, as a recomputation does it."""
-        prefix = _prefix(self.call, self.chunks)
+        prefix = causal_prefix(self.call, self.chunks[-1].stop)
         leaf = self.x.detach().requires_grad_(self.needs_input)
-        found = Recomputed([], [], [leaf], [{}], False)
+        found = Recomputed([], [], [leaf], [], False)
+
+        def start(ended: States) -> States:
+            found.goes_on = any(state.requires_grad for state in ended.values())
+            found.starts.append(leaves_of(ended) if found.goes_on else ended)
+            found.leaves += found.starts[-1].values()
+            return found.starts[-1]
+
         with torch.enable_grad(), self.random.replayed():
-            for chunk in self.chunks:
-                part = leaf[..., chunk.start : chunk.stop, :]
-                output, _ = self.call.compute(part, chunk, Stage.RECOMPUTE, prefix, states=found.starts[-1])
+            for _, output in rehearsed(self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start):
                 assert output is not None
-                ends = output.states
-                found.outputs += [output.hidden_states, *output.extras.values(), *ends.values()]
-                if not ends or chunk is self.chunks[-1]:
+                found.outputs += [output.hidden_states, *output.extras.values(), *output.states.values()]
+                if not output.states:
                     break
-                found.goes_on = any(state.requires_grad for state in ends.values())
-                found.starts.append(leaves_of(ends) if found.goes_on else ends)
-                found.leaves += found.starts[-1].values()
         found.kv += _keys_and_values(prefix)
         return found
 
     def refill(self, calls: int, starts: list[States], names: Labels) -> list[Tensor]:
         """K [B, t, H_kv, D] and V of so many attention calls, as a refill computes them that leaves those products out."""
-        prefix = _prefix(self.call, self.chunks, calls)
+        prefix, given = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
+        prefix.calls, chunks = calls, self.chunks[: len(starts)]
         with torch.no_grad(), self.random.replayed(), left_out(self.linears, names):
-            for chunk, states in zip(self.chunks, starts, strict=False):
-                part = self.x[..., chunk.start : chunk.stop, :]
-                self.call.compute(part, chunk, Stage.REFILL, prefix, states=states)
+            for _ in rehearsed(self.call, self.x, chunks, Stage.REFILL, prefix, lambda _: next(given)):
+                pass
         return _keys_and_values(prefix)
 
     def gradients(self, names: Labels) -> list[Tensor | None]:
