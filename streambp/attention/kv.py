@@ -96,7 +96,8 @@ class KVBuffer:
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views: as tiles lie, which may be made of them in
         backward."""
-        return chunk.part(self.k, 1), narrowed(chunk.part(self.v, 1), self.value_size)
+        here = slice(chunk.start, chunk.stop)
+        return self.k[:, here], narrowed(self.v[:, here], self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as views."""
@@ -105,8 +106,10 @@ class KVBuffer:
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
-        for own, part in zip(self.part(chunk), (k, v), strict=True):
-            own.copy_(part.transpose(1, 2))
+        start, length = chunk.start, chunk.stop - chunk.start
+        self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
+        own = self.v.narrow(1, start, length) if self.columns is None else self.part(chunk)[1]
+        own.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """The blocks with views of the buffers.
@@ -135,8 +138,9 @@ class KVBuffer:
             self.added += 2
             return
         rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
-        for total, part in zip(self.grow_accumulators(), (dk, dv), strict=True):
-            self.add_once(total[rows, keys], part.transpose(1, 2))
+        all_dk, all_dv = self.grow_accumulators()
+        self.add_once(all_dk[rows, keys], dk.transpose(1, 2))
+        self.add_once(all_dv[rows, keys], dv.transpose(1, 2))
 
     def add_once(self, total: Tensor, part: Tensor) -> None:
         """Add a part [...] to accumulators [...], unless an attempt before has done so: what counts is that it came to its
@@ -154,8 +158,11 @@ class KVBuffer:
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Views [B, H_kv, C, D] of the accumulators, which stay."""
-        dk, dv = (chunk.part(total, 1).transpose(1, 2) for total in self.grow_accumulators())
-        return dk, dv
+        dk, dv = self.grow_accumulators()
+        start, length = chunk.start, chunk.stop - chunk.start
+        if length < dk.shape[1]:
+            dk, dv = dk.narrow(1, start, length), dv.narrow(1, start, length)
+        return dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @dataclasses.dataclass

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from streambp.device import MEMORY_ERRORS, autocast_dtype, is_out_of_memory, products_rounded_to, without_autocast
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, products_rounded_to, without_autocast
 from streambp.errors import BackwardError
 from streambp.known_names import COMPUTE_DTYPE
 
@@ -210,7 +210,7 @@ class Witnesses:
         if weights is None:
             weights = self._first(rows, x)
         columns = x.reshape(rows, features).t()  # [n, rows]
-        if autocast_dtype(device.type) is None:
+        if not torch._C._is_any_autocast_enabled():
             found = torch.mv(columns, weights)
         else:
             with without_autocast(device.type):
