@@ -7,11 +7,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from streambp.errors import ConfigError
+
+if TYPE_CHECKING:  # the command line reads settings without torch
+    from torch import Tensor
 
 MIN_CHUNKS, NEAR = 4, 64  # of a verified step; how far from the ideal size another one is looked for
 AUTO_CHUNKS = 8

@@ -288,15 +288,18 @@ class LayerSite:
         values to compare."""
         if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None
-        kind = x.device.type
-        key = "witness", x.dtype, kind, autocast.states if autocast.on else (), products_rounded_to(kind)
-        return Witness(self.witnesses, self.of(functools.partial(self._source, x, autocast), key))
+        return Witness(self.witnesses, functools.partial(self._compared, x.dtype, x.device.type, autocast))
 
-    def _source(self, x: Tensor, autocast: Autocast, _: nn.Module) -> Source:
-        dtype = coarsest_of((x.dtype, *self.of(dtypes_of), *autocast.dtypes), x.device.type)
-        exact = dtype in TOLERANCE or (x.device.type == "cpu" and not self.of(has_compiled_parts))
-        tolerance = tolerance_of(dtype, not exact and self.of(chooses))
-        return Source(self.index, functools.partial(gives_otherwise, self.layer, autocast.on), tolerance)
+    def _compared(self, dtype: torch.dtype, device: str, autocast: Autocast) -> Source:
+        """The layer, to be compared over tokens of that dtype."""
+
+        def source(_: nn.Module) -> Source:
+            coarsest = coarsest_of((dtype, *self.of(dtypes_of), *autocast.dtypes), device)
+            exact = coarsest in TOLERANCE or (device == "cpu" and not self.of(has_compiled_parts))
+            tolerance = tolerance_of(coarsest, not exact and self.of(chooses))
+            return Source(self.index, functools.partial(gives_otherwise, self.layer, autocast.on), tolerance)
+
+        return self.of(source, ("compared", dtype, device, autocast.states, products_rounded_to(device)))
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
         """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed

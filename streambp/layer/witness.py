@@ -122,13 +122,13 @@ class Witness:
     """What one call of a layer gave in forward, to be compared in backward. [Note: witness]
 
     Args:
-        witnesses: the model's. source: the layer.
+        witnesses: the model's. source: gives the layer, where something is to be compared.
 
     left_out: names of the Linears whose products backward leaves out.
     """
 
-    def __init__(self, witnesses: Witnesses, source: Source) -> None:
-        self.witnesses, self.source = witnesses, source
+    def __init__(self, witnesses: Witnesses, source: Callable[[], Source]) -> None:
+        self.witnesses, self._source = witnesses, source
         self.left_out: frozenset[str] = frozenset()
         self.last = False  # the chunk at work is the last of the sequence
         self._noted: dict[Any, list[tuple[str, Tensor]]] = {}
@@ -151,22 +151,21 @@ class Witness:
             unchanged: [..., C, n], which x contains; the norm of the rest sets the tolerance.
             rows: of x, to be compared as they are; None: all, in one combination.
         """
+        x = x.detach() if x.requires_grad else x
         if not self._again:
-            self._here.append((name, self._noting(x, rows)))
+            self._here.append((name, self.witnesses.combined(x) if rows is None else x[..., rows, :].clone()))
             return
         for place, (known, then) in enumerate(self._here):
             if known == name:
                 del self._here[place]
-                now = self._noting(x, rows)
-                if then.shape == now.shape:
-                    base = None if unchanged is None else self._noting(unchanged, rows)
-                    self._found.append(Compared(self.source, then, now, base))
+                now = self.witnesses.combined(x) if rows is None else x[..., rows, :]
+                if then.shape != now.shape or (now.is_cpu and torch.equal(then, now)):  # nobody waits for a CPU
+                    return
+                base = unchanged
+                if base is not None:
+                    base = self.witnesses.combined(base.detach()) if rows is None else base.detach()[..., rows, :].clone()
+                self._found.append(Compared(self._source(), then, now if rows is None else now.clone(), base))
                 return
-
-    def _noting(self, x: Tensor, rows: slice | None) -> Tensor:
-        if rows is None:
-            return self.witnesses.combined(x)
-        return (x.detach() if x.requires_grad else x)[..., rows, :].clone()
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
         """See what a chunk's x [..., B, C, h] became, [..., B, C, h].
@@ -202,9 +201,8 @@ class Witnesses:
         return Witnesses, ()
 
     def combined(self, x: Tensor) -> Tensor:
-        """One random combination of the rows of x [..., n]: [n], or folded to fewer numbers."""
-        x, device = x.detach() if x.requires_grad else x, x.device
-        features = x.shape[-1]
+        """One random combination of the rows of x [..., n], which has no graph: [n], or folded to fewer numbers."""
+        device, features = x.device, x.shape[-1]
         rows = x.numel() // max(1, features)
         weights = self._weights.get((rows, x.dtype, device))
         if weights is None:

@@ -245,8 +245,10 @@ VIEWS = ("detach", "view", "t", "slice", "select", "expand", "unsqueeze", "as_st
 
 @pytest.mark.parametrize(("saves", "most"), [((), 5), (("attn_out",), 5.5)])
 def test_launches_and_questions(saves, most, monkeypatch):
-    """Few operations for each layer and chunk beside those at the end of the whole backward, which asks once."""
+    """Few operations for each layer and chunk beside those at the end of the whole backward, which asks once: of a device,
+    or of a CPU that gave other bits."""
     asked, real = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch, "equal", lambda one, other: False)
     model = build("qwen3")
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves))
     batch = make_batch("plain", 8 * CHUNK)
@@ -267,6 +269,16 @@ def test_launches_and_questions(saves, most, monkeypatch):
     launches = sum(count for (_, name), count in seen.items() if name.split(".")[0] not in VIEWS)
     print(f"{launches / 2 / 8:.2f} launches for each layer and chunk")
     assert 2 <= launches / 2 / 8 <= most
+
+
+def test_a_cpu_that_gives_the_same_bits_is_asked_nothing_more(monkeypatch):
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=CHUNK, saves=()))
+    gradients(model, **make_batch("plain"))
+    monkeypatch.setattr(witness.Witnesses, "ask", lambda *_: pytest.fail("something differs"))
+    noted, real = [], witness.Witnesses.combined
+    monkeypatch.setattr(witness.Witnesses, "combined", lambda *args: noted.append(args) or real(*args))
+    gradients(model, **make_batch("plain"))
+    assert noted
 
 
 def test_a_backward_that_raises_leaves_nothing_behind():
@@ -290,8 +302,13 @@ def nobody_asks(patch):
 
 
 def last_row_alone(patch):
-    real = witness.Witness._noting
-    patch.setattr(witness.Witness, "_noting", lambda self, x, rows: real(self, x[..., -1:, :], rows and slice(None)))
+    real = witness.Witness.see
+
+    def see(self, name, x, unchanged=None, rows=None):
+        unchanged = None if unchanged is None else unchanged[..., -1:, :]
+        real(self, name, x[..., -1:, :], unchanged, None if rows is None else slice(None))
+
+    patch.setattr(witness.Witness, "see", see)
 
 
 def no_inputs_of_saved_products(patch):
