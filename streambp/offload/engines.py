@@ -29,13 +29,11 @@ one device has read or written may be written by another next.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +42,8 @@ from streambp.device import counted_bytes, forget_error, is_accelerator, memory_
 
 COMPUTE, OUT, BACK = "compute", "out", "back"
 HOST = "host"  # no queue: the calling thread, which may wait as queues do
+STALL = "stall_"  # before a queue's name: that compute waited for it
+SPENT = (OUT, BACK, STALL + OUT, STALL + BACK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,129 +55,67 @@ class DeviceMemory:
     limit: int
 
 
-class Engine(Protocol):
-    """What moves bytes between a device and the host."""
-
-    def beside(self, device: torch.device) -> Engine:
-        """An engine for another device that uses the same host memory. [Note: several devices]"""
-        ...
-
-    def host_buffer(self, size: int) -> Tensor:
-        """`size` bytes of host memory [size], uint8, pinned where that matters."""
-        ...
-
-    def like(self, host: Tensor) -> Tensor:
-        """A device tensor of the shape [...] and dtype of `host`, allocated for the compute queue."""
-        ...
-
-    def record(self, queue: str) -> Any:
-        """An event: everything that was put into the queue so far."""
-        ...
-
-    def wait(self, queue: str, event: Any) -> None:
-        """What is put into the queue from now on comes after the event; HOST: this returns after it."""
-        ...
-
-    def settle(self) -> None:
-        """Wait, on the calling thread, until all copies are done."""
-        ...
-
-    def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Put a copy from `source` to `target` [...], of one shape and dtype, into the queue OUT or BACK."""
-        ...
-
-    def compute_access(self, tensor: Tensor, write: bool) -> None:
-        """The compute queue has just written `tensor` [...], or reads or writes it next; for checkers."""
-        ...
-
-    def host_access(self, tensor: Tensor, write: bool) -> None:
-        """The calling thread reads or writes `tensor` [...] of host memory next; for checkers."""
-        ...
-
-    def stalls(self) -> dict[str, float]:
-        """Seconds that compute has waited for copies out and copies back."""
-        ...
-
-    def copying(self) -> dict[str, float]:
-        """Seconds that copies out and copies back took."""
-        ...
-
-    def clock(self) -> Any:
-        """Now, in the compute queue."""
-        ...
-
-    def seconds(self, start: Any, stop: Any) -> float:
-        """Between two readings of the clock."""
-        ...
-
-    def memory(self) -> DeviceMemory | None:
-        """Of the device; None where it is the host's, or not told."""
-        ...
-
-
-class SynchronousEngine:
-    """Copies at once, on the calling thread: for CPU models, where offloading frees nothing but can be tested.
-
-    `wait` and `settle` do nothing, since no copy is under way when they are called; `compute_access` checks nothing.
-    """
+class Engine:
+    """What moves bytes between a device and the host: here at once, on the calling thread, while nothing is under way."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._seconds = {OUT: 0.0, BACK: 0.0}
+        self._spent = dict.fromkeys(SPENT, 0.0)
 
     def beside(self, device: torch.device) -> Engine:
-        """Another of its kind; host memory needs nothing of its own."""
+        """An engine for another device that uses the same host memory. [Note: several devices]"""
         return SynchronousEngine(device)
 
     def host_buffer(self, size: int) -> Tensor:
-        """`size` bytes of plain memory [size], uint8, not pinned."""
+        """`size` bytes of host memory [size], uint8, pinned where that matters."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def like(self, host: Tensor) -> Tensor:
-        """An empty tensor like `host` [...], on this engine's device."""
+        """An empty device tensor of the shape [...] and dtype of `host`, allocated for the compute queue."""
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
-        """None: whatever came before is done."""
+        """An event: everything that was put into the queue so far; None: all of it is done."""
         return None
 
     def wait(self, queue: str, event: Any) -> None:
-        """Nothing: no copy is under way."""
+        """What is put into the queue from now on comes after the event; HOST: this returns after it."""
 
     def settle(self) -> None:
-        """Nothing: no copy is under way."""
+        """Wait, on the calling thread, until all copies are done."""
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """The copy to `target` [...] is done when this returns; its seconds are added up."""
+        """Put a copy from `source` to `target` [...], of one shape and dtype, into the queue OUT or BACK."""
         start = time.perf_counter()
         target.copy_(source)
-        self._seconds[queue] += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._spent[queue] += seconds
+        self._spent[STALL + queue] += seconds  # compute waits while a copy runs
 
-    def compute_access(self, tensor: Tensor, write: bool) -> None:
-        """Nothing is checked of `tensor` [...]."""
+    def access(self, queue: str, tensor: Tensor, write: bool) -> None:
+        """For checkers. COMPUTE: the queue has just written `tensor` [...], or reads or writes it next; HOST: the calling
+        thread reads or writes this `tensor` of host memory next."""
 
-    def host_access(self, tensor: Tensor, write: bool) -> None:
-        """Nothing is checked of `tensor` [...]."""
+    def spent(self) -> dict[str, float]:
+        """Seconds that copies out and copies back took, and that compute has waited for either. Waits for the device, so
+        call it outside of a step."""
+        return dict(self._spent)
 
-    def stalls(self) -> dict[str, float]:
-        """As `copying`: compute waits while a copy runs."""
-        return dict(self._seconds)
-
-    def copying(self) -> dict[str, float]:
-        """Seconds by the calling thread's clock."""
-        return dict(self._seconds)
-
-    def clock(self) -> Any:
-        """Seconds, as `time.perf_counter` counts them."""
+    def clock(self, queue: str = COMPUTE) -> Any:
+        """Now, in the queue."""
         return time.perf_counter()
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """The difference of the two readings."""
+        """Between two readings of the clock; waits until the device has passed `stop`."""
         return float(stop - start)
 
     def memory(self) -> DeviceMemory | None:
-        """None: the device's memory is the host's."""
+        """Of the device; None where it is the host's, or not told."""
         return None
+
+
+class SynchronousEngine(Engine):
+    """For CPU models, where offloading frees nothing but can be tested."""
 
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices, not for the current one alone
@@ -196,11 +134,11 @@ def pin(buffer: Tensor) -> int:
     return error
 
 
+@dataclasses.dataclass
 class PinnedMemory:
     """Host memory that accelerators copy from and to by themselves. pinned: all of it is; otherwise no more is tried."""
 
-    def __init__(self) -> None:
-        self.pinned = True
+    pinned: bool = True
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         """`size` bytes [size], uint8, for `device` and others; one warning the first time that they cannot be pinned."""
@@ -226,128 +164,81 @@ class PinnedMemory:
         return buffer
 
 
-@dataclasses.dataclass(frozen=True)
-class QueueMark:
-    """An event and the queue it was recorded in."""
-
-    queue: str
-    event: torch.Event
-
-
-class Stopwatch:
-    """Adds up what passes between two points of a stream, for each queue; what is done is added up as time goes by."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._seconds = {OUT: 0.0, BACK: 0.0}
-        self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
-
-    @contextlib.contextmanager
-    def timing(self, queue: str, stream: torch.Stream) -> Iterator[None]:
-        """Within, the time that passes in `stream` is counted for `queue`."""
-        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        before.record(stream)
-        yield
-        after.record(stream)
-        self._running.append((queue, before, after))
-        self.seconds()
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds for OUT and for BACK of what the device has finished; waits for nothing."""
-        while self._running and self._running[0][2].query():
-            queue, before, after = self._running.popleft()
-            self._seconds[queue] += before.elapsed_time(after) / 1e3
-        return dict(self._seconds)
-
-
-class AcceleratorEngine:
+class AcceleratorEngine(Engine):
     """Two side streams and events; the compute queue is whatever stream is current.
 
-    Where host memory cannot be pinned, copies are synchronous, and one warning says so. `compute_access` checks nothing.
+    An event is a queue's name and what was recorded in its stream. The stream waits for it, not the thread, but for HOST;
+    how long compute waits is counted. Where host memory cannot be pinned, copies are synchronous, and one warning says so.
     """
 
     def __init__(self, device: torch.device, host: PinnedMemory | None = None) -> None:
-        self.device = device
+        super().__init__(device)
         self.host = host or PinnedMemory()
         self._streams = {OUT: torch.Stream(device), BACK: torch.Stream(device)}
-        self._stalls, self._copies = Stopwatch(device), Stopwatch(device)
+        self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
 
     def _stream(self, queue: str) -> torch.Stream:
         return self._streams[queue] if queue in self._streams else torch.accelerator.current_stream(self.device)
 
     def beside(self, device: torch.device) -> Engine:
-        """Streams of its own, and the same `PinnedMemory`."""
         return AcceleratorEngine(device, self.host)
 
     def host_buffer(self, size: int) -> Tensor:
-        """`size` bytes [size], uint8, pinned unless that was refused once."""
         return self.host.buffer(size, self.device)
 
-    def like(self, host: Tensor) -> Tensor:
-        """An empty tensor like `host` [...], allocated while the compute queue's stream is current."""
-        return torch.empty_like(host, device=self.device)
-
     def record(self, queue: str) -> Any:
-        """A `QueueMark` in the queue's stream."""
         event = torch.Event(self.device)
         event.record(self._stream(queue))
-        return QueueMark(queue, event)
+        return queue, event
 
     def wait(self, queue: str, event: Any) -> None:
-        """The stream waits, not the thread, but for HOST; how long compute waits is counted. None: there is nothing to wait
-        for."""
         if event is None:
             return
+        origin, recorded = event
         if queue == HOST:
-            event.event.synchronize()
+            recorded.synchronize()
             return
         stream = self._stream(queue)
-        if queue != COMPUTE or event.event.query():
-            stream.wait_event(event.event)
+        if queue != COMPUTE or recorded.query():
+            stream.wait_event(recorded)
             return
-        with self._stalls.timing(event.queue, stream):
-            stream.wait_event(event.event)
+        before = self.clock()
+        stream.wait_event(recorded)
+        self._running.append((STALL + origin, before, self.clock()))
+        self._add_up()
 
     def settle(self) -> None:
-        """Waits for the streams of both directions, not for compute."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """The copy to `target` [...], asynchronous if host memory is pinned; timed in the queue's stream."""
-        stream = self._stream(queue)
-        with stream, self._copies.timing(queue, stream):
+        with self._streams[queue]:
+            before = self.clock(queue)
             target.copy_(source, non_blocking=self.host.pinned)
+            self._running.append((queue, before, self.clock(queue)))
+        self._add_up()
 
-    def compute_access(self, tensor: Tensor, write: bool) -> None:
-        """Nothing is checked of `tensor` [...]."""
+    def _add_up(self) -> None:
+        """Count the time between each pair of events that the device has passed; waits for nothing."""
+        while self._running and self._running[0][2].query():
+            name, before, after = self._running.popleft()
+            self._spent[name] += before.elapsed_time(after) / 1e3
 
-    def host_access(self, tensor: Tensor, write: bool) -> None:
-        """Nothing is checked of `tensor` [...]."""
-
-    def stalls(self) -> dict[str, float]:
-        """Waits for the device, so call it outside of a step."""
+    def spent(self) -> dict[str, float]:
         torch.accelerator.synchronize(self.device)
-        return self._stalls.seconds()
+        self._add_up()
+        return super().spent()
 
-    def copying(self) -> dict[str, float]:
-        """Waits for the device, as `stalls` does."""
-        torch.accelerator.synchronize(self.device)
-        return self._copies.seconds()
-
-    def clock(self) -> Any:
-        """An event in the compute queue's stream, with a time."""
+    def clock(self, queue: str = COMPUTE) -> Any:
         event = torch.Event(self.device, enable_timing=True)
-        event.record(self._stream(COMPUTE))
+        event.record(self._stream(queue))
         return event
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Waits until the device has passed `stop`."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
     def memory(self) -> DeviceMemory | None:
-        """As torch's allocator counts it, if it does; the limit is `memory_limit`."""
         if not tells_memory(self.device):
             return None
         allocated, peak = counted_bytes(self.device, "allocated"), counted_bytes(self.device, "peak")

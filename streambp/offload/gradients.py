@@ -68,7 +68,7 @@ class Arriving(torch.autograd.Function):
             engine.wait(HOST, event)  # 10
             for gradient in gradients:
                 if gradient is not None:
-                    engine.host_access(gradient, write=False)
+                    engine.access(HOST, gradient, write=False)
         return None, *gradients
 
 
@@ -126,7 +126,7 @@ class HostGradients:
             return list(gradients)
         buffer, there = self._free(layer.memory.numel()), dict[int, Tensor]()
         for _, gradient in going.values():
-            engine.compute_access(gradient, write=True)
+            engine.access(COMPUTE, gradient, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # 9
         for key, (piece, gradient) in going.items():
             engine.copy(OUT, piece.within(buffer.memory), gradient)
@@ -141,7 +141,7 @@ class HostGradients:
             engine, event, gradients = self._leaving
             engine.wait(COMPUTE, event)  # 11
             for gradient in gradients:
-                engine.compute_access(gradient, write=True)  # as whoever has the memory next may do
+                engine.access(COMPUTE, gradient, write=True)  # as whoever has the memory next may do
             self._leaving = None
 
     @torch.inference_mode(False)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from streambp.errors import HostMemoryError
 from streambp.offload.arena import Arena, as_tensor, host_limit, padded
-from streambp.offload.engines import BACK, OUT, Engine, make_engine
+from streambp.offload.engines import BACK, OUT, SPENT, STALL, Engine, make_engine
 from streambp.offload.stores import HostTensors, LayerTensors, MicroBatch
 from streambp.offload.transfers import Entry, Holding, Transfers
 
@@ -95,7 +95,7 @@ class OffloadManager:
 
     def sent(self) -> tuple[float, float]:
         """Bytes that have been moved to the host so far, and the seconds that took."""
-        return (0.0, 0.0) if self._transfers is None else (self._transfers.bytes[OUT], self._transfers.copying()[OUT])
+        return (0.0, 0.0) if self._transfers is None else (self._transfers.bytes[OUT], self._transfers.spent()[OUT])
 
     @property
     def host_room(self) -> float:
@@ -210,17 +210,16 @@ class OffloadManager:
 
     def stats(self) -> dict[str, float]:
         """Bytes moved, seconds that compute waited and GB/s in each direction; host memory; tensors that did not fit."""
-        zero = {OUT: 0.0, BACK: 0.0}
-        moved, stalls, seconds = zero, zero, zero
+        moved, spent = {OUT: 0.0, BACK: 0.0}, dict.fromkeys(SPENT, 0.0)
         if self._transfers is not None:
-            moved, stalls, seconds = self._transfers.bytes, self._transfers.stalls(), self._transfers.copying()
+            moved, spent = self._transfers.bytes, self._transfers.spent()
         return {
             "bytes_out": moved[OUT],
             "bytes_back": moved[BACK],
-            "gb_per_s_out": moved[OUT] / seconds[OUT] / 1e9 if seconds[OUT] else 0.0,
-            "gb_per_s_back": moved[BACK] / seconds[BACK] / 1e9 if seconds[BACK] else 0.0,
-            "stall_out": stalls[OUT],
-            "stall_back": stalls[BACK],
+            "gb_per_s_out": moved[OUT] / spent[OUT] / 1e9 if spent[OUT] else 0.0,
+            "gb_per_s_back": moved[BACK] / spent[BACK] / 1e9 if spent[BACK] else 0.0,
+            "stall_out": spent[STALL + OUT],
+            "stall_back": spent[STALL + BACK],
             "host_bytes": self.host_bytes,
             "left": self.left,
         }

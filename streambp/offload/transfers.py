@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from streambp.offload.arena import Arena, BufferStack
-from streambp.offload.engines import BACK, COMPUTE, OUT, Engine
+from streambp.offload.engines import BACK, COMPUTE, OUT, SPENT, Engine
 
 GROUPS_IN_FLIGHT = 2  # chunks, or tiles, whose copies to the host may be under way before compute waits
 
@@ -106,13 +106,10 @@ class Transfers:
         for engine in self.engines.values():
             engine.settle()
 
-    def stalls(self) -> dict[str, float]:
-        """`Engine.stalls`, over all devices."""
-        return _sum(engine.stalls() for engine in self.engines.values())
-
-    def copying(self) -> dict[str, float]:
-        """`Engine.copying`, over all devices."""
-        return _sum(engine.copying() for engine in self.engines.values())
+    def spent(self) -> dict[str, float]:
+        """`Engine.spent`, over all devices."""
+        spent = [engine.spent() for engine in self.engines.values()]
+        return {name: sum(seconds[name] for seconds in spent) for name in SPENT}
 
     def begin(self, owner: object, chunk: int) -> None:
         """What is sent next belongs to this chunk of this owner; sources of groups long past are let go."""
@@ -134,7 +131,7 @@ class Transfers:
         part = tensor.untyped_storage().nbytes() > tensor.nbytes  # of something that need not live as long
         tensor = tensor.clone(memory_format=torch.contiguous_format) if part or foreign else tensor.contiguous()
         engine = entry.engine
-        engine.compute_access(tensor, write=True)
+        engine.access(COMPUTE, tensor, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1
         for event in host_is_free:
             engine.wait(OUT, event)  # 5
@@ -176,7 +173,7 @@ class Transfers:
         self.load(holding, entry)
         tensor, event = holding.arriving.pop(entry)
         entry.engine.wait(COMPUTE, event)  # 4
-        entry.engine.compute_access(tensor, write=False)
+        entry.engine.access(COMPUTE, tensor, write=False)
         return tensor
 
     def borrow(self, holding: Holding, entry: Entry) -> Tensor:
@@ -184,12 +181,5 @@ class Transfers:
         tensor = self.fetch(holding, entry)
         if tensor is entry.source:
             entry.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
-        entry.engine.compute_access(tensor, write=True)
+        entry.engine.access(COMPUTE, tensor, write=True)
         return tensor
-
-
-def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    total = {OUT: 0.0, BACK: 0.0}
-    for part in parts:
-        total = {queue: total[queue] + part[queue] for queue in total}
-    return total

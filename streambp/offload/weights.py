@@ -39,7 +39,7 @@ from torch.distributed import is_initialized
 
 from streambp.errors import UnsupportedModelError
 from streambp.offload.decoded import decoded_once, packed_linears
-from streambp.offload.engines import BACK, COMPUTE, Engine, make_engine
+from streambp.offload.engines import BACK, COMPUTE, STALL, Engine, make_engine
 from streambp.offload.gradients import Arrival, Arriving, HostGradients
 from streambp.offload.ranges import HostRanges, LayerRange
 
@@ -119,7 +119,7 @@ class HostWeights:
     @property
     def seconds_waited(self) -> float:
         """That compute has waited for weights; waits for the device."""
-        return 0.0 if self._engine is None else self._engine.stalls()[BACK]
+        return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
 
     def close(self) -> None:
         """Give the device's memory back; it is taken again when it is needed."""
@@ -178,7 +178,7 @@ class HostWeights:
         engine, weights, access = self._engine, self._current(index), (direction, index)
         slot = self._loaded(index, direction)
         engine.wait(COMPUTE, slot.filled)  # 8
-        engine.compute_access(slot.memory, write=False)
+        engine.access(COMPUTE, slot.memory, write=False)
         self._clock += 1
         slot.used, slot.inside = self._clock, True
         self._inside.add(index)
@@ -201,7 +201,7 @@ class HostWeights:
             for piece in weights.pieces:
                 piece.tensor.data = piece.home
             self._inside.discard(index)
-            engine.compute_access(slot.memory, write=False)
+            engine.access(COMPUTE, slot.memory, write=False)
             slot.left, slot.inside = engine.record(COMPUTE), False
 
     def _loaded(self, index: int, direction: str) -> Slot:

@@ -53,9 +53,9 @@ class Leaky(engines.AcceleratorEngine):
         else:
             super().wait(queue, event)
 
-    def copying(self):
+    def spent(self):
         """Of a link that has room for all: what offload="auto" saves does not depend on the host's other work."""
-        return {queue: 1e-9 * seconds for queue, seconds in super().copying().items()}
+        return {name: 1e-9 * seconds for name, seconds in super().spent().items()}
 
 
 def step(model, batch):

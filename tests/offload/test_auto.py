@@ -17,7 +17,7 @@ import streambp
 from streambp.model.record import offloaded
 from streambp.offload import manager_of
 from streambp.offload.costs import Cost, Known, LayerCost, LayerSeen, Measured, Product, attention_rate
-from streambp.offload.engines import OUT, DeviceMemory, SynchronousEngine
+from streambp.offload.engines import COMPUTE, OUT, DeviceMemory, SynchronousEngine
 from streambp.offload.policy import SavesPolicy
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, layer_bytes, model_with, prefix_bytes, step
@@ -124,10 +124,10 @@ class Injected(SynchronousEngine):
         super().copy(queue, target, source)
         self.moved += source.nbytes if queue == OUT else 0
 
-    def copying(self):
-        return {**super().copying(), OUT: self.moved / self.link}
+    def spent(self):
+        return {**super().spent(), OUT: self.moved / self.link}
 
-    def clock(self):
+    def clock(self, queue=COMPUTE):
         self.now += self.step
         self.step *= 1.1  # later chunks attend to more
         return self.now

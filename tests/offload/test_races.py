@@ -103,7 +103,7 @@ def test_a_missing_wait_is_a_race(name, gpu_memory):
 def test_a_tile_must_not_be_changed_while_it_is_copied_out(monkeypatch):
     def borrow(self, holding, entry):
         tensor = self.fetch(holding, entry)
-        entry.engine.compute_access(tensor, write=True)
+        entry.engine.access(engines.COMPUTE, tensor, write=True)
         return tensor
 
     monkeypatch.setattr(transfers.Transfers, "borrow", borrow)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import StreamBPError
-from streambp.offload.engines import BACK, COMPUTE, HOST, OUT, DeviceMemory
+from streambp.offload.engines import BACK, COMPUTE, HOST, OUT, Engine
 
 QUEUES = (COMPUTE, OUT, BACK, HOST)  # the last is the thread that puts work into the others
 Clock = dict[str, int]
@@ -55,7 +55,7 @@ class World:
         return [name for name in self.clocks if self.thread or not name.endswith(HOST)]
 
 
-class TraceEngine:
+class TraceEngine(Engine):
     """Copies at once, as on CPU, and raises RaceError where a GPU might have read or written too early.
 
     Args:
@@ -64,6 +64,7 @@ class TraceEngine:
     """
 
     def __init__(self, collect: bool = False, name: str = "", world: World | None = None) -> None:
+        super().__init__(torch.device("cpu"))
         self._name = name
         self._world = world or World(collect)
         self._queues = [name + queue for queue in QUEUES if queue != HOST]
@@ -114,27 +115,15 @@ class TraceEngine:
         self._access(queue, Place("host", 0, host.data_ptr()), self._world.users(), write=queue == OUT)
         target.copy_(source)
 
-    def compute_access(self, tensor: Tensor, write: bool) -> None:
-        self._access(COMPUTE, self._device(tensor), self._queues, write)
+    def access(self, queue: str, tensor: Tensor, write: bool) -> None:
+        if queue == COMPUTE:
+            self._access(COMPUTE, self._device(tensor), self._queues, write)
+        else:
+            self._world.thread = True
+            self._access(HOST, Place("host", 0, tensor.data_ptr()), self._world.users(), write)
 
-    def host_access(self, tensor: Tensor, write: bool) -> None:
-        self._world.thread = True
-        self._access(HOST, Place("host", 0, tensor.data_ptr()), self._world.users(), write)
-
-    def stalls(self) -> dict[str, float]:
-        return {OUT: 0.0, BACK: 0.0}
-
-    def copying(self) -> dict[str, float]:
-        return {OUT: 0.0, BACK: 0.0}
-
-    def clock(self) -> Any:
+    def clock(self, queue: str = COMPUTE) -> Any:
         return 0.0
-
-    def seconds(self, start: Any, stop: Any) -> float:
-        return float(stop - start)
-
-    def memory(self) -> DeviceMemory | None:
-        return None
 
     def _device(self, tensor: Tensor) -> Place:
         storage = tensor.untyped_storage()
