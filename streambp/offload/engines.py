@@ -167,8 +167,7 @@ class PinnedMemory:
 class AcceleratorEngine(Engine):
     """Two side streams and events; the compute queue is whatever stream is current.
 
-    An event is a queue's name and what was recorded in its stream. The stream waits for it, not the thread, but for HOST;
-    how long compute waits is counted. Where host memory cannot be pinned, copies are synchronous, and one warning says so.
+    Where host memory cannot be pinned, copies are synchronous, and one warning says so.
     """
 
     def __init__(self, device: torch.device, host: PinnedMemory | None = None) -> None:
@@ -181,17 +180,21 @@ class AcceleratorEngine(Engine):
         return self._streams[queue] if queue in self._streams else torch.accelerator.current_stream(self.device)
 
     def beside(self, device: torch.device) -> Engine:
+        """Streams of its own, and the same `PinnedMemory`."""
         return AcceleratorEngine(device, self.host)
 
     def host_buffer(self, size: int) -> Tensor:
+        """`size` bytes [size], uint8, pinned unless that was refused once."""
         return self.host.buffer(size, self.device)
 
     def record(self, queue: str) -> Any:
+        """The queue's name, and an event in its stream."""
         event = torch.Event(self.device)
         event.record(self._stream(queue))
         return queue, event
 
     def wait(self, queue: str, event: Any) -> None:
+        """The stream waits, not the thread, but for HOST; how long compute waits is counted."""
         if event is None:
             return
         origin, recorded = event
@@ -208,10 +211,12 @@ class AcceleratorEngine(Engine):
         self._add_up()
 
     def settle(self) -> None:
+        """Waits for the streams of both directions, not for compute."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
+        """The copy to `target` [...], asynchronous if host memory is pinned; timed in the queue's stream."""
         with self._streams[queue]:
             before = self.clock(queue)
             target.copy_(source, non_blocking=self.host.pinned)
@@ -225,20 +230,24 @@ class AcceleratorEngine(Engine):
             self._spent[name] += before.elapsed_time(after) / 1e3
 
     def spent(self) -> dict[str, float]:
+        """Of all that was put into the queues until now."""
         torch.accelerator.synchronize(self.device)
         self._add_up()
         return super().spent()
 
     def clock(self, queue: str = COMPUTE) -> Any:
+        """An event in the queue's stream, with a time."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(self._stream(queue))
         return event
 
     def seconds(self, start: Any, stop: Any) -> float:
+        """Waits until the device has passed `stop`."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
     def memory(self) -> DeviceMemory | None:
+        """As torch's allocator counts it, if it does; the limit is `memory_limit`."""
         if not tells_memory(self.device):
             return None
         allocated, peak = counted_bytes(self.device, "allocated"), counted_bytes(self.device, "peak")
