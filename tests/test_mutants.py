@@ -4,7 +4,7 @@ covers: admission/trials.py, attention/attend.py, attention/kernels.py, attentio
   attention/merge.py, attention/own.py, attention/prefix.py, attention/spans.py, chunks.py, head/blocks.py,
   head/log_probs.py, head/one_pass.py, head/recipe.py, layer/arguments.py, layer/call.py, layer/data_flow.py,
   layer/function.py, layer/gradients.py, layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py,
-  lazy/standin.py, losses/masked.py, model/causal_lm.py, offload/arena.py, offload/stores.py, planner/auto.py,
+  lazy/standin.py, losses/masked.py, model/causal_lm.py, offload/arena.py, offload/manager.py, planner/auto.py,
   planner/delta_rules.py, planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
 """
 
@@ -34,7 +34,7 @@ from streambp.layer import saved as kept
 from streambp.lazy import deferred
 from streambp.losses import masked
 from streambp.model import causal_lm
-from streambp.offload import arena, stores
+from streambp.offload import arena, manager
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import count, delta_rules, laws, profile
 from streambp.sharded import call as sharded_call
@@ -248,7 +248,7 @@ def from_the_start(self, block):
         yield index, slice(0, k1 - k0), slice(k0 - block.k0, k1 - block.k0)
 
 
-def put_once(self, name, chunk, tensor, real=stores.HostTensors.put):
+def put_once(self, name, chunk, tensor, real=manager.HostTensors.put):
     if not self.has(name, chunk):
         real(self, name, chunk, tensor)
 
@@ -449,10 +449,10 @@ MUTANTS = {
     ),
     "accumulators that stay behind": (keys.KVTiles, "_leave", leave_without_sums, streamed_prefix),
     "tiles read from their start": (keys.KVTiles, "_overlaps", from_the_start, streamed_prefix),
-    "a tile that comes back as it was first": (stores.HostTensors, "put", put_once, streamed_prefix),
+    "a tile that comes back as it was first": (manager.HostTensors, "put", put_once, streamed_prefix),
     "a tile of another chunk": (
-        stores.HostTensors, "peek",
-        lambda self, name, chunk, real=stores.HostTensors.peek: real(self, name, chunk - ((name, chunk) == ("k.0", 2))),
+        manager.HostTensors, "peek",
+        lambda self, name, chunk, real=manager.HostTensors.peek: real(self, name, chunk - ((name, chunk) == ("k.0", 2))),
         streamed_prefix,
     ),
     "exchange with the wrong ranks": (

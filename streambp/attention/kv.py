@@ -30,7 +30,7 @@ from streambp.attention.kernels import cut, narrowed, widened
 from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.errors import BackwardError
-from streambp.offload.stores import HostTensors
+from streambp.offload.manager import HostTensors
 
 WORKING = 4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
 Visit = Iterable[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and V of its rows and keys

@@ -27,7 +27,7 @@ from streambp.attention.picked import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, StreamBPError
-from streambp.offload.stores import HostTensors
+from streambp.offload.manager import HostTensors
 
 
 class Stage(enum.Enum):

@@ -22,8 +22,7 @@ from streambp.attention.carriers import Layout
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.offload.manager import OffloadManager
-from streambp.offload.stores import HostTensors
+from streambp.offload.manager import HostTensors, OffloadManager
 from streambp.recurrent.states import States
 
 

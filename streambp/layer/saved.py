@@ -32,8 +32,7 @@ from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
 from streambp.layer.store import InMemory, SavedTensors
 from streambp.offload.costs import Cost, LayerSeen, Product
-from streambp.offload.manager import OffloadManager
-from streambp.offload.stores import Access
+from streambp.offload.manager import Access, OffloadManager
 from streambp.recurrent.states import Key, States
 
 

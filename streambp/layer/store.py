@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from streambp.offload.stores import Access, LayerTensors
+from streambp.offload.manager import Access, LayerTensors
 
 
 class InMemory:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from streambp.errors import StreamBPError
@@ -65,10 +64,6 @@ class BufferStack:
             self._segment, self._top = self._segment + 1, 0
         return None
 
-    def reset(self) -> None:
-        """Take all ranges back; the memory stays with the stack."""
-        self.used = self._segment = self._top = 0
-
 
 class Arena:
     """Stacks within a budget. A stack that is given back is the next of its kind to be handed out.
@@ -97,7 +92,7 @@ class Arena:
 
     def give_back(self, stack: BufferStack) -> None:
         """Take a stack back: all its ranges are free, and its memory waits for the next of its kind."""
-        stack.reset()
+        stack.used = stack._segment = stack._top = 0
         self._free.append(stack)
 
     def grow(self, stack: BufferStack, size: int) -> bool:
@@ -132,15 +127,6 @@ class Arena:
             return None
 
 
-def as_tensor(host: Tensor, like: Tensor) -> Tensor:
-    """Host memory [size], uint8, seen as a tensor of the shape [...] and dtype of `like`, which is `size` bytes large."""
-    return (
-        host.view(like.dtype).view(like.shape)
-        if like.numel()
-        else torch.empty(like.shape, dtype=like.dtype, device=host.device)
-    )
-
-
 def local_ranks() -> int:
     """How many ranks share this machine's memory, as the launcher says."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
@@ -162,8 +148,30 @@ def host_limit(
     Raises:
         StreamBPError: less is available than wanted. The out-of-memory killer would give no exception.
     """
+    limits: list[float] = []
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    # This process's control groups and all above them, as a batch system's limit is not at the root. Of version 2 and of
+    # version 1, whose limit of a group without one is beyond any memory.
+    members = membership.read_text().splitlines() if membership.exists() else []
+    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in members if line.count(":") > 1)}
+    first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
+    for root, path, (most, current, cached) in (
+        (cgroup, own.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
+        (cgroup / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ):
+        deepest = root / path.lstrip("/")
+        for group in (deepest, *deepest.parents):
+            limit, used, stat = group / most, group / current, group / "memory.stat"
+            inside = group.is_relative_to(root) and limit.exists() and used.exists()
+            if inside and limit.read_text().strip() != "max":
+                counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+                # MemAvailable counts such cache as free as well: a checkpoint that was just read fills it.
+                limits.append(int(limit.read_text()) - int(used.read_text()) + int(counts.get(cached, 0)))
     ranks = local_ranks()
-    available = _available(meminfo, cgroup, membership) / ranks
+    available = min(limits, default=math.inf) / ranks
     if wanted is None:
         return max(0, int(0.9 * available) - set_aside) if available != math.inf else NO_LIMIT
     if wanted + set_aside > available:
@@ -174,32 +182,3 @@ def host_limit(
             f"{shared}{beside}. Lower host_memory, or free memory; leave it out to use nine tenths of what there is."
         )
     return wanted
-
-
-def _available(meminfo: Path, cgroup: Path, membership: Path) -> float:
-    limits: list[float] = []
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in lines:
-            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    for group, (most, current, cached) in _groups(cgroup, membership):
-        limit, used, stat = group / most, group / current, group / "memory.stat"
-        if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-            counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
-            # MemAvailable counts such cache as free as well: a checkpoint that was just read fills it.
-            limits.append(int(limit.read_text()) - int(used.read_text()) + int(counts.get(cached, 0)))
-    return min(limits, default=math.inf)
-
-
-def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """This process's control groups and all above them, as a batch system's limit is not at the root, with the names of
-    limit, use and cache there. Of version 2 and of version 1, whose limit of a group without one is beyond any memory."""
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") > 1)}
-    first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
-    for root, path, files in (
-        (cgroup, own.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
-        (cgroup / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-    ):
-        group = root / path.lstrip("/")
-        yield from ((place, files) for place in (group, *group.parents) if place.is_relative_to(root))

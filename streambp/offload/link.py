@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from streambp.offload.costs import LayerSeen, Measured, attention_rate
-from streambp.offload.engines import DeviceMemory, Engine
+from streambp.offload.engines import OUT, DeviceMemory, Engine
 from streambp.offload.manager import OffloadManager
 
 FREE_SHARE = 0.9  # of what a step left free on the device; the rest is for fragments
@@ -33,12 +34,13 @@ class LinkBudget:
 
     def begin(self, length: int) -> Measured | None:
         """A forward begins: what forwards like it were measured to have; None: it is to be measured."""
-        self._sent, self._memory = self.manager.sent(), {}
+        transfers = self.manager.transfers
+        self._sent, self._memory = (transfers.bytes[OUT], transfers.spent()[OUT]), {}
         return self.measured.get(length.bit_length())
 
     def watch(self, seen: LayerSeen) -> LayerSeen:
         """To be told what a layer's forward costs, with its times."""
-        seen.engine = self.manager.on(seen.device)
+        _, seen.engine = self.manager.start(seen.device)
         memory = None if seen.engine in self._memory else seen.engine.memory()
         if memory is not None:
             self._memory[seen.engine] = memory
@@ -52,12 +54,14 @@ class LinkBudget:
         """Of the forward before with these layers, if each layer's backward has run."""
         if not seen or not all(layer.engine is not None and layer.learnt() for layer in seen):
             return
-        moved, took = (now - before for now, before in zip(self.manager.sent(), self._sent, strict=True))
+        transfers, arena = self.manager.transfers, self.manager.arena
+        moved, took = transfers.bytes[OUT] - self._sent[0], transfers.spent()[OUT] - self._sent[1]
         warm = seen[1:] or seen  # the first layer's kernels may have been made while it ran
         seconds = sum(sum(layer.times()) for layer in warm) * len(seen) / len(warm)
         link, rate = moved / took if moved and took else 1.0, attention_rate(layer.paces() for layer in warm)
         tokens, length = seen[0].tokens, seen[0].length
-        self.measured[length.bit_length()] = Measured(tokens, length, seconds, link, rate, self.manager.host_room)
+        host_room = math.inf if arena is None else arena.limit
+        self.measured[length.bit_length()] = Measured(tokens, length, seconds, link, rate, host_room)
         # What a device has more than at first are the optimizer's states, born after the peak.
         pairs = [(before, engine.memory()) for engine, before in self._memory.items()]
         free = [now.limit - now.peak - max(0, now.allocated - one.allocated) for one, now in pairs if now is not None]

@@ -2,8 +2,8 @@
 
     OffloadManager        one for each patched model: the budgets, the arena, the copies
       MicroBatch          a forward that waits for its backward: one stack of host memory
-        LayerTensors      one layer's saved tensors, by name and chunk (`layer.store.SavedTensors`)
-      HostTensors         the tiles of the prefix of the layer at work: a stack of its own
+        LayerTensors      one layer's saved tensors, by name and chunk, read back in a known order
+      HostTensors         the tiles of the prefix of the layer at work, read and changed: a stack of its own
 
 Forward puts tensors in; the copy starts when their producer is done. Backward's order of access is known when a layer's
 forward ends, so each access starts the copy of the next one, across layers. The sources of the last two chunks stay on the
@@ -17,18 +17,19 @@ several devices share one budget, so that none of the devices holds more. With o
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streambp.errors import HostMemoryError
-from streambp.offload.arena import Arena, as_tensor, host_limit, padded
-from streambp.offload.engines import BACK, OUT, SPENT, STALL, Engine, make_engine
-from streambp.offload.stores import HostTensors, LayerTensors, MicroBatch
+from streambp.errors import BackwardError, HostMemoryError
+from streambp.offload.arena import Arena, host_limit, padded
+from streambp.offload.engines import BACK, OUT, STALL, Engine, make_engine
 from streambp.offload.transfers import Entry, Holding, Transfers
+
+Access = tuple[str, int]
+ESSENTIAL = ("x", "state")  # what a recomputation starts from
 
 
 class OffloadManager:
@@ -61,9 +62,8 @@ class OffloadManager:
         self.gpu_memory = self.prefix_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
         self._given_engine = engine
-        self._engine: Engine | None = None  # of the layer that was opened last
-        self._transfers: Transfers | None = None
-        self._arena: Arena | None = None
+        self.transfers = Transfers()
+        self.arena: Arena | None = None
         self._current: weakref.ref[MicroBatch] | None = None
         self._stores: weakref.WeakSet[LayerTensors] = weakref.WeakSet()
         self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
@@ -72,59 +72,44 @@ class OffloadManager:
         """A copied or pickled model starts with an empty manager."""
         return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self._given_gpu_memory)
 
+    def start(self, device: torch.device) -> tuple[Arena, Engine]:
+        """Host memory, and what copies between a device and it; made for the first device that asks."""
+        engines = self.transfers.engines
+        if not engines:
+            engines[device] = self._given_engine or make_engine(device)
+        elif device not in engines:
+            engines[device] = next(iter(engines.values())).beside(device)
+        if self.arena is None:
+            wanted = None if self.host_memory is None else max(1, self.host_memory - self.held - self.to_come)
+            limit = host_limit(wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0))
+            self.arena = Arena(limit, engines[device].host_buffer, self.transfers.settle)
+        return self.arena, engines[device]
+
     def open(self, index: int, device: torch.device) -> LayerTensors:
         """The store of one layer's call; a layer that does not come after the last one starts a new micro-batch."""
-        arena = self._start(device)
-        batch = self._current_batch()
+        arena, engine = self.start(device)
+        batch = None if self._current is None else self._current()
         if batch is None or batch.retired or index <= batch.last_index:
             self.workspace = 0
             batch = MicroBatch(arena)
             self._current = weakref.ref(batch)
             self._holdings.add(batch)
         batch.last_index = index
-        self._engine = self.transfers.on(device)
-        tensors = LayerTensors(self, batch, self._engine, index, self._stays(index, batch))
+        # It stays if it and all after it fit on the device, should they be like those before. The first layer's size is not
+        # known yet; it leaves, as its backward comes last.
+        largest = batch.layer_bytes
+        stays = largest > 0 and self.has_room((self.layers - index) * largest)
+        tensors = LayerTensors(self, batch, engine, stays)
         batch.layers.append(weakref.ref(tensors))
         self._stores.add(tensors)
         return tensors
 
-    def on(self, device: torch.device) -> Engine:
-        """What copies between a device and the host."""
-        self._start(device)
-        return self.transfers.on(device)
-
-    def sent(self) -> tuple[float, float]:
-        """Bytes that have been moved to the host so far, and the seconds that took."""
-        return (0.0, 0.0) if self._transfers is None else (self._transfers.bytes[OUT], self._transfers.spent()[OUT])
-
-    @property
-    def host_room(self) -> float:
-        """Bytes of host memory that may be used."""
-        return math.inf if self._arena is None else self._arena.limit
-
     def scratch(self, device: torch.device) -> HostTensors:
         """A store for the tiles of one prefix."""
-        holding = Holding(self._start(device), "prefix")
+        arena, engine = self.start(device)
+        holding = Holding(arena, "prefix")
         self._holdings.add(holding)
-        return HostTensors(self, holding, self.transfers.on(device))
-
-    def _start(self, device: torch.device) -> Arena:
-        if self._transfers is None:
-            self._transfers = Transfers(device, self._given_engine or make_engine(device))
-        if self._arena is None:
-            wanted = None if self.host_memory is None else max(1, self.host_memory - self.held - self.to_come)
-            limit = host_limit(wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0))
-            self._arena = Arena(limit, self._transfers.on(device).host_buffer, self._transfers.settle)
-        return self._arena
-
-    @property
-    def transfers(self) -> Transfers:
-        """The model's copies; they are there from the first `open` or `scratch` on."""
-        assert self._transfers is not None
-        return self._transfers
-
-    def _current_batch(self) -> MicroBatch | None:
-        return self._current() if self._current is not None else None
+        return HostTensors(self, holding, engine)
 
     @property
     def kept(self) -> int:
@@ -132,97 +117,69 @@ class OffloadManager:
         return sum(tensors.kept for tensors in self._stores)
 
     def has_room(self, size: int) -> bool:
-        """[Note: device budget]"""
+        """Whether as many bytes of saved tensors may stay on the device. [Note: device budget]"""
         return self.gpu_memory is not None and self.workspace + self.kept + size <= self.gpu_memory
-
-    def needs(self, workspace: int) -> None:
-        """The backward of a layer will need as many bytes for its prefix."""
-        self.workspace = max(self.workspace, workspace)
-
-    def _stays(self, index: int, batch: MicroBatch) -> bool:
-        """Whether layer `index` and all after it fit on the device, if they are like those before it.
-
-        The first layer's size is not known yet; it leaves, as its backward comes last.
-        """
-        return batch.layer_bytes > 0 and self.has_room((self.layers - index) * batch.layer_bytes)
 
     def place(
         self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
     ) -> Entry | None:
         """Start the copy of a tensor [...] to the host. One that does not fit stays, or is None if it can be recomputed.
 
+        Args:
+            engine: of the tensor's device. optional: it can be recomputed. foreign: others may change it in place; what
+                goes to the host is as it is now.
+
         Raises:
             HostMemoryError: it does not fit, and `on_host_full` is "raise".
         """
-        host = self._push(holding, tensor.nbytes)
-        if host is None:
-            self.left += 1
-            return None if optional and self.on_host_full == "recompute" else Entry(engine, tensor)
-        entry = Entry(engine, host=as_tensor(host, tensor))
-        self.transfers.send(holding, entry, tensor, holding.free_after, foreign)
-        return entry
-
-    def reserve(self, holding: Holding, size: int) -> None:
-        """As `Policy.reserve`; where the budget does not allow it, nothing happens."""
-        missing = size - holding.stack.left
-        if missing > 0 and self._arena is not None:
-            self._arena.grow(holding.stack, padded(missing))
-
-    def _push(self, holding: Holding, size: int) -> Tensor | None:
-        stack = holding.stack
+        arena, stack, size = holding.arena, holding.stack, tensor.nbytes
         host = stack.push(size)
+        if host is None:
+            wanted = padded(size)
+            if isinstance(holding, MicroBatch) and len(holding.layers) > 1:  # as much as those before, for each to come
+                done, staying = len(holding.layers) - 1, 0
+                if self.gpu_memory is not None:
+                    staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
+                wanted = max(wanted, stack.used // done * max(0, self.layers - done - staying))
+            if arena.grow(stack, wanted) or arena.grow(stack, padded(size)):
+                host = stack.push(size)
         if host is not None:
-            return host
-        assert self._arena is not None
-        if self._arena.grow(stack, self._wanted(holding, size)) or self._arena.grow(stack, padded(size)):
-            return stack.push(size)
-        if self.on_host_full == "raise":
-            arena = self._arena
-            wanted = f"{arena.allocated / 2**30:.2f} GiB allocated, {size / 2**20:.1f} MiB more wanted"
-            found = f"The host budget of {arena.limit / 2**30:.2f} GiB is used up ({wanted}). Raise host_memory"
-            if arena.refused is not None:
-                found = f"The host has no memory left within the budget ({wanted}; {arena.refused}). Free memory"
-            raise HostMemoryError(
-                f"{found}, save less (saves=()), shorten the sequence, or set on_host_full='keep' to leave the rest on the "
-                "device."
+            view = (
+                host.view(tensor.dtype).view(tensor.shape) if size else tensor.new_empty(tensor.shape, device=host.device)
             )
-        return None
-
-    def _wanted(self, holding: Holding, size: int) -> int:
-        """Bytes to add: what the layers still to come will need if they are like those before."""
-        if not isinstance(holding, MicroBatch) or len(holding.layers) < 2 or holding.stack.used == 0:
-            return padded(size)
-        done = len(holding.layers) - 1
-        staying = 0
-        if self.gpu_memory is not None:
-            staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
-        return max(padded(size), holding.stack.used // done * max(0, self.layers - done - staying))
+            entry = Entry(engine, host=view)
+            self.transfers.send(holding, entry, tensor, holding.free_after, foreign)
+            return entry
+        if self.on_host_full == "raise":
+            found = f"{arena.allocated / 2**30:.2f} GiB allocated, {size / 2**20:.1f} MiB more wanted"
+            if arena.refused is None:
+                advice = f"The host budget of {arena.limit / 2**30:.2f} GiB is used up ({found}). Raise host_memory"
+            else:
+                advice = f"The host has no memory left within the budget ({found}; {arena.refused}). Free memory"
+            raise HostMemoryError(
+                f"{advice}, save less (saves=()), shorten the sequence, or set on_host_full='keep' to leave the rest on "
+                "the device."
+            )
+        self.left += 1
+        return None if optional and self.on_host_full == "recompute" else Entry(engine, tensor)
 
     @property
     def moved(self) -> dict[str, float]:
         """Bytes in each direction so far, without waiting for anything."""
-        return {} if self._transfers is None else dict(self._transfers.bytes)
+        return dict(self.transfers.bytes)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory allocated."""
-        return 0 if self._arena is None else self._arena.allocated
+        return 0 if self.arena is None else self.arena.allocated
 
     def stats(self) -> dict[str, float]:
         """Bytes moved, seconds that compute waited and GB/s in each direction; host memory; tensors that did not fit."""
-        moved, spent = {OUT: 0.0, BACK: 0.0}, dict.fromkeys(SPENT, 0.0)
-        if self._transfers is not None:
-            moved, spent = self._transfers.bytes, self._transfers.spent()
-        return {
-            "bytes_out": moved[OUT],
-            "bytes_back": moved[BACK],
-            "gb_per_s_out": moved[OUT] / spent[OUT] / 1e9 if spent[OUT] else 0.0,
-            "gb_per_s_back": moved[BACK] / spent[BACK] / 1e9 if spent[BACK] else 0.0,
-            "stall_out": spent[STALL + OUT],
-            "stall_back": spent[STALL + BACK],
-            "host_bytes": self.host_bytes,
-            "left": self.left,
-        }
+        moved, spent, found = self.transfers.bytes, self.transfers.spent(), dict[str, float]()
+        for queue in (OUT, BACK):
+            found[f"bytes_{queue}"], found[STALL + queue] = moved[queue], spent[STALL + queue]
+            found[f"gb_per_s_{queue}"] = moved[queue] / spent[queue] / 1e9 if spent[queue] else 0.0
+        return {**found, "host_bytes": self.host_bytes, "left": self.left}
 
     def abort(self) -> None:
         """Give up every forward that waits for its backward, after an exception, say: their host memory is free at once.
@@ -230,16 +187,179 @@ class OffloadManager:
         Without it that happens when nothing refers to them any more: neither the loss, nor the exception's traceback. Their
         backward raises BackwardError from now on; the next forward finds everything as it was before.
         """
-        if self._transfers is not None:
-            self._transfers.let_go()
-            self._transfers.settle()
+        self.transfers.let_go()
+        self.transfers.settle()
         for holding in list(self._holdings):
             holding.retire()
         for tensors in list(self._stores):
-            tensors.forget()
+            tensors._entries.clear()
+            tensors.kept = 0
         self._current = None
 
     def close(self) -> None:
         """Give the host memory back to the system, and give up what waits for its backward (see `abort`)."""
         self.abort()
-        self._arena = self._transfers = self._engine = None
+        self.arena, self.transfers = None, Transfers()
+
+
+class MicroBatch(Holding):
+    """A forward that waits for its backward, and its layers in the order of their forward."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena, "micro-batch")
+        self.last_index = -1
+        self.layers: list[weakref.ref[LayerTensors]] = []
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the largest layer that has run; 0 if none has."""
+        return max((tensors.bytes for tensors in (layer() for layer in self.layers) if tensors is not None), default=0)
+
+
+class HostTensors:
+    """Tensors of one device, by name and chunk, in one stack of host memory.
+
+    kept: bytes of what stays on the device and was not yet taken. [Note: device budget]
+
+    Raises:
+        HostMemoryError: the host budget is used up and `on_host_full` is "raise".
+        BackwardError: a tensor is asked for that is not there (any more).
+    """
+
+    def __init__(self, manager: OffloadManager, holding: Holding, engine: Engine) -> None:
+        self._manager, self._transfers = manager, manager.transfers
+        self._holding, self._engine = holding, engine
+        self._entries: dict[Access, Entry] = {}
+        self.kept = 0
+
+    def reserve(self, size: int) -> None:
+        """Make room for `size` bytes at once, if there are as many; otherwise it is made tensor by tensor."""
+        missing = size - self._holding.stack.left
+        if missing > 0:
+            self._holding.arena.grow(self._holding.stack, padded(missing))
+
+    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+        """Start the copy of a tensor [...] to the host; one that was there before by that name and chunk is replaced."""
+        self._check_not_retired()
+        self._transfers.begin(self, chunk)
+        entry = self._entries.get((name, chunk))
+        if entry is None:
+            entry = self._place(name, tensor)
+            if entry is not None:
+                self._entries[name, chunk] = entry
+        elif entry.host is None:
+            entry.source = tensor
+        else:
+            self._transfers.send(self._holding, entry, tensor, (entry.read,))
+
+    def _place(self, name: str, tensor: Tensor) -> Entry | None:
+        return self._manager.place(self._holding, self._engine, tensor, optional=False)
+
+    def has(self, name: str, chunk: int) -> bool:
+        """Whether it was put in and not taken."""
+        return (name, chunk) in self._entries
+
+    def load(self, name: str, chunk: int) -> None:
+        """Start its copy back to the device, if it is not there."""
+        self._transfers.load(self._holding, self._entry(name, chunk))
+
+    def peek(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...], on the device, to be read alone; it stays on the host."""
+        return self._transfers.fetch(self._holding, self._entry(name, chunk))
+
+    def borrow(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...], on the device, to be changed and put in again."""
+        return self._transfers.borrow(self._holding, self._entry(name, chunk))
+
+    def take(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...], on the device, for the last time."""
+        tensor = self.peek(name, chunk)
+        entry = self._entries.pop((name, chunk))
+        self._transfers.let_go(entry)
+        self.kept -= tensor.nbytes if entry.budgeted else 0
+        return tensor
+
+    def _check_not_retired(self) -> None:
+        if self._holding.retired:
+            raise BackwardError(
+                "The saved tensors of this forward were given up (OffloadManager.abort or close was called since). "
+                "Compute the loss again."
+            )
+
+    def _entry(self, name: str, chunk: int) -> Entry:
+        self._check_not_retired()
+        entry = self._entries.get((name, chunk))
+        if entry is None:
+            raise BackwardError(
+                f"{name} of chunk {chunk} was asked for a second time, or never saved; offloaded tensors are brought back "
+                "once. Compute the loss again, or add losses up and call backward once."
+            )
+        return entry
+
+
+class LayerTensors(HostTensors):
+    """What one layer saves for its backward. Each tensor is taken once, chunks from the last to the first.
+
+    stays: everything stays on the device. bytes: of everything put in.
+    """
+
+    copies = True  # the tensors put in may be changed or freed afterwards
+
+    def __init__(self, manager: OffloadManager, batch: MicroBatch, engine: Engine, stays: bool) -> None:
+        super().__init__(manager, batch, engine)
+        self._before = batch.layers[-1] if batch.layers else None
+        self._accesses: list[Access] | None = None  # None: forward is not over
+        self._ahead = 1
+        self._position = 0
+        self.stays = stays
+        self.bytes = 0
+
+    def _place(self, name: str, tensor: Tensor) -> Entry | None:
+        self.bytes += tensor.nbytes
+        if self.stays and self._manager.has_room(tensor.nbytes):
+            self.kept += tensor.nbytes
+            entry: Entry | None = Entry(self._engine, tensor, budgeted=True)
+        else:
+            optional = name.split(".")[0] not in ESSENTIAL
+            entry = self._manager.place(self._holding, self._engine, tensor, optional, foreign=name == "x")
+        if entry is not None and entry.host is None and name == "x":  # the caller's tensor, not ours
+            entry.version = tensor._version
+        return entry
+
+    def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
+        """Forward is over; backward will read in this order, `ahead` tensors of a chunk at a time.
+
+        workspace: bytes on the device that backward needs beside.
+        """
+        self._accesses = [access for access in accesses if access in self._entries]
+        self._ahead = ahead
+        self._manager.workspace = max(self._manager.workspace, workspace)
+
+    def peek(self, name: str, chunk: int) -> Tensor:
+        """`HostTensors.peek` of a tensor [...], which also starts the copies of what is read next.
+
+        Raises:
+            BackwardError: it is the layer's input, which stayed on the device and was changed in place since forward.
+        """
+        entry = self._entry(name, chunk)
+        tensor = super().peek(name, chunk)
+        if entry.version is not None and entry.version != tensor._version:
+            raise BackwardError(
+                "The input of a streamed layer was changed in place between forward and backward. "
+                "Work on a copy (tensor.clone()) instead."
+            )
+        if self._accesses is not None:
+            if self._accesses[self._position : self._position + 1] == [(name, chunk)]:
+                self._position += 1
+            self.prefetch(self._ahead)
+        return tensor
+
+    def prefetch(self, count: int) -> None:
+        """Start the copies of what is read next, here and then in the layer whose backward follows."""
+        ahead = (self._accesses or [])[self._position : self._position + count]
+        for access in ahead:
+            if access in self._entries:
+                self.load(*access)
+        before = self._before() if self._before is not None else None
+        if before is not None and len(ahead) < count:
+            before.prefetch(count - len(ahead))

@@ -55,7 +55,7 @@ class Holding:
     """A stack of host memory in use, given back when nobody refers to this any more, or by `retire`."""
 
     def __init__(self, arena: Arena, kind: str) -> None:
-        self.stack = arena.take(kind)
+        self.arena, self.stack = arena, arena.take(kind)
         self.free_after = tuple(self.stack.last_uses.values())
         self.arriving: dict[Entry, tuple[Tensor, Any]] = {}  # the tensor, and the event that ends its copy
         self._finalizer = weakref.finalize(self, _retire, arena, self.stack, self.arriving)
@@ -84,8 +84,8 @@ class Transfers:
     engines: by device. [Note: several devices]
     """
 
-    def __init__(self, device: torch.device, engine: Engine) -> None:
-        self.engines = {device: engine}
+    def __init__(self) -> None:
+        self.engines: dict[torch.device, Engine] = {}
         self.bytes = {OUT: 0.0, BACK: 0.0}
         self._in_flight: collections.deque[Departure] = collections.deque()
         self._group = 0
@@ -94,12 +94,6 @@ class Transfers:
     def __len__(self) -> int:
         """How many sources are kept for their copies."""
         return len(self._in_flight)
-
-    def on(self, device: torch.device) -> Engine:
-        """The device's engine; a new one beside the others for a device that comes for the first time."""
-        if device not in self.engines:
-            self.engines[device] = next(iter(self.engines.values())).beside(device)
-        return self.engines[device]
 
     def settle(self) -> None:
         """Wait, on the calling thread, until all copies are done."""

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streambp.offload.engines import BACK, OUT, Engine, SynchronousEngine
-from streambp.offload.manager import OffloadManager
-from streambp.offload.stores import MicroBatch
+from streambp.offload.manager import MicroBatch, OffloadManager
 from streambp.offload.transfers import Entry, Holding
 from streambp.planner.count import one_kernel
 from streambp.planner.skeleton import Skeleton

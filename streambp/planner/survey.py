@@ -315,7 +315,7 @@ class Counter:
             engine = UncountedHost(torch.device("meta" if self.skeleton.mode is None else "cpu"), self.skeleton)
             budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
             manager = CountingManager(len(self._sites()), budget, engine)
-            manager._arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
+            manager.arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
             for site in self._sites():
                 site.offloader = manager
             yield manager

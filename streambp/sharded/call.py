@@ -27,8 +27,7 @@ from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
-from streambp.offload.manager import OffloadManager
-from streambp.offload.stores import Access
+from streambp.offload.manager import Access, OffloadManager
 from streambp.sharded.halves import AfterAttention, BeforeAttention
 from streambp.sharded.masks import resolve_whole
 from streambp.sharded.shards import Keys, Piece, Shards

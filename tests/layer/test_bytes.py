@@ -186,7 +186,7 @@ def offloaded_peaks(saves, gpu_memory, grad=True):
     def measure(length):
         engine = HostOnMeta(torch.device("meta"))
         offloader = OffloadManager(2**50, "raise", 2, gpu_memory, engine=engine)
-        offloader._arena = Arena(2**50, engine.host_buffer)
+        offloader.arena = Arena(2**50, engine.host_buffer)
         return run_layer(layer, length, streamed(saves, offloader), grad)
 
     peaks = [measure(length) for length in LENGTHS]
@@ -225,7 +225,7 @@ def test_several_layers_offloaded_grow_no_faster_than_one(gpu_memory, forward_ba
     def measure(length):
         engine = HostOnMeta(torch.device("meta"))
         offloader = OffloadManager(2**50, "raise", 4, gpu_memory, engine=engine)
-        offloader._arena = Arena(2**50, engine.host_buffer)
+        offloader.arena = Arena(2**50, engine.host_buffer)
         layer, forward = qwen3_8b_layer(), streamed(("attn_out",), offloader)
         hidden = empty(1, length, 4096).requires_grad_()
         with LiveBytes() as count:

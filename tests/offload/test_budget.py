@@ -1,6 +1,6 @@
 """A budget for the device: the last layers' tensors stay while there is room, prefixes stream when there is none.
 
-covers: offload/engines.py, offload/stores.py
+covers: offload/engines.py, offload/manager.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.offload import engines, manager_of, stores
+from streambp.offload import engines, manager, manager_of
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import (
@@ -189,14 +189,14 @@ def test_host_bytes_of_a_streamed_prefix_are_the_formulas(saves):
     model = offloaded(saves, gpu_memory=1, rows="as_given")
     step(model)
     used = []
-    real = stores.HostTensors.reserve
+    real = manager.HostTensors.reserve
 
     def reserve(self, size):
         real(self, size)
         used.append((self._holding.stack, size))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stores.HostTensors, "reserve", reserve)
+        patch.setattr(manager.HostTensors, "reserve", reserve)
         step(model)
     tokens = 2 * (LENGTH // 5) * 5
     assert len({id(stack) for stack, _ in used}) == 1

@@ -116,7 +116,8 @@ def test_stalls_and_copies_of_all_devices_are_added_up():
         def spent(self):
             return {name: number * self.fixed for number, name in enumerate(engines.SPENT, 1)}
 
-    both = transfers.Transfers(torch.device("cuda", 0), Fixed(1.0))
+    both = transfers.Transfers()
+    both.engines[torch.device("cuda", 0)] = Fixed(1.0)
     both.engines[torch.device("cuda", 1)] = Fixed(3.0)
     assert both.spent() == {OUT: 4.0, engines.BACK: 8.0, "stall_out": 12.0, "stall_back": 16.0}
 

@@ -3,7 +3,7 @@
 In half precision plain products take attention's output before it is rounded, and a saved one is rounded: there saves are
 as precise as none, not equal to the bit.
 
-covers: layer/saved.py, layer/store.py, offload/stores.py
+covers: layer/saved.py, layer/store.py, offload/manager.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from streambp.errors import BackwardError
 from streambp.layer import saved
-from streambp.offload import stores
+from streambp.offload import manager
 from tests import zoo
 from tests.families import build, make_batch
 from tests.offload.runs import assert_same, model_with, sampled, step
@@ -83,7 +83,7 @@ def test_bf16_on_plain_products_is_as_precise():
     ("offload", "lost"), [*itertools.product(["none"], ["attn_out", "lse", "product"]), *itertools.product(["cpu"], "kvx")]
 )
 def test_mutant_a_store_that_rounds_what_is_saved(offload, lost, monkeypatch):
-    place = saved.InMemory if offload == "none" else stores.LayerTensors
+    place = saved.InMemory if offload == "none" else manager.LayerTensors
     real, rounded = place.put, []
 
     def put(self, name, chunk, tensor):

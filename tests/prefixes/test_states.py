@@ -14,7 +14,7 @@ import streambp
 from streambp.chunks import ChunkPlan
 from streambp.layer.carried import Carried
 from streambp.layer.saved import InMemory, Kept
-from streambp.offload.stores import LayerTensors
+from streambp.offload.manager import LayerTensors
 from streambp.prefixes import calls
 from streambp.prefixes.tree import A_CHUNK, Tree, find_tree
 from tests.oracle import EXACT, gradients, worst_error
