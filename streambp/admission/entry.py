@@ -160,7 +160,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
             call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
         weights = parameters.current()
         if site.weights is not None:
-            call.arrival, weights = site.weights.arriving(site.index, weights, call.device)
+            call.send_gradients, weights = site.weights.arriving(site.index, weights, call.device)
         if site.offloader is not None:
             call.kept.save_to(site.offloader)
         reductions = site.of(reductions_of)

@@ -37,7 +37,7 @@ from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.store import InMemory
 from streambp.layer.witness import Witness
-from streambp.offload.gradients import Arrival
+from streambp.offload.gradients import Leave
 from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
@@ -82,7 +82,7 @@ class LayerCall:
         self.seen: SeenBefore | None = None
         self.parameters: Parameters
         self.wanted: tuple[bool, list[bool]]
-        self.arrival: Arrival | None = None  # of gradients of weights that live on the host
+        self.send_gradients: Leave | None = None  # those of weights that live on the host
         self.witness: Witness | None = None  # once its forward is one that backward comes after. [Note: witness]
         self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # and what was asked
         self.carried = self._carry()

@@ -227,7 +227,7 @@ class StreamedLayer(torch.autograd.Function):
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
             found = call.attempt(lambda _: sums.result(values))
-            found = found if call.arrival is None else call.arrival.leave(values, found)
+            found = found if call.send_gradients is None else call.send_gradients(values, found)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise

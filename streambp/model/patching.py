@@ -24,6 +24,7 @@ from streambp.model.state import PatchState
 from streambp.model.steps import Steps
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.manager import OffloadManager
+from streambp.offload.ranges import Layer
 from streambp.offload.weights import HostWeights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -73,7 +74,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for wrapper in state.wrappers:
         wrapper.install()
     if state.weights is not None:
-        state.weights.ranges.install(state.steps.sites)
+        state.weights.ranges.install(Layer(site.index, site.layer, site.of) for site in state.steps.sites)
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
         before = heads.get(causal.module)
         head = replaces_trls_head(causal) if before is None else before.over(causal)

@@ -31,23 +31,17 @@ import torch
 from torch import Tensor
 
 from streambp.offload.engines import COMPUTE, HOST, OUT, Engine
-from streambp.offload.ranges import LayerRange, Piece, view_of
+from streambp.offload.ranges import HostRanges, view_of
 
-Leave = Callable[["Arrival", Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]]
+Leave = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]]  # weights and their gradients [...]
 
 
 @dataclasses.dataclass
 class Arrival:
-    """Of the gradients of one call of a layer. send: puts them on their way. event: after which they are there; None: none
-    has left."""
+    """Of the gradients of one call of a layer. event: after which they are there; None: none has left."""
 
-    send: Leave
     engine: Engine | None = None
     event: Any = None
-
-    def leave(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients [...] of a layer's weights, in their order; those of weights on the host are on their way there."""
-        return self.send(self, weights, gradients)
 
 
 class Arriving(torch.autograd.Function):
@@ -86,14 +80,9 @@ class Buffer:
 
 
 class HostGradients:
-    """Of one patched model.
+    """Of one patched model."""
 
-    Args:
-        more: gives host memory [bytes], uint8, that lasts; raises HostMemoryError where there is none.
-    """
-
-    def __init__(self, more: Callable[[int], Tensor]) -> None:
-        self._more = more
+    def __init__(self) -> None:
         self._buffers: list[Buffer] = []
         self._leaving: tuple[Engine, Any, list[Tensor]] | None = None
 
@@ -104,33 +93,50 @@ class HostGradients:
 
     def leave(
         self,
-        layer: LayerRange,
+        ranges: HostRanges,
+        index: int,
+        engine: Engine,
+        arrival: Arrival,
         weights: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
-        arrival: Arrival,
-        engine: Engine,
     ) -> list[Tensor | None]:
         """Put copies of a layer's gradients [...] to the host into their queue.
 
         Args:
-            weights: that they are of, in their order. arrival: of the call.
+            ranges: where the layer's weights live, and what gives host memory. weights: that they are of, in their order.
+            arrival: of the call.
 
         Returns:
             the host's tensors [...] that are on their way; gradients of weights that live on the device, as they are.
+
+        Raises:
+            HostMemoryError: the host has no room for them.
         """
+        layer = ranges.layers[index]
         pieces = {id(piece.tensor): piece for piece in layer.pieces}
         pairs = zip(weights, gradients, strict=True)
         going = {id(w): (pieces[id(w)], g) for w, g in pairs if g is not None and id(w) in pieces}
         self.let_go()
         if not going:
             return list(gradients)
-        buffer, there = self._free(layer.memory.numel()), dict[int, Tensor]()
+        # A buffer of as many bytes that nobody needs, or a new one, which is there in training as well.
+        size = layer.memory.numel()
+        buffer = next((one for one in self._buffers if one.memory.numel() == size and one.is_free), None)
+        if buffer is None:
+            with torch.inference_mode(False):
+                buffer = Buffer(ranges.more(size, engine, "The gradients of a layer"))
+            ranges.beside += size
+            self._buffers.append(buffer)
+        buffer.given.clear()
         for _, gradient in going.values():
             engine.access(COMPUTE, gradient, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # 9
+        there = dict[int, Tensor]()
         for key, (piece, gradient) in going.items():
             engine.copy(OUT, piece.within(buffer.memory), gradient)
-            there[key] = self._given(buffer, piece)
+            # With a storage of its own, which tells when nobody has it any more.
+            there[key] = view_of(buffer.memory, piece.offset, piece.home)
+            buffer.given.append(weakref.ref(there[key].untyped_storage()))
         arrival.engine, arrival.event = engine, engine.record(OUT)
         self._leaving = engine, arrival.event, [gradient for _, gradient in going.values()]
         return [there.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
@@ -143,19 +149,3 @@ class HostGradients:
             for gradient in gradients:
                 engine.access(COMPUTE, gradient, write=True)  # as whoever has the memory next may do
             self._leaving = None
-
-    @torch.inference_mode(False)
-    def _free(self, size: int) -> Buffer:
-        """A buffer of so many bytes that nobody needs."""
-        found = next((one for one in self._buffers if one.memory.numel() == size and one.is_free), None)
-        if found is None:
-            found = Buffer(self._more(size))
-            self._buffers.append(found)
-        found.given.clear()
-        return found
-
-    def _given(self, buffer: Buffer, piece: Piece) -> Tensor:
-        """A gradient [...] in a buffer, with a storage of its own that tells when nobody has it any more."""
-        gradient = view_of(buffer.memory, piece.offset, piece.home)
-        buffer.given.append(weakref.ref(gradient.untyped_storage()))
-        return gradient

@@ -2,7 +2,7 @@
 
     HostRanges       of one patched model
       LayerRange     one layer's: the memory, and the tensors that lie in it
-    StaysOnHost      stands in for a layer's `_apply`, by which modules are moved
+    move_others      stands in for a layer's `_apply`, by which modules are moved
 
 Frozen weights live on the host. On the device stay weights that train or once did (adapters), and weights that somebody
 else holds, too (another layer, the embeddings). Of a layer that trains as a whole all weights live on the host, and their
@@ -12,9 +12,10 @@ gradients come there. [Note: gradients on the host]
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,6 @@ from streambp.errors import HostMemoryError, UnsupportedModelError
 from streambp.known_names import MOVES, STATISTICS_8BIT
 from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
 from streambp.offload.engines import Engine
-
-T = TypeVar("T")
 
 ALIGNMENT = 512  # bytes: as the allocators of devices align, for kernels that read weights in vectors
 MAP = "hf_device_map"  # transformers': where parts of a model were loaded to
@@ -73,34 +72,14 @@ class LayerRange:
         return self.memory.numel() == size and all(not 0 <= at < size or at == offset for at, offset in offsets)
 
 
-class Layer(Protocol):
-    """One of the model's layers (`layer.site.LayerSite`)."""
-
-    @property
-    def index(self) -> int:
-        """Its place among those of its model."""
-        ...
-
-    @property
-    def layer(self) -> nn.Module:
-        """The module."""
-        ...
-
-    def of(self, question: Callable[[nn.Module], T]) -> T:
-        """What a function says of the module, remembered while the module is made of the same parts."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Bare:
-    """A layer of a model that is not patched."""
+class Layer:
+    """One of the model's layers. ask: what a function says of the module, remembered while that is made of the same parts
+    (`layer.site.LayerSite.of`)."""
 
     index: int
     layer: nn.Module
-
-    def of(self, question: Callable[[nn.Module], T]) -> T:
-        """Asked anew each time."""
-        return question(self.layer)
+    ask: Callable[..., Any]
 
 
 class HostRanges:
@@ -146,7 +125,7 @@ class HostRanges:
         """Have the layers' weights stay on the host when the model is moved from now on."""
         self.sites = {site.index: site for site in sites}
         for site in self.sites.values():
-            site.layer.__dict__[MOVES] = StaysOnHost(site, self)
+            site.layer.__dict__[MOVES] = functools.partial(move_others, self, site.index)
         for module in self.root.modules():
             places = module.__dict__.get(MAP)
             if places and {str(place) for place in places.values()} == {"cpu"}:  # accelerate would train it nowhere else
@@ -185,30 +164,27 @@ class HostRanges:
         """The tensors [...] of a layer that live on the host if the layer does, by their id."""
         tensors = {id(tensor): tensor for tensor in tensors_inside(self.sites[index].layer)}
         if not tensors.keys() <= self._holders.keys():
-            self._look_for_holders()
+            self._holders.clear()
+            inside: set[int] = set()
+            for other, site in self.sites.items():
+                inside.update(map(id, site.layer.modules()))
+                for tensor in tensors_inside(site.layer):
+                    self._holders.setdefault(id(tensor), (tensor, set()))[1].add(other)
+            for module in self.root.modules():
+                for tensor in tensors_of(module) if id(module) not in inside else ():
+                    self._holders.setdefault(id(tensor), (tensor, set()))[1].add(ALL_OTHERS)
         known, stay = self.layers.get(index), set[int]()
         if known is not None:  # adapters that are switched off for a while
             stay = set(map(id, known.tensors)).difference(id(piece.tensor) for piece in known.pieces)
         own = {key: tensor for key, tensor in tensors.items() if self._holders[key][1] == {index} and key not in stay}
         return {key: tensor for key, tensor in own.items() if not tensor.requires_grad} or own
 
-    def _look_for_holders(self) -> None:
-        self._holders.clear()
-        inside: set[int] = set()
-        for index, site in self.sites.items():
-            inside.update(map(id, site.layer.modules()))
-            for tensor in tensors_inside(site.layer):
-                self._holders.setdefault(id(tensor), (tensor, set()))[1].add(index)
-        for module in self.root.modules():
-            for tensor in tensors_of(module) if id(module) not in inside else ():
-                self._holders.setdefault(id(tensor), (tensor, set()))[1].add(ALL_OTHERS)
-
     def put_all(self, engine: Engine, device: torch.device) -> None:
         """`put` what is not on the host yet, or no more."""
         self._holders.clear()
         for index, site in self.sites.items():
             if index in self.staying:
-                for tensor in site.of(tensors_inside):
+                for tensor in site.ask(tensors_inside):
                     if tensor.device != device and not tensor.is_meta:
                         tensor.data = tensor.data.to(device)
             elif self.known(index) is None:
@@ -218,7 +194,7 @@ class HostRanges:
     def known(self, index: int) -> LayerRange | None:
         """A layer's range; None where its weights are not in there, or no more."""
         known = self.layers.get(index)
-        return None if known is None or not known.is_current(self.sites[index].of(tensors_inside)) else known
+        return None if known is None or not known.is_current(self.sites[index].ask(tensors_inside)) else known
 
     def put(self, index: int, engine: Engine, device: torch.device) -> LayerRange:
         """Move a layer's weights into one range of host memory; what they had before is freed.
@@ -232,7 +208,7 @@ class HostRanges:
         """
         engine.settle()
         streamed, known = self.streamed(index), self.layers.get(index)
-        tensors = self.sites[index].of(tensors_inside)
+        tensors = self.sites[index].ask(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
                 self._check(tensor, index)
@@ -322,7 +298,7 @@ def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[i
     """What the frozen weights of each of a model's layers take of the host, and the weights of layers that train as a
     whole; they need no data."""
     ranges = HostRanges(root, None)
-    ranges.sites = {index: Bare(index, layer) for index, layer in enumerate(layers)}
+    ranges.sites = {i: Layer(i, layer, lambda question, layer=layer: question(layer)) for i, layer in enumerate(layers)}
     frozen, trained = (tuple(ranges.bytes_of(index, trains) for index in ranges.sites) for trains in (False, True))
     return frozen, trained
 
@@ -346,28 +322,23 @@ def _dense(tensor: Tensor) -> bool:
     return True
 
 
-class StaysOnHost:
-    """Stands in for a layer's `_apply`, by which modules are moved and cast: weights that live on the host are cast there.
+def move_others(ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` of a layer, by which modules are moved and cast: weights that live on the host are cast there.
 
     It may be asked before the model was ever called, and before adapters are added.
     """
+    layer = ranges.sites[index].layer
+    held = {} if index in ranges.staying else ranges.streamed(index)
+    held |= {id(tensor.grad): tensor.grad for tensor in list(held.values()) if tensor.grad is not None}
 
-    def __init__(self, site: Layer, ranges: HostRanges) -> None:
-        self.site, self.ranges = site, ranges
+    def apply(tensor: Tensor) -> Tensor:
+        if id(tensor) not in held or tensor.is_meta:
+            return fn(tensor)
+        asked = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # which shows where to, and what of
+        if asked.device.type in ("cpu", "meta"):
+            return fn(tensor)
+        there = tensor.device.type == "cpu" and tensor.dtype == asked.dtype
+        return tensor if there else tensor.to("cpu", asked.dtype)
 
-    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """As `nn.Module._apply`."""
-        held = {} if self.site.index in self.ranges.staying else self.ranges.streamed(self.site.index)
-        held |= {id(tensor.grad): tensor.grad for tensor in list(held.values()) if tensor.grad is not None}
-
-        def apply(tensor: Tensor) -> Tensor:
-            if id(tensor) not in held or tensor.is_meta:
-                return fn(tensor)
-            asked = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # which shows where to, and what of
-            if asked.device.type in ("cpu", "meta"):
-                return fn(tensor)
-            there = tensor.device.type == "cpu" and tensor.dtype == asked.dtype
-            return tensor if there else tensor.to("cpu", asked.dtype)
-
-        applied: nn.Module = getattr(type(self.site.layer), MOVES)(self.site.layer, apply, recurse)
-        return applied
+    applied: nn.Module = getattr(type(layer), MOVES)(layer, apply, recurse)
+    return applied

@@ -40,7 +40,7 @@ from torch.distributed import is_initialized
 from streambp.errors import UnsupportedModelError
 from streambp.offload.decoded import decoded_once, packed_linears
 from streambp.offload.engines import BACK, COMPUTE, STALL, Engine, make_engine
-from streambp.offload.gradients import Arrival, Arriving, HostGradients
+from streambp.offload.gradients import Arrival, Arriving, HostGradients, Leave
 from streambp.offload.ranges import HostRanges, LayerRange
 
 FORWARD = "forward"
@@ -79,7 +79,7 @@ class HostWeights:
 
     def __init__(self, root: nn.Module, host_memory: int | None = None, engine: Engine | None = None) -> None:
         self.ranges = HostRanges(root, host_memory)
-        self.gradients = HostGradients(self._more)
+        self.gradients = HostGradients()
         self.loads: dict[Access, int] = {}
         self.room: Callable[[torch.device, int, int], float] | None = None
         self._tokens = -1  # of the longest batch that layers stay beside
@@ -110,11 +110,6 @@ class HostWeights:
     def device_bytes(self) -> int:
         """Of the slots."""
         return sum(slot.memory.numel() for slot in self._slots)
-
-    @property
-    def host_bytes(self) -> tuple[int, int]:
-        """Of the ranges, and what gradients will take beside those that they have."""
-        return self.ranges.bytes, self.ranges.to_come
 
     @property
     def seconds_waited(self) -> float:
@@ -194,7 +189,7 @@ class HostWeights:
             following = self._next.get(access)
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
-            with decoded_once(self.ranges.sites[index].of(packed_linears) if decodes else ()):
+            with decoded_once(self.ranges.sites[index].ask(packed_linears) if decodes else ()):
                 yield
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -223,9 +218,9 @@ class HostWeights:
         self.loads[direction, index] = self.loads.get((direction, index), 0) + 1
         return slot
 
-    def arriving(self, index: int, weights: list[Tensor], device: torch.device) -> tuple[Arrival | None, list[Tensor]]:
-        """What a layer's Function takes for its trained weights [...], and how their gradients will arrive; None: all of
-        them live on the device. [Note: gradients on the host]"""
+    def arriving(self, index: int, weights: list[Tensor], device: torch.device) -> tuple[Leave | None, list[Tensor]]:
+        """What a layer's Function takes for its trained weights [...], and what sends their gradients to the host; None:
+        they all live on the device. [Note: gradients on the host]"""
         if index in self.ranges.staying:
             return None, weights
         self._start(device)
@@ -233,24 +228,17 @@ class HostWeights:
         if not layer.trains:
             return None, weights
         held = {id(piece.tensor) for piece in layer.pieces}
-        arrival = Arrival(functools.partial(self._leave, index))
+        arrival = Arrival()
         on_host = [weight for weight in weights if id(weight) in held]
         found = dict(zip(map(id, on_host), Arriving.apply(arrival, *on_host), strict=True))  # type: ignore[no-untyped-call]
-        return arrival, [found.get(id(weight), weight) for weight in weights]
+        return functools.partial(self._leave, index, arrival), [found.get(id(weight), weight) for weight in weights]
 
     def _leave(
         self, index: int, arrival: Arrival, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gradients [...] of a layer's weights, those of weights on the host on their way there."""
         assert self._engine is not None
-        return self.gradients.leave(self.ranges.layers[index], weights, gradients, arrival, self._engine)
-
-    def _more(self, size: int) -> Tensor:
-        """Host memory [size], uint8, for gradients."""
-        assert self._engine is not None
-        memory = self.ranges.more(size, self._engine, "The gradients of a layer")
-        self.ranges.beside += size
-        return memory
+        return self.gradients.leave(self.ranges, index, self._engine, arrival, weights, gradients)
 
     @torch.inference_mode(False)  # what is made here is there in training as well
     def _start(self, device: torch.device) -> None:

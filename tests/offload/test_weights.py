@@ -20,7 +20,6 @@ import streambp
 from streambp.errors import BackwardError, HostMemoryError, StreamBPError, UnsupportedModelError
 from streambp.offload import ranges
 from streambp.offload import weights as host_weights
-from streambp.offload.ranges import StaysOnHost
 from streambp.offload.weights import HostWeights
 from tests.families import build, make_batch, mix_neighbours
 from tests.offload.weights_runs import (
@@ -259,7 +258,8 @@ def test_one_token_streams_as_one_chunk():
         return [loss.detach()], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     assert_same(run(model), run(resident))
-    assert all(site.last.plan is not None for site in weights_of(model).ranges.sites.values())
+    sites = next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.state.steps.sites
+    assert all(site.last.plan is not None for site in sites)
 
 
 def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
@@ -409,7 +409,7 @@ def test_a_moved_model_leaves_its_weights_on_the_host(monkeypatch):
         return tensor
 
     layer = model.get_base_model().model.layers[0]
-    assert isinstance(layer.__dict__["_apply"], StaysOnHost)
+    assert layer.__dict__["_apply"].func is ranges.move_others
     layer._apply(fn)
     assert (0,) in asked
     model.to(torch.bfloat16)
@@ -437,7 +437,7 @@ def test_mutant_a_slot_that_outlives_a_forward(monkeypatch):
 
 
 def test_mutant_a_model_that_moves_as_ever(monkeypatch):
-    mutant(monkeypatch, StaysOnHost, "__call__", "id(tensor) not in held", "True")
+    mutant(monkeypatch, ranges, "move_others", "id(tensor) not in held", "True")
     with pytest.raises(AssertionError):
         test_a_moved_model_leaves_its_weights_on_the_host(monkeypatch)
 
