@@ -336,8 +336,7 @@ class BackboneForward(InstanceForward):
         """Engines are there by the first forward, which is when the offloader looks how much host memory it may take."""
         if self.state.root is not None and not offloader.host_bytes:
             offloader.set_aside, weights = engine_host_use(self.state.root).to_come, self.state.weights
-            if weights is not None:
-                offloader.held, offloader.to_come = weights.ranges.bytes, weights.ranges.to_come
+            offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
 
     def _check(self, kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")

@@ -116,11 +116,6 @@ class HostRanges:
         """Of all ranges."""
         return sum(one.memory.numel() for one in self.layers.values())
 
-    @property
-    def to_come(self) -> int:
-        """Bytes that gradients of a step will take beside those that they have."""
-        return max(0, sum(one.memory.numel() for one in self.layers.values() if one.trains) - self.beside)
-
     def install(self, sites: Iterable[Layer]) -> None:
         """Have the layers' weights stay on the host when the model is moved from now on."""
         self.sites = {site.index: site for site in sites}
@@ -323,7 +318,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def move_others(ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` of a layer, by which modules are moved and cast: weights that live on the host are cast there.
+    """`nn.Module._apply` of a layer, by which modules are moved and cast: weights [...] on the host are cast there.
 
     It may be asked before the model was ever called, and before adapters are added.
     """

@@ -112,6 +112,12 @@ class HostWeights:
         return sum(slot.memory.numel() for slot in self._slots)
 
     @property
+    def host_bytes(self) -> tuple[int, int]:
+        """Of the ranges, and what gradients will take beside those that they have."""
+        trained = sum(one.memory.numel() for one in self.ranges.layers.values() if one.trains)
+        return self.ranges.bytes, max(0, trained - self.ranges.beside)
+
+    @property
     def seconds_waited(self) -> float:
         """That compute has waited for weights; waits for the device."""
         return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
