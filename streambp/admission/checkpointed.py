@@ -25,7 +25,7 @@ from streambp.layer.recompute import Autocast, check_mode, checkpointable, check
 from streambp.layer.shadows import Parameters
 from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since
 from streambp.layer.site import CallReport, LayerSite
-from streambp.recurrent.segments import InSegments, mixers_of
+from streambp.recurrent.segments import in_segments, mixers_of
 
 
 def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
@@ -47,12 +47,12 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
             args, kwargs = _on_a_copy(args, kwargs)
         # The recomputation runs after the model's forward is over.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
-        in_segments = InSegments(mixers, segments, None)
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
         # ZeRO-3 counts the modules that ran, and other ranks may stream. [Note: inner leaves] reduces by its own hooks.
         silenced = engine_hooks_silenced([] if site.of(reductions_of) else site.of(engine_hooks))
         arrive, args, kwargs = _as_one(site, args, kwargs)
-        with around, checkpointing_off(site.of(checkpointable)), parametrizations_computed(), in_segments, silenced, arrive:
+        off = checkpointing_off(site.of(checkpointable))
+        with around, off, parametrizations_computed(), in_segments(mixers, segments, None), silenced, arrive:
             return site.forward(*args, **kwargs)
 
     try:

@@ -40,7 +40,7 @@ from streambp.known_names import (
     UPDATE,
 )
 from streambp.layer.site import LayerKind
-from streambp.recurrent.carriers import NoStates, StatesInCache, StatesReturned
+from streambp.recurrent.carriers import StateCarrier
 from streambp.source import written_forward
 
 
@@ -221,7 +221,7 @@ def kind_of(layer: nn.Module) -> LayerKind:
         attention = _interface(layer)
     else:
         attention = NoAttention() if replaced is None else Replaced(replaced)
-    carrier = NoStates() if states is None else StatesReturned(states) if states == STATE else StatesInCache(states)
+    carrier = StateCarrier(states or "", returned=states == STATE)
     return LayerKind(attention, carrier, counts_positions(layer))
 
 

@@ -286,7 +286,7 @@ class LayerCall:
                 point.finish()
                 return None
         point.finish()
-        result = kind.states.taken(result, cache) if kind.states.carries else result
+        result = kind.states.collect(result, cache) if kind.states.carries else result
         hidden_states, returned = self.unwrap(result)
         if returned or before or self.collected:
             output = collect(

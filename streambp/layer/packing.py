@@ -12,8 +12,8 @@ from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS
 from streambp.layer.arguments import Arguments
 from streambp.layer.site import LayerSite
 from streambp.recurrent.documents import PackedRows, in_several, told_of, tried_rows
-from streambp.recurrent.scans import StartingFrom
-from streambp.recurrent.segments import InSegments, mixers_of
+from streambp.recurrent.scans import scans_of, starting_from
+from streambp.recurrent.segments import in_segments, mixers_of
 from streambp.recurrent.states import StateCache
 
 
@@ -44,7 +44,7 @@ class Packing(OneDocument):
         self.arguments = arguments
         self.told = () if documents is None else documents.names
         self.rows = arguments.packed_rows
-        self._scans = site.kind.states.scans(site.layer)
+        self._scans = scans_of(site.layer)
         self._functions = told_of(site.layer) if self.told else []
         self._mixers = [] if self.rows is None else mixers_of(site.layer)
 
@@ -69,13 +69,13 @@ class Packing(OneDocument):
         rows = self.arguments.packed_rows
         if rows is not None and (cache is None or not self.arguments.tells):
             named = {name: value for name, value in named.items() if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)}
-            return named, InSegments(self._mixers, rows.segments(chunk), cache)
+            return named, in_segments(self._mixers, rows.segments(chunk), cache)
         if cache is None:
             return named, contextlib.nullcontext()
         documents = self.arguments.documents if self.told else None
         if documents is None:
-            return named, StartingFrom(self._scans, cache)
-        return {**named, **documents.within(chunk)}, StartingFrom(self._scans, cache, (self._functions, documents, chunk))
+            return named, starting_from(self._scans, cache)
+        return {**named, **documents.within(chunk)}, starting_from(self._scans, cache, (self._functions, documents, chunk))
 
     def tried(self, x: Tensor) -> tuple[dict[str, Tensor], PackedRows | None]:
         """Arguments and packed rows for a trial on x [..., B, TOKENS, h]: several documents, if the call has several."""

@@ -39,7 +39,7 @@ from streambp.layer.witness import (
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
 from streambp.offload.weights import HostWeights
-from streambp.recurrent.carriers import NoStates
+from streambp.recurrent.carriers import StateCarrier
 from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class LayerKind:
     """
 
     attention: NoAttention = dataclasses.field(default_factory=ThroughInterface)
-    states: NoStates = dataclasses.field(default_factory=NoStates)
+    states: StateCarrier = dataclasses.field(default_factory=StateCarrier)
     counts_positions: bool = False
 
     @property

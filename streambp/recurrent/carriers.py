@@ -1,10 +1,6 @@
 """How the states of a layer reach the next chunk: what stands in for its cache, or for its argument of states.
 
 [Note: carriers] in `attention/carriers.py` says what a carrier is. [Note: states] says what is handed on.
-
-    `NoStates`         nothing but keys and values passes from chunk to chunk
-    `StatesInCache`    a `StateCache` hands them out and collects them
-    `StatesReturned`   the layer takes them as an argument, and returns them
 """
 
 from __future__ import annotations
@@ -15,93 +11,57 @@ from typing import Any
 from torch import Tensor, nn
 
 from streambp.chunks import Chunk
-from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import mixers_of
-from streambp.recurrent.states import LEAST_TOKENS, StateCache, States, take_returned
+from streambp.recurrent.states import LEAST_TOKENS, Key, StateCache, States, in_own_memory
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class NoStates:
-    """A layer without states.
+class StateCarrier:
+    """Of a layer that keeps states in its cache, or takes them as an argument and returns them behind its hidden states.
+
+    Args:
+        argument: the name of the argument that takes the cache, or the states; "": the layer has none, and nothing but keys
+            and values passes from chunk to chunk. returned: it takes and returns the states themselves.
 
     carries: chunks start from states. least: tokens that a chunk has at least. why_not_split: why ranks cannot have a shard
     of the tokens each.
     """
 
-    carries = False
-    least = 1
-    why_not_split: str | None = None
-
-    def scans(self, layer: nn.Module) -> list[tuple[nn.Module, str]]:
-        """As of `scans_of`."""
-        return []
+    def __init__(self, argument: str = "", returned: bool = False) -> None:
+        self.argument, self.returned = argument, returned
+        self.carries, self.least = bool(argument), LEAST_TOKENS if argument else 1
+        why = "it goes on from a state (a recurrence, a convolution), which another rank's shard ends with"
+        self.why_not_split = why if argument else None
 
     def hand(
         self, named: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
     ) -> tuple[dict[str, Any], StateCache | None]:
         """A chunk's arguments with its start states among them, and where its end states are collected.
 
+        In place of the layer's cache it is a `StateCache`, which also returns the prefix where that attends over one.
+
         Args:
             states: those that the chunk starts from; None: it gets no cache.
             read: what a cache does with keys and values; None: the layer does not attend over one.
         """
-        return named, None
-
-    def taken(self, result: Any, cache: StateCache | None) -> Any:
-        """What the layer returned, without end states, which go into the chunk's cache."""
-        return result
-
-    def goes_by_document(self, layer: nn.Module) -> bool:
-        """Whether modules inside it can be called for one document of packed rows after the other. [Note: segments]"""
-        return True
-
-
-class StatesInCache(NoStates):
-    """A layer that keeps states in its cache.
-
-    Args:
-        argument: the name of the argument that takes the cache.
-    """
-
-    carries = True
-    least = LEAST_TOKENS
-    why_not_split = "it goes on from a state (a recurrence, a convolution), which another rank's shard ends with"
-
-    def __init__(self, argument: str) -> None:
-        self.argument = argument
-
-    def scans(self, layer: nn.Module) -> list[tuple[nn.Module, str]]:
-        """Its recurrences that take no start state."""
-        return scans_of(layer)
-
-    def hand(
-        self, named: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
-    ) -> tuple[dict[str, Any], StateCache | None]:
-        """A `StateCache` in place of the layer's cache, which also returns the prefix where that attends over one."""
         if states is None and read is None:
             return named, None
         cache = StateCache(chunk.start, states or {}, read)
-        return {**named, self.argument: self._given(cache)}, cache
+        given = (tuple(cache.before.values()) or None) if self.returned else cache
+        return {**named, self.argument: given}, cache
 
-    def _given(self, cache: StateCache) -> Any:
-        return cache
-
-    def goes_by_document(self, layer: nn.Module) -> bool:
-        """Whether one of its modules asks the cache for states."""
-        return bool(mixers_of(layer))
-
-
-class StatesReturned(StatesInCache):
-    """A layer that takes its states as an argument and returns them behind its hidden states."""
-
-    def _given(self, cache: StateCache) -> Any:
-        return tuple(cache.before.values()) or None
-
-    def taken(self, result: Any, cache: StateCache | None) -> Any:
-        """hidden_states [..., C, h] and None in place of the states."""
-        return take_returned(result, cache)
+    def collect(self, result: Any, cache: StateCache | None) -> Any:
+        """What the layer returned, without end states [B, ...], which go into the chunk's cache: hidden_states [..., C, h]
+        and None in place of the states."""
+        if not self.returned:
+            return result
+        hidden_states, states = result
+        if cache is not None:
+            cache.after.update({Key("returned", 0, number): in_own_memory(state) for number, state in enumerate(states)})
+        return hidden_states, None
 
     def goes_by_document(self, layer: nn.Module) -> bool:
-        """False: the states are the whole layer's."""
-        return False
+        """Whether modules inside it can be called for one document of packed rows after the other: not if the states are
+        the whole layer's. [Note: segments]"""
+        return not self.carries or (not self.returned and bool(mixers_of(layer)))

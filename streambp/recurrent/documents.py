@@ -17,6 +17,7 @@ where states are kept.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -91,17 +92,22 @@ class Segment(NamedTuple):
     goes_on: bool
 
 
+@dataclasses.dataclass(eq=False)
 class PackedRows:
     """The documents of packed rows, read off position_ids.
 
-    Args:
-        ends: where documents end, of each row; rising from 0 to the row's length.
+    ends: where documents end, of each row; rising from 0 to the row's length.
     """
 
-    def __init__(self, ends: tuple[tuple[int, ...], ...]) -> None:
-        self.ends = ends
-        self.barriers = self._barriers()
-        self._told: dict[tuple[str, ...], Documents] = {}
+    ends: tuple[tuple[int, ...], ...]
+    _told: dict[tuple[str, ...], Documents] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Where no chunk may end: one token of a document would be left to the next chunk. For one token on top of a state
+        mixers take decode kernels, which have no backward."""
+        rows = [(set(row), row[1:]) for row in self.ends]
+        return merged(Barrier(end - 1, end - 1) for known, ends in rows for end in ends if end - 1 not in known)
 
     @property
     def number(self) -> int:
@@ -132,12 +138,6 @@ class PackedRows:
                 goes_on = start == chunk.start and not starts
                 found.setdefault((start - chunk.start, stop - chunk.start, goes_on), []).append(row)
         return [Segment(tuple(rows), *where) for where, rows in found.items()]
-
-    def _barriers(self) -> tuple[Barrier, ...]:
-        """Where no chunk may end: one token of a document would be left to the next chunk. For one token on top of a state
-        mixers take decode kernels, which have no backward."""
-        rows = [(set(row), row[1:]) for row in self.ends]
-        return merged(Barrier(end - 1, end - 1) for known, ends in rows for end in ends if end - 1 not in known)
 
 
 def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
@@ -197,15 +197,14 @@ def told_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     for module in layer.modules():
         forward = written_forward(module)
         for name in forward.__code__.co_names if hasattr(forward, "__code__") else ():
-            if _telling(forward.__globals__.get(name)) is not None:
+            if kind_of(forward.__globals__.get(name)) is not None:
                 found.append((module, name))
     return found
 
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
     """The function as a chunk calls it. [Note: documents]"""
-    tell = _telling(function)
-    assert tell is not None
+    tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[kind_of(function) or ""]
     return functools.partial(tell, function, documents, chunk)
 
 
@@ -220,22 +219,14 @@ def parameters_of(function: Any) -> set[str]:
         return set()
 
 
-def _telling(function: Any) -> Function | None:
-    """How a function is told, known by its parameters."""
+def kind_of(function: Any) -> str | None:
+    """Which of a mixer's work across tokens a function does that can be told of documents, known by its parameters."""
     parameters = parameters_of(function)
     if parameters >= DELTA_RULE:
-        return _tell_rule
+        return "rule"
     if parameters >= STATE_SCAN:
-        return _tell_scan
-    if parameters >= CONVOLUTION and CONVOLUTION_STATE not in parameters:
-        return _tell_convolution
-    return None
-
-
-def kind_of(function: Any) -> str | None:
-    """What of a mixer's work across tokens a function does that can be told of documents."""
-    tell = _telling(function)
-    return None if tell is None else "conv" if tell is _tell_convolution else "rule" if tell is _tell_rule else "scan"
+        return "scan"
+    return "conv" if parameters >= CONVOLUTION and CONVOLUTION_STATE not in parameters else None
 
 
 def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, x: Tensor, *args: Any, **kwargs: Any) -> Any:

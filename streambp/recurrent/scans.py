@@ -24,6 +24,7 @@ cancels; it gets float32, which costs little beside the states of all tokens tha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
@@ -52,7 +53,7 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     for module in layer.modules():
         forward = written_forward(module)
         names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
-        scan = next((name for name in names if _is_selective_scan(forward.__globals__.get(name))), None)
+        scan = next((name for name in names if parameters_of(forward.__globals__.get(name)) >= SELECTIVE_SCAN), None)
         if scan is not None:
             found.append((module, scan))
         elif LINEAR_CACHE in names:
@@ -62,10 +63,6 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
             parent = next(parent for parent in layer.modules() if any(child is module for child in parent.children()))
             found += [(child, "forward") for child in parent.children() if isinstance(child, nn.Conv1d)]
     return found
-
-
-def _is_selective_scan(function: Any) -> bool:
-    return parameters_of(function) >= SELECTIVE_SCAN
 
 
 def in_torch(function: Any) -> bool:
@@ -83,40 +80,41 @@ def scans_selectively(layer: nn.Module) -> bool:
     return any(name not in ("torch", "forward", OWN_SCAN) for _, name in scans_of(layer))
 
 
-Told = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
-
-
-class StartingFrom:
-    """Within, these mixers (`scans_of`) start from the cache's states, and functions of others are told of documents.
-
-    Args:
-        told: what is told (`told_of`), of which documents, in which chunk; None: nothing.
+class Replaced:
+    """Within, modules have these attributes of their own: forwards, or functions that their forwards call.
 
     Neither generators nor an `ExitStack`: their frames would tie the exception that ends a refill, and with it the
     layer's tensors, into a cycle.
     """
 
-    def __init__(self, mixers: list[tuple[nn.Module, str]], cache: StateCache | None, told: Told | None = None) -> None:
-        self._replaced = [] if cache is None else _replacements(mixers, cache, told)
+    def __init__(self, attributes: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
+        self._attributes = attributes
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        self._before = [module.__dict__.get(name) for module, name, _ in self._replaced]
-        for module, name, function in self._replaced:
+        self._before = [module.__dict__.get(name) for module, name, _ in self._attributes]
+        for module, name, function in self._attributes:
             module.__dict__[name] = function
 
     def __exit__(self, *_: object) -> None:
-        for (module, name, _function), before in zip(self._replaced, self._before, strict=True):
+        for (module, name, _function), before in zip(self._attributes, self._before, strict=True):
             if before is None:
                 del module.__dict__[name]
             else:  # another library's
                 module.__dict__[name] = before
 
 
-def _replacements(
-    mixers: list[tuple[nn.Module, str]], cache: StateCache, told: Told | None
-) -> list[tuple[nn.Module, str, Callable[..., Any]]]:
-    """Mixers, an attribute of each, and what that is for one forward."""
+Told = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
+
+
+def starting_from(mixers: list[tuple[nn.Module, str]], cache: StateCache | None, told: Told | None = None) -> Replaced:
+    """Within, these mixers (`scans_of`) start from the cache's states, and functions of others are told of documents.
+
+    Args:
+        told: what is told (`told_of`), of which documents, in which chunk; None: nothing.
+    """
+    if cache is None:
+        return Replaced([])
     found: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     stand_ins: dict[nn.Module, dict[str, Any]] = {}  # for globals, by name
     for module, name in mixers:
@@ -126,27 +124,23 @@ def _replacements(
         elif name == OWN_SCAN:
             found.append((module, name, functools.partial(_scan, getattr(module, name), cache)))
         elif name == "torch":
-            stand_ins.setdefault(module, {})[name] = TorchWithState(cache, layer)
+            stand_in = TorchWithState(cache.before.get(Key("linear", layer, 0)))
+            stand_ins.setdefault(module, {})[name] = stand_in
         else:
-            stand_ins.setdefault(module, {})[name] = SelectiveScan(_global(module, name), cache, layer)
+            scan = written_forward(module).__globals__[name]
+            stand_ins.setdefault(module, {})[name] = SelectiveScan(scan, cache, layer)
     if told is not None:
         functions, documents, chunk = told
         for module, name in functions:
-            stand_ins.setdefault(module, {})[name] = telling(_global(module, name), documents, chunk)
-    return found + [(module, "forward", _own_code(module, names)) for module, names in stand_ins.items()]
-
-
-def _global(module: nn.Module, name: str) -> Any:
-    return written_forward(module).__globals__[name]
-
-
-def _own_code(module: nn.Module, stand_ins: dict[str, Any]) -> Callable[..., Any]:
-    """The mixer's own forward with functions of ours under these global names."""
-    forward = written_forward(module)
-    names = {**forward.__globals__, **stand_ins}
-    own = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__ = forward.__kwdefaults__
-    return types.MethodType(own, module)
+            function = written_forward(module).__globals__[name]
+            stand_ins.setdefault(module, {})[name] = telling(function, documents, chunk)
+    for module, names in stand_ins.items():  # the mixer's own code, with functions of ours under these global names
+        forward = written_forward(module)
+        space = {**forward.__globals__, **names}
+        own = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
+        own.__kwdefaults__ = forward.__kwdefaults__
+        found.append((module, "forward", types.MethodType(own, module)))
+    return Replaced(found)
 
 
 def _scan(real: Callable[..., Any], cache: StateCache, *args: Any, recurrent_states: Any = None, **kwargs: Any) -> Any:
@@ -164,11 +158,11 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     return y[..., -x.shape[-1] :]
 
 
+@dataclasses.dataclass
 class TorchWithState:
-    """The name `torch` in a mixer that makes its start state by `torch.zeros` where its cache has none."""
+    """The name `torch` in a mixer that makes its start state [...] by `torch.zeros` where its cache has none."""
 
-    def __init__(self, cache: StateCache, layer: Any) -> None:
-        self._state = cache.before.get(Key("linear", layer, 0))
+    _state: Tensor | None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -231,9 +225,11 @@ class SelectiveScan:
         )  # [B, N, parts * N]
         no_step = NO_STEP if delta_softplus else 0.0
         u = torch.cat((u_front, u, _filled(u, 0.0, reads)), -1)
-        dt = torch.cat(
-            (step[None, :, None].expand(u.shape[0], -1, writes), dt, _read_steps(dt, delta_bias, no_step, reads)), -1
-        )
+        if no_step or delta_bias is None:
+            read_steps = _filled(dt, no_step, reads)
+        else:
+            read_steps = (-delta_bias).detach().to(dt.dtype)[None, :, None].expand(dt.shape[0], -1, reads)
+        dt = torch.cat((step[None, :, None].expand(u.shape[0], -1, writes), dt, read_steps), -1)
         B = torch.cat((unit[..., :writes], B, _filled(B, 0.0, reads)), -1)  # noqa: N806
         C = torch.cat((_filled(C, 0.0, writes), C, unit[..., :reads].to(C.dtype)), -1)  # noqa: N806
         if z is not None:
@@ -273,12 +269,6 @@ def _raw(
     wanted = (DECAY / (largest * max(1, tokens - 1))).clamp(max=STEP)
     wanted = torch.log(torch.expm1(wanted)) if softplus else wanted
     return (wanted if bias is None else wanted - bias.detach().to(wide)).to(dt.dtype)
-
-
-def _read_steps(dt: Tensor, bias: Tensor | None, no_step: float, tokens: int) -> Tensor:
-    if no_step or bias is None:
-        return _filled(dt, no_step, tokens)
-    return (-bias).detach().to(dt.dtype)[None, :, None].expand(dt.shape[0], -1, tokens)
 
 
 def _written(

@@ -13,6 +13,7 @@ Rows of a batch may have documents of their own: those that start and end alike 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ from streambp.known_names import (
 )
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import Segment, kind_of
-from streambp.recurrent.scans import StartingFrom, in_torch, scans_of
+from streambp.recurrent.scans import Replaced, in_torch, scans_of, starting_from
 from streambp.recurrent.states import StateCache, States
 from streambp.source import written, written_forward
 
@@ -91,86 +92,81 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     return tuple(name for name in (DOCUMENT_IDS, DOCUMENT_ENDS) if name in found)
 
 
-class InSegments:
-    """Within, these mixers (`mixers_of`) are called segment by segment; a class for the reason that `StartingFrom` is one.
+def in_segments(mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None) -> Replaced:
+    """Within, these mixers (`mixers_of`) are called segment by segment.
 
     Args:
         segments: of the chunk's tokens; []: nothing is replaced.
         cache: the chunk's; None: the layer gets none.
     """
-
-    def __init__(self, mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None) -> None:
-        self._mixers = mixers if segments else []
-        self._segments, self._cache = segments, cache
-        self._before: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._before = [module.__dict__.get("forward") for module in self._mixers]
-        for module in self._mixers:
-            module.__dict__["forward"] = SegmentedForward(module, self._segments, self._cache)
-
-    def __exit__(self, *_: object) -> None:
-        for module, before in zip(self._mixers, self._before, strict=True):
-            if before is None:
-                del module.__dict__["forward"]
-            else:  # another library's
-                module.__dict__["forward"] = before
+    by_segment: list[tuple[nn.Module, str, Callable[..., Any]]] = [
+        (module, "forward", functools.partial(_by_segment, module, module.forward, scans_of(module), segments, cache))
+        for module in (mixers if segments else [])
+    ]
+    return Replaced(by_segment)
 
 
-class SegmentedForward:
-    """A mixer's forward for one chunk: takes hidden states [B, C, h], returns tensors [B, C, ...]. [Note: segments]"""
+def _by_segment(
+    module: nn.Module,
+    real: Callable[..., Any],
+    scans: list[tuple[nn.Module, str]],
+    segments: list[Segment],
+    cache: StateCache | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A mixer's forward for one chunk: takes hidden states [B, C, h], returns tensors [B, C, ...]. [Note: segments]
 
-    def __init__(self, module: nn.Module, segments: list[Segment], cache: StateCache | None) -> None:
-        self._module, self._segments, self._cache = module, segments, cache
-        self._forward: Callable[..., Any] = module.forward
-        self._scans = scans_of(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        rows, tokens = given.shape[:2]
-        parts = [self._part(segment, rows, tokens, args, kwargs) for segment in self._segments]
-        if self._cache is not None:
-            self._cache.after.update(_end_states(parts, rows, tokens))
-        return self._joined([(segment, result) for segment, result, _ in parts], rows)
-
-    def _part(self, segment: Segment, rows: int, tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
+    Args:
+        real: its forward without this one. scans: of `scans_of` the mixer.
+    """
+    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    rows, tokens = given.shape[:2]
+    parts: list[Part] = []
+    for segment in segments:
         own = None
-        if self._cache is not None:
-            before = self._cache.before if segment.goes_on else {}
+        if cache is not None:
+            before = cache.before if segment.goes_on else {}
             before = {key: _picked(state, segment.rows, rows) for key, state in before.items()}
-            own = StateCache(self._cache.start + segment.start, before)
+            own = StateCache(cache.start + segment.start, before)
+        cut = functools.partial(_cut, segment, rows, tokens)
+        handed = [own if value is cache and own is not None else rebuilt(value, cut) for value in (*args, *kwargs.values())]
+        this = module.__dict__["forward"]
+        with starting_from(scans, own):
+            current = module.__dict__["forward"]
+            forward = real if current is this else current
+            result = forward(*handed[: len(args)], **dict(zip(kwargs, handed[len(args) :], strict=True)))
+        parts.append((segment, result, {} if own is None else own.after))
+    if cache is not None:
+        cache.after.update(_end_states(parts, rows, tokens))
+    return _joined(module, [(segment, result) for segment, result, _ in parts], rows)
 
-        def cut(x: Tensor) -> Tensor:
-            if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
-                return x
-            return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
 
-        def part(value: Any) -> Any:
-            return own if value is self._cache and own is not None else rebuilt(value, cut)
+def _joined(module: nn.Module, parts: list[tuple[Segment, Any]], rows: int) -> Any:
+    """What a mixer returned for its segments, as it would return it for the chunk."""
+    results = [result for _, result in parts]
+    if all(isinstance(result, Tensor) for result in results):
+        whole = _joined_tokens(parts, rows)
+        if whole is not None:
+            return whole
+    elif all(isinstance(result, tuple) and isinstance(result[0], Tensor) for result in results):
+        # What is no tensor of tokens is a state, for which nobody has asked.
+        columns = [[(segment, result[index]) for segment, result in parts] for index in range(len(results[0]))]
+        found = [_joined_tokens(column, rows) for column in columns]
+        if found[0] is not None:
+            return tuple(found)
+    raise UnsupportedModelError(
+        f"{type(module).__name__} is called for one document of packed rows after the other, and returns no tensors "
+        "[B, T, ...] that could be put together. Pass one document per row, or let it go on from one document to the next, "
+        "as the unpatched model does: StreamConfig(documents='as_given')."
+    )
 
-        with StartingFrom(self._scans, own):
-            current = self._module.__dict__["forward"]
-            forward = self._forward if current is self else current
-            result = forward(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
-        return segment, result, {} if own is None else own.after
 
-    def _joined(self, parts: list[tuple[Segment, Any]], rows: int) -> Any:
-        results = [result for _, result in parts]
-        if all(isinstance(result, Tensor) for result in results):
-            whole = _joined_tokens(parts, rows)
-            if whole is not None:
-                return whole
-        elif all(isinstance(result, tuple) and isinstance(result[0], Tensor) for result in results):
-            # What is no tensor of tokens is a state, for which nobody has asked.
-            columns = [[(segment, result[index]) for segment, result in parts] for index in range(len(results[0]))]
-            found = [_joined_tokens(column, rows) for column in columns]
-            if found[0] is not None:
-                return tuple(found)
-        raise UnsupportedModelError(
-            f"{type(self._module).__name__} is called for one document of packed rows after the other, and returns no "
-            "tensors [B, T, ...] that could be put together. Pass one document per row, or let it go on from one document "
-            "to the next, as the unpatched model does: StreamConfig(documents='as_given')."
-        )
+def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
+    """A segment's part of what a mixer is given: of tensors [1 or rows, tokens, ...], others as they are."""
+    if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
+        return x
+    return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
 
 
 def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:

@@ -21,7 +21,9 @@ products finds out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -86,17 +88,25 @@ class StateCache(ChunkCache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """conv_states [B, D, C] of this chunk -> [B, D, k + C] with the last k before it; the last k are its end state."""
+        """conv_states [B, D, C] of this chunk -> [B, D, k + C] with the last k before it, in the same layout; the last k
+        are its end state."""
         key = Key("conv", layer_idx, state_idx)
         before = self.before.get(key)
-        joined = conv_states if before is None else _join(before, conv_states)
+        if before is None:
+            joined = conv_states
+        else:
+            with without_autocast(conv_states.device.type):  # which joins no two halves that are not its own
+                if conv_states.dim() == 3 and conv_states.stride(1) == 1:  # convolution kernels are particular
+                    joined = torch.cat((before.mT, conv_states.mT), 1).mT
+                else:
+                    joined = torch.cat((before, conv_states), -1)
         size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         self.after[key] = joined[..., -size:].clone(memory_format=torch.contiguous_format)
         return joined
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Keep recurrent_states [B, ...] as an end state, in memory of its own; returned as it was given."""
-        self.after[Key("recurrent", layer_idx, state_idx)] = _alone(recurrent_states)
+        self.after[Key("recurrent", layer_idx, state_idx)] = in_own_memory(recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
@@ -106,61 +116,27 @@ class StateCache(ChunkCache):
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Keep linear_cache [B, ...] as an end state, in memory of its own."""
-        self.after[Key("linear", layer_idx, 0)] = _alone(linear_cache)
+        self.after[Key("linear", layer_idx, 0)] = in_own_memory(linear_cache)
 
     @property
-    def layers(self) -> LayerStates:
-        """Made anew for every call: kept here it would tie the cache, and with it the chunk's graph, into a cycle."""
-        return LayerStates(self.before)
+    def layers(self) -> Mapping[int, SimpleNamespace]:
+        """The chunk's start states as transformers up to 5.22 reads them: by layer, then those of its convolutions, [B, D,
+        k] each, and of its recurrences, [B, ...] each, by their number.
+
+        Made anew for every call: kept here it would tie the cache, and with it the chunk's graph, into a cycle.
+        """
+        found: dict[int, SimpleNamespace] = collections.defaultdict(
+            lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
+        )
+        for key, state in self.before.items():
+            if key.kind in ("conv", "recurrent"):
+                getattr(found[key.layer], f"{key.kind}_states")[key.number] = state
+        return found
 
 
-def take_returned(result: tuple[Tensor, Any], cache: StateCache | None) -> tuple[Tensor, None]:
-    """hidden_states [..., C, h] out of what a layer with an argument `state` returns.
-
-    Its states, [B, ...] each, go into the chunk's cache as end states.
-    """
-    hidden_states, states = result
-    if cache is not None:
-        cache.after.update({Key("returned", 0, number): _alone(state) for number, state in enumerate(states)})
-    return hidden_states, None
-
-
-class LayerStates:
-    """`cache.layers[i]` as transformers up to 5.22 reads it."""
-
-    def __init__(self, before: States, layer: int | None = None) -> None:
-        self._before, self._layer = before, layer
-
-    def __getitem__(self, layer: int) -> LayerStates:
-        return LayerStates(self._before, layer)
-
-    record_past = True
-
-    @property
-    def conv_states(self) -> dict[int, Tensor]:
-        """The chunk's start states of the layer's convolutions by their number, [B, D, k] each."""
-        return self._of("conv")
-
-    @property
-    def recurrent_states(self) -> dict[int, Tensor]:
-        """The chunk's start states of the layer's recurrences by their number, [B, ...] each."""
-        return self._of("recurrent")
-
-    def _of(self, kind: str) -> dict[int, Tensor]:
-        return {key.number: state for key, state in self._before.items() if key.kind == kind and key.layer == self._layer}
-
-
-def _alone(state: Tensor) -> Tensor:
-    """The state in memory of its own: some are the last of all blocks' or tokens' states."""
+def in_own_memory(state: Tensor) -> Tensor:
+    """The state [B, ...], copied where it is a part: some are the last of all blocks' or tokens' states."""
     return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
-
-
-def _join(before: Tensor, states: Tensor) -> Tensor:
-    """[..., D, k] and [..., D, C] -> [..., D, k + C], in the layout of the latter: convolution kernels are particular."""
-    with without_autocast(states.device.type):  # which joins no two halves that are not its own
-        if states.dim() == 3 and states.stride(1) == 1:
-            return torch.cat((before.mT, states.mT), 1).mT
-        return torch.cat((before, states), -1)
 
 
 def leaves_of(states: States) -> States:

@@ -172,8 +172,8 @@ def test_a_long_evaluation_of_a_model_that_cuts_it_itself():
     assert torch.equal(expected, found)
 
 
-def without_gradient(result, cache, real=state_carriers.take_returned):
-    found = real(result, cache)
+def without_gradient(self, result, cache, real=state_carriers.StateCarrier.collect):
+    found = real(self, result, cache)
     if cache is not None:
         cache.after = {key: state.detach().requires_grad_() for key, state in cache.after.items()}
     return found
@@ -196,7 +196,7 @@ MUTANTS = {
     "an indexer's keys of the chunk alone": (ChunkCache, "update_indexer", of_the_chunk_alone, "deepseek_v32"),
     "biases as in the first chunk": (ChunkCache, "get_query_offset", lambda self, *_: 0, "inkling_text"),
     "a mask as of the first chunk": (PlainMask, "cut", counted_from_zero, "inkling_text"),
-    "returned states without their gradient": (state_carriers, "take_returned", without_gradient, "xlstm"),
+    "returned states without their gradient": (state_carriers.StateCarrier, "collect", without_gradient, "xlstm"),
 }  # fmt: skip
 
 

@@ -216,7 +216,7 @@ def test_mutants(mutant, monkeypatch):
 
 def test_a_chunk_that_ends_before_a_documents_last_token(monkeypatch):
     """The mutant: nothing keeps chunks from ending there, and the next one takes a kernel for decoding."""
-    monkeypatch.setattr(documents.PackedRows, "_barriers", lambda self: ())
+    monkeypatch.setattr(documents.PackedRows, "barriers", ())
     with pytest.raises((AssertionError, RuntimeError)):
         check_one_by_one("bamba", (7,))
 

@@ -17,8 +17,7 @@ import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.layer import arguments, call, carried, function
-from streambp.recurrent import documents, scans, states
-from streambp.recurrent.carriers import StatesInCache
+from streambp.recurrent import carriers, documents, scans, states
 from streambp.recurrent.states import Key, StateCache
 from tests import zoo
 from tests.families import make_batch
@@ -91,7 +90,7 @@ class LayersOnTheCache:
         cache.kept, self.cache = self, cache
 
     def __getitem__(self, layer):
-        return states.LayerStates(self.cache.before, layer)
+        return StateCache(0, self.cache.before).layers[layer]
 
 
 NO_UPSTREAM = property(lambda self: {}, lambda self, gradients: None)
@@ -132,7 +131,7 @@ MUTANTS = {
         oracle("jamba"),
     ),
     "upstream of states dropped": (carried.Carried, "upstream", NO_UPSTREAM, oracle()),
-    "states not copied": (states, "_alone", lambda state: state, lambda: check_memory("bamba")),
+    "states not copied": (states, "in_own_memory", lambda state: state, lambda: check_memory("bamba")),
     "layers kept on the cache": (StateCache, "layers", property(LayersOnTheCache), check_no_cycle),
     "documents counted from the row's start": (
         documents, "_tell_scan", ids_of_the_whole_row, packed_oracle("bamba", ends=False)
@@ -182,7 +181,7 @@ def test_the_probe_sees_a_state_without_its_gradient(monkeypatch):
 
 
 def test_chunks_of_one_token_would_not_run(monkeypatch):
-    monkeypatch.setattr(StatesInCache, "least", 1)
+    monkeypatch.setattr(carriers, "LEAST_TOKENS", 1)
     monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
     with pytest.raises((RuntimeError, AssertionError)):
         check_exact("bamba", 11, [5])
