@@ -86,11 +86,13 @@ def check_no_cycle():
 class LayersOnTheCache:
     """What `cache.layers` gives, kept on the cache and knowing it."""
 
+    real = StateCache.layers
+
     def __init__(self, cache):
         cache.kept, self.cache = self, cache
 
     def __getitem__(self, layer):
-        return StateCache(0, self.cache.before).layers[layer]
+        return LayersOnTheCache.real.fget(self.cache)[layer]
 
 
 NO_UPSTREAM = property(lambda self: {}, lambda self, gradients: None)
