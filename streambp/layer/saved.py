@@ -142,7 +142,7 @@ class Kept:
                 self.store.put(f"k.{site}", chunk.index, whole[0])
                 self.store.put(f"v.{site}", chunk.index, whole[1])
         if self.watch is not None:
-            self.watch.chunk_done(self._cost(chunk, hidden_chunk, attended))
+            self.watch.mark(self._cost(chunk, hidden_chunk, attended))
 
     def _cost(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> Cost:
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]

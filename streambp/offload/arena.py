@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -24,6 +25,7 @@ def padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+@dataclasses.dataclass(eq=False)
 class BufferStack:
     """Ranges handed out one behind the other, all given back together.
 
@@ -32,13 +34,12 @@ class BufferStack:
         [Note: offload order], wait 5; that a queue waits for another device's copies out matters as well
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.segments: list[Tensor] = []
-        self.used = 0
-        self.last_uses: dict[Any, Any] = {}
-        self._segment = 0
-        self._top = 0
+    kind: str
+    segments: list[Tensor] = dataclasses.field(default_factory=list)
+    used: int = 0
+    last_uses: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    _segment: int = 0
+    _top: int = 0
 
     @property
     def size(self) -> int:
@@ -65,6 +66,7 @@ class BufferStack:
         return None
 
 
+@dataclasses.dataclass(eq=False)
 class Arena:
     """Stacks within a budget. A stack that is given back is the next of its kind to be handed out.
 
@@ -74,13 +76,12 @@ class Arena:
     refused: what the system said when it gave no memory within the budget.
     """
 
-    def __init__(self, limit: int, buffer: Callable[[int], Tensor], settle: Callable[[], None] = lambda: None) -> None:
-        self.limit = limit
-        self._buffer = buffer
-        self._settle = settle
-        self._free: list[BufferStack] = []
-        self.allocated = 0
-        self.refused: str | None = None
+    limit: int
+    buffer: Callable[[int], Tensor]
+    settle: Callable[[], None] = lambda: None
+    allocated: int = 0
+    refused: str | None = None
+    _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
     def take(self, kind: str = "") -> BufferStack:
         """The free stack of that kind that was given back last, or a new one, which has no memory yet."""
@@ -100,14 +101,14 @@ class Arena:
         the system does not give as many: then `refused` has its words."""
         self.refused = None
         if self.allocated + size > self.limit and self._free:
-            self._settle()
+            self.settle()
         while self.allocated + size > self.limit and self._free:
             self.allocated -= self._free.pop(0).size
         if self.allocated + size > self.limit:
             return False
         segment = self._allocate(size)
         if segment is None and self._free:
-            self._settle()
+            self.settle()
             self.allocated -= sum(free.size for free in self._free)
             self._free.clear()
             segment = self._allocate(size)
@@ -119,7 +120,7 @@ class Arena:
 
     def _allocate(self, size: int) -> Tensor | None:
         try:
-            return self._buffer(size)
+            return self.buffer(size)
         except (MemoryError, RuntimeError) as error:
             if not isinstance(error, MemoryError) and NO_HOST_MEMORY.search(str(error)) is None:
                 raise

@@ -124,15 +124,12 @@ class LayerSeen:
     graph: float = 0.0  # bytes that the graphs of all chunks save
     marks: list[Any] = dataclasses.field(default_factory=list)
 
-    def mark(self) -> None:
-        """Forward begins, or a chunk's is over: mark the time in the compute queue."""
+    def mark(self, cost: Cost | None = None) -> None:
+        """Forward begins, or that of a chunk is over, which costs so much: mark the time in the compute queue."""
         if self.engine is not None:
             self.marks.append(self.engine.clock())
-
-    def chunk_done(self, cost: Cost) -> None:
-        """A chunk's forward is over, which costs so much."""
-        self.mark()
-        self.costs.append(cost)
+        if cost is not None:
+            self.costs.append(cost)
 
     def learnt(self) -> LayerCost | None:
         """Without the products that no backward reads; None before a backward has run."""

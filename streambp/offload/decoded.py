@@ -51,25 +51,22 @@ class DecodedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
-        module = self.module
-        dtype, bias = module.compute_dtype, module.bias
+        module, kind = self.module, x.device.type
+        dtype, bias, state = module.compute_dtype, module.bias, getattr(module.weight, QUANT_STATE, None)
+        # Whether the module's own forward multiplies x in the dtype that its weight is decoded to.
         plain = bias is None or (bias.dtype == dtype and not bias.requires_grad)
+        decodes = (
+            module.compute_type_is_set and state is not None and dtype == state.dtype and x.shape[-1] == state.shape[1]
+        )
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype
         result: Tensor
-        if not plain or not self._multiplies_in(dtype, x):
+        if not plain or not decodes or not module.compute_type_is_set or cast or not x.numel():
             result = type(module).forward(module, x)
             return result
         if self.weight is None:
             self.weight = _decoded(module)
         result = Multiplied.apply(x.to(dtype), self.weight, bias)  # type: ignore[no-untyped-call]
         return result.to(x.dtype)
-
-    def _multiplies_in(self, dtype: torch.dtype | None, x: Tensor) -> bool:
-        """Whether the module's own forward multiplies x [..., in] in the dtype that its weight is decoded to."""
-        state, kind = getattr(self.module.weight, QUANT_STATE, None), x.device.type
-        if not self.module.compute_type_is_set or state is None or dtype != state.dtype or not x.numel():
-            return False
-        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype
-        return not cast and x.shape[-1] == state.shape[1]
 
 
 def _decoded(module: Any) -> Tensor:

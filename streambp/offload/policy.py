@@ -50,12 +50,8 @@ CLOSE = 0.002  # of the seconds: as fast
 FORWARD = 0.25  # of a step's seconds: it computes everything once, and backward three times as much
 REMEMBERED = 32  # margins
 
-Free = Callable[[torch.device], float | None]
+Free = Callable[[torch.device], float | None]  # which may have `forget`, `sees_others` and `retries`, as `FreeMemory` has
 Rooms = list[list[float]]  # (index, bytes): what layers up to that one may save together
-
-
-def _none(_: torch.device) -> int:
-    return 0  # of what a `Free` that only tells what is free knows nothing of
 
 
 class SavesPolicy:
@@ -209,19 +205,25 @@ class SavesPolicy:
         """A micro-batch begins: learn from those before, and choose."""
         if not self.sizes:
             self.begins(kept.device, with_layers=True)
-        self._settle()
+        lack, self._shortage = self._shortage, None
+        if lack is not None:  # what the micro-batch before lacked, those like it leave free besides
+            retries = getattr(self.free, "retries", lambda _: 0)(self._device)
+            if retries > self._retries:  # the allocator gave its cache back to go on
+                lack.by = max(lack.by, self._slack)
+            margin = lack.margin(self.margins.pop(lack.key, None))
+            self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: margin}
         self._seen, self._plan, self.latest, self._at_work = {}, {}, None, -math.inf
         length, chunk = kept.plan.length, rows * min(kept.plan.size, kept.plan.length)
         if self.link is not None:
             self._begin_on_host(self.link, length, chunk)
             return
         free, need, tokens = self.free(kept.device), self.known.need, rows * length
-        self._others_are_seen = getattr(self.free, "sees_others", _none)(kept.device) > 0
+        self._others_are_seen = getattr(self.free, "sees_others", lambda _: False)(kept.device)
         if free is None or need is None or not self.known.costs:
             return
         room = max(room for _, room in self._rooms(free, tokens, chunk))
         self._device, self._slack = kept.device, SLACK * free
-        self._retries = getattr(self.free, "retries", _none)(kept.device)
+        self._retries = getattr(self.free, "retries", lambda _: 0)(kept.device)
         _, self._plan, _ = self.predicted(free, tokens, chunk, kept.device, length)
         self.latest = chosen = Chosen(tokens, length, chunk, room, self._plan)
         planned = sum(chosen.bytes.values())
@@ -343,16 +345,6 @@ class SavesPolicy:
         if self._shortage is not None:
             self._shortage.by = max(self._shortage.by, self._shortage.planned / 2)
             self._shortage.failed = True
-
-    def _settle(self) -> None:
-        """What the micro-batch before lacked, those like it leave free besides."""
-        lack, self._shortage = self._shortage, None
-        if lack is not None:
-            retries = getattr(self.free, "retries", _none)(self._device)
-            if retries > self._retries:  # the allocator gave its cache back to go on
-                lack.by = max(lack.by, self._slack)
-            margin = lack.margin(self.margins.pop(lack.key, None))
-            self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: margin}
 
     def learn(self) -> Mapping[int, LayerCost]:
         """What is known of each layer, by its index; of those whose backward has run, what was seen."""

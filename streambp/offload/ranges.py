@@ -59,12 +59,6 @@ class LayerRange:
     wanting: bytes
     trains: bool
 
-    def is_current(self, tensors: list[Tensor]) -> bool:
-        """Whether the layer has the same tensors, of any shape [...], and these lie where they did."""
-        same = tensors is self.tensors or list(map(id, tensors)) == list(map(id, self.tensors))
-        at_home = (piece.tensor.data_ptr() == piece.home.data_ptr() for piece in self.pieces)
-        return same and self.wanting == bytes(map(WANTS_GRADIENT, tensors)) and all(at_home)
-
     def may_hold(self, places: list[tuple[Tensor, int]], size: int) -> bool:
         """Whether `size` bytes are as many, and every tensor [...] that lies among them lies at its new place already."""
         base = self.memory.data_ptr()
@@ -187,9 +181,15 @@ class HostRanges:
         self._holders.clear()
 
     def known(self, index: int) -> LayerRange | None:
-        """A layer's range; None where its weights are not in there, or no more."""
+        """A layer's range, while the layer has the same tensors, of any shape, and these lie where they did; else None."""
         known = self.layers.get(index)
-        return None if known is None or not known.is_current(self.sites[index].ask(tensors_inside)) else known
+        if known is None:
+            return None
+        tensors = self.sites[index].ask(tensors_inside)
+        same = tensors is known.tensors or list(map(id, tensors)) == list(map(id, known.tensors))
+        at_home = (piece.tensor.data_ptr() == piece.home.data_ptr() for piece in known.pieces)
+        current = same and known.wanting == bytes(map(WANTS_GRADIENT, tensors)) and all(at_home)
+        return known if current else None
 
     def put(self, index: int, engine: Engine, device: torch.device) -> LayerRange:
         """Move a layer's weights into one range of host memory; what they had before is freed.

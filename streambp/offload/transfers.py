@@ -91,10 +91,6 @@ class Transfers:
         self._group = 0
         self._key: tuple[Any, int] | None = None
 
-    def __len__(self) -> int:
-        """How many sources are kept for their copies."""
-        return len(self._in_flight)
-
     def settle(self) -> None:
         """Wait, on the calling thread, until all copies are done."""
         for engine in self.engines.values():
