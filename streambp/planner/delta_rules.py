@@ -46,8 +46,7 @@ def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, returns_end: bool, normalises: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output [B, T, H_v, V] and end state, or None where it is not asked for."""
-    rule = KimiDeltaRule if g.dim() == 4 else GatedDeltaRule
-    out, end = rule.apply(q, k, v, g, beta, start, normalises)
+    out, end = DeltaRule.apply(q, k, v, g, beta, start, normalises)
     return out, end if returns_end else None
 
 
@@ -89,112 +88,81 @@ def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE)
 
 
-class GatedDeltaRule(torch.autograd.Function):
-    """fla's chunk_gated_delta_rule: output [B, T, H_v, V], end state [B, H_v, K, V]; normalises: q and k to unit length."""
+class DeltaRule(torch.autograd.Function):
+    """fla's chunk_gated_delta_rule, or its chunk_kda where there is a decay for each channel: output [B, T, H_v, V], end
+    state [B, H_v, K, V]; normalises: q and k to unit length."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
     ) -> tuple[Tensor, Tensor]:
-        """q, k [B, T, H, K], v [B, T, H_v, V], g and beta [B, T, H_v], start [B, H_v, K, V] or None."""
+        """q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v], start [B, H_v, K, V] or
+        None."""
         q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))  # copies of q and k last until the end
         q, k, q_length, k_length = q_in, k_in, None, None
         if normalises:
             (q, q_length), (k, k_length) = _normalised(q_in), _normalised(k_in)
-        sizes = Blocks(k, v)
+        sizes, by_channel = Blocks(k, v), g.dim() == 4
         decay = torch.empty_like(g, dtype=WIDE)
+        scores = sizes.per_token(BLOCK) if by_channel else None
         solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
-        work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.states(), sizes.per_token(sizes.values)]
-        end = sizes.state()
-        out = torch.empty_like(v)
-        del work
-        ctx.normalises = normalises
-        ctx.save_for_backward(q, q_length, k, k_length, v, decay, beta, solved, start)
-        sizes.flops(between=4, within=5)
-        return out, end
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """d_out [B, T, H_v, V] -> gradients of forward's tensors; those of g and of the start state in float32."""
-        q, _, k, _, v, decay, beta, _, start = ctx.saved_tensors
-        sizes = Blocks(k, v)
-        d_out = d_out.contiguous()
-        again = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.states(), sizes.per_token(sizes.values)]
-        dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
-        d_states = sizes.states()
-        d_start = None if start is None else sizes.state()
-        dv_new = torch.empty_like(d_out)
-        del dv_within
-        dq, dk = sizes.per_token(sizes.keys), sizes.per_token(sizes.keys)
-        d_decay, dw = torch.empty_like(decay), sizes.per_token(sizes.keys)
-        dq = sizes.over_heads(dq)
-        dk = sizes.over_heads(dk)
-        dk_within = sizes.per_token(sizes.keys)
-        dv, d_decay_within, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta)
-        dk_within = sizes.over_heads(dk_within)
-        d_decay = torch.empty_like(decay)
-        del again, d_states, dv_new, dw, dk_within, d_decay_within
-        if ctx.normalises:
-            dq = torch.empty_like(q)
-            dk = torch.empty_like(k)
-        sizes.flops(between=10, within=12)
-        return dq, dk, dv, d_decay, d_beta, d_start, None
-
-
-class KimiDeltaRule(torch.autograd.Function):
-    """fla's chunk_kda: output [B, T, H_v, V], end state [B, H_v, K, V]; normalises: q and k to unit length."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
-    ) -> tuple[Tensor, Tensor]:
-        """q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v, K], beta [B, T, H_v], start [B, H_v, K, V] or None."""
-        q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-        q, k, q_length, k_length = q_in, k_in, None, None
-        if normalises:
-            (q, q_length), (k, k_length) = _normalised(q_in), _normalised(k_in)
-        sizes = Blocks(k, v)
-        decay = torch.empty_like(g, dtype=WIDE)
-        scores, solved = sizes.per_token(BLOCK), sizes.per_token(BLOCK)
-        diagonal = sizes.per_token(SOLVED_BLOCK, WIDE)  # [B, T, H_v, SOLVED_BLOCK]
-        work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values), sizes.per_token(sizes.keys)]
+        diagonal = sizes.per_token(SOLVED_BLOCK, WIDE) if by_channel else None  # [B, T, H_v, SOLVED_BLOCK]
+        work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values)]
+        work += [sizes.per_token(sizes.keys)] if by_channel else []
         del diagonal
         work += [sizes.states(), sizes.per_token(sizes.values)]
         end = sizes.state()
         out = torch.empty_like(v)
         del work
         ctx.normalises = normalises
-        ctx.save_for_backward(q, q_length, k, k_length, v, decay, g, beta, scores, solved, start)
+        ctx.save_for_backward(q, q_length, k, k_length, v, decay, g if by_channel else None, beta, scores, solved, start)
         sizes.flops(between=4, within=5)
         return out, end
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """d_out [B, T, H_v, V] -> gradients of forward's tensors, in their dtypes; of the start state in float32."""
+        """d_out [B, T, H_v, V] -> gradients of forward's tensors; that of the start state in float32, and that of g where
+        heads have one decay; in their dtypes otherwise."""
         q, _, k, _, v, decay, g, beta, _, _, start = ctx.saved_tensors
         sizes = Blocks(k, v)
         d_out = d_out.contiguous()
-        again = [sizes.per_token(width) for width in (sizes.keys, sizes.values, sizes.keys, sizes.keys)]
-        again += [sizes.states(), sizes.per_token(sizes.values)]
-        d_scores, dv_within = sizes.per_token(BLOCK, WIDE), torch.empty_like(d_out)
+        keys, values = sizes.keys, sizes.values
+        again = [sizes.per_token(width) for width in ((keys, values) if g is None else (keys, values, keys, keys))]
+        again += [sizes.states(), sizes.per_token(values)]
+        d_scores = None if g is None else sizes.per_token(BLOCK, WIDE)
+        dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
         d_states = sizes.states()
         d_start = None if start is None else sizes.state()
         dv_new = torch.empty_like(d_out)
         del dv_within
-        dq, dk = sizes.per_token(sizes.keys, WIDE), sizes.per_token(sizes.keys, WIDE)
-        dv, d_decay, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta, dtype=WIDE)
-        d_solved = sizes.per_token(BLOCK, WIDE)
-        del dv_new
-        dq_sum, dk_sum = torch.empty_like(dq), torch.empty_like(dk)
-        parts = [torch.empty_like(d_beta) for _ in range(-(-sizes.keys // INTRA_CHANNELS))]
-        d_decay_sum = torch.empty_like(d_decay)
-        d_beta = torch.empty_like(d_beta)
-        dq, dk, d_decay = sizes.over_heads(dq_sum), sizes.over_heads(dk_sum), d_decay_sum
-        del parts, dq_sum, dk_sum, d_decay_sum
-        d_decay = torch.empty_like(decay)
-        del again, d_states, d_scores, d_solved
+        if g is None:
+            dq, dk = sizes.per_token(keys), sizes.per_token(keys)
+            d_decay, dw = torch.empty_like(decay), sizes.per_token(keys)
+            dq = sizes.over_heads(dq)
+            dk = sizes.over_heads(dk)
+            dk_within = sizes.per_token(keys)
+            dv, d_decay_within, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta)
+            dk_within = sizes.over_heads(dk_within)
+            d_decay = torch.empty_like(decay)
+            del dv_new, dw, dk_within, d_decay_within
+        else:
+            dq, dk = sizes.per_token(keys, WIDE), sizes.per_token(keys, WIDE)
+            dv, d_decay, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta, dtype=WIDE)
+            d_solved = sizes.per_token(BLOCK, WIDE)
+            del dv_new
+            dq_sum, dk_sum = torch.empty_like(dq), torch.empty_like(dk)
+            parts = [torch.empty_like(d_beta) for _ in range(-(-keys // INTRA_CHANNELS))]
+            d_decay_sum = torch.empty_like(d_decay)
+            d_beta = torch.empty_like(d_beta)
+            dq, dk, d_decay = sizes.over_heads(dq_sum), sizes.over_heads(dk_sum), d_decay_sum
+            del parts, dq_sum, dk_sum, d_decay_sum
+            d_decay = torch.empty_like(decay)
+            del d_solved
+        del again, d_states, d_scores
         if ctx.normalises:
             dq = torch.empty_like(q)
             dk = torch.empty_like(k)
         sizes.flops(between=10, within=12)
+        if g is None:
+            return dq, dk, dv, d_decay, d_beta, d_start, None
         return dq.to(q), dk.to(k), dv, d_decay.to(g), d_beta.to(beta), d_start, None
