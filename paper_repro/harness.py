@@ -31,7 +31,7 @@ from paper_repro.recipes import METHODS
 from paper_repro.rows import Deadline, add_minutes, first_line, run_child
 from paper_repro.shapes import build, make_batch
 from streambp.device import counted_bytes, is_accelerator, tells_memory
-from streambp.offload.policy import Known
+from streambp.offload.policy import Figures
 
 ROOT = Path(__file__).parents[1]
 
@@ -258,7 +258,7 @@ def told(model: PreTrainedModel, start: int) -> str:
     said = f"{record}; {record.short_steps} steps let go of saves"
     if record.least_free is not None:
         said += f", {record.least_free / GIB:.3g} GiB were free at least"
-    known = Known() if state.policy is None else state.policy.known
+    known = Figures() if state.policy is None else state.policy.known
     if known.need is None:
         return said
     need = known.need(record.tokens, record.rows * min(record.chunk_size, record.tokens // record.rows), 0.0)

@@ -199,7 +199,7 @@ def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) 
     if site.kind.states.carries and site.kernels_told:
         names = arguments_that_tell(mixers_of(site.layer), len(rows.ends))
         if names:
-            arguments.tell(rows.told_as(names, arguments.hidden_states.device))
+            arguments.tell(rows.as_documents(names, arguments.hidden_states.device))
 
 
 def _refuse_without_mixers(site: LayerSite, rows: PackedRows) -> None:

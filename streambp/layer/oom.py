@@ -35,7 +35,7 @@ def with_memory(chooser: SavesPolicy, kept: Kept, compute: Callable[[bool], T]) 
     Args:
         compute: is told whether it runs again.
     """
-    chooser.look(kept)
+    chooser.check_room(kept)
     return _at_most_twice(kept.device, functools.partial(chooser.let_go, kept), compute)
 
 

@@ -11,7 +11,7 @@ from streambp.chunks import Barrier, Chunk
 from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS
 from streambp.layer.arguments import Arguments
 from streambp.layer.site import LayerSite
-from streambp.recurrent.documents import PackedRows, in_several, told_of, tried_rows
+from streambp.recurrent.documents import PackedRows, document_readers, in_several, tried_rows
 from streambp.recurrent.scans import scans_of, starting_from
 from streambp.recurrent.segments import in_segments, mixers_of
 from streambp.recurrent.states import StateCache
@@ -45,7 +45,7 @@ class Packing(OneDocument):
         self.told = () if documents is None else documents.names
         self.rows = arguments.packed_rows
         self._scans = scans_of(site.layer)
-        self._functions = told_of(site.layer) if self.told else []
+        self._functions = document_readers(site.layer) if self.told else []
         self._mixers = [] if self.rows is None else mixers_of(site.layer)
 
     @property

@@ -85,14 +85,14 @@ class LayerCost(NamedTuple):
     length: int
     situations: int
 
-    def of(self, tokens: int) -> Cost:
+    def scaled_to(self, tokens: int) -> Cost:
         """Of a call of so many tokens, in rows as long."""
         return self.cost if tokens == self.tokens else self.cost.times(tokens / self.tokens)
 
     def candidates(self, index: int, tokens: int, length: int, whole: bool = False) -> Iterator[Candidate]:
         """What layer `index` may save of a call of `tokens` tokens in rows of `length`. whole: in one chunk, whose backward
         computes no keys and values ahead. Worth has three digits: layers of one kind are worth the same."""
-        cost = self.of(tokens)
+        cost = self.scaled_to(tokens)
         worth = {name: product.flops / product.bytes for name, product in cost.products.items() if product.bytes}
         sizes: dict[str, float] = {name: cost.products[name].bytes for name in worth}
         if cost.kv and worth and not whole:
@@ -270,7 +270,7 @@ class Need:
 
 
 @dataclasses.dataclass
-class Known:
+class Figures:
     """What is known of a model's steps in one of its states.
 
     need: None: nothing. costs: of layers, by index; their own steps correct it. seconds: of a step without saves, by tokens
@@ -302,22 +302,22 @@ class Margin(NamedTuple):
 class Shortage:
     """What one micro-batch lacked of the memory that it had planned with.
 
-    room, planned: bytes for saves, and of those that were planned; wished: the latter by layer. by: the most that was
-    missing at any time, less than 0: that much stayed free. gone: its saves were let go of. failed: the device ran out.
+    room, planned: bytes for saves, and of those that were planned; wished: the latter by layer. missing: the most
+    that was at any time, less than 0: that much stayed free. gone: its saves were let go of. failed: the device ran out.
     """
 
     key: tuple[int, int]
     room: float
     planned: float
     wished: Mapping[int, float]
-    by: float = -math.inf
+    missing: float = -math.inf
     gone: bool = False
     failed: bool = False
 
     def margin(self, before: Margin | None) -> Margin:
         """What the next one like it is to leave free besides; `before`: this one."""
         before = before or Margin()
-        if self.by > 0:
+        if self.missing > 0:
             back = TRIED if self.failed else before.back
-            return Margin(before.bytes + self.room - self.planned + self.by, back)
-        return before._replace(bytes=before.bytes - before.back * min(before.bytes, -self.by))
+            return Margin(before.bytes + self.room - self.planned + self.missing, back)
+        return before._replace(bytes=before.bytes - before.back * min(before.bytes, -self.missing))

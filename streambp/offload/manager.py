@@ -1,7 +1,7 @@
 """Where a model's saved tensors are between forward and backward: on the host, and back a step ahead of their use.
 
     OffloadManager        one for each patched model: the budgets, the arena, the copies
-      MicroBatch          a forward that waits for its backward: one stack of host memory
+      Holding             a forward that waits for its backward: one stack of host memory
         LayerTensors      one layer's saved tensors, by name and chunk, read back in a known order
       HostTensors         the tiles of the prefix of the layer at work, read and changed: a stack of its own
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from streambp.errors import BackwardError, HostMemoryError
 from streambp.offload.arena import Arena, host_limit, padded
 from streambp.offload.engines import BACK, OUT, STALL, Engine, make_engine
-from streambp.offload.transfers import Entry, Holding, Transfers
+from streambp.offload.transfers import MICRO_BATCH, Entry, Holding, Transfers
 
 Access = tuple[str, int]
 ESSENTIAL = ("x", "state")  # what a recomputation starts from
@@ -64,7 +64,7 @@ class OffloadManager:
         self._given_engine = engine
         self.transfers = Transfers()
         self.arena: Arena | None = None
-        self._current: weakref.ref[MicroBatch] | None = None
+        self._current: weakref.ref[Holding] | None = None
         self._stores: weakref.WeakSet[LayerTensors] = weakref.WeakSet()
         self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
 
@@ -91,7 +91,7 @@ class OffloadManager:
         batch = None if self._current is None else self._current()
         if batch is None or batch.retired or index <= batch.last_index:
             self.workspace = 0
-            batch = MicroBatch(arena)
+            batch = Holding(arena, MICRO_BATCH)
             self._current = weakref.ref(batch)
             self._holdings.add(batch)
         batch.last_index = index
@@ -136,7 +136,7 @@ class OffloadManager:
         host = stack.push(size)
         if host is None:
             wanted = padded(size)
-            if isinstance(holding, MicroBatch) and len(holding.layers) > 1:  # as much as those before, for each to come
+            if len(holding.layers) > 1:  # as much as those before, for each to come
                 done, staying = len(holding.layers) - 1, 0
                 if self.gpu_memory is not None:
                     staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
@@ -200,20 +200,6 @@ class OffloadManager:
         """Give the host memory back to the system, and give up what waits for its backward (see `abort`)."""
         self.abort()
         self.arena, self.transfers = None, Transfers()
-
-
-class MicroBatch(Holding):
-    """A forward that waits for its backward, and its layers in the order of their forward."""
-
-    def __init__(self, arena: Arena) -> None:
-        super().__init__(arena, "micro-batch")
-        self.last_index = -1
-        self.layers: list[weakref.ref[LayerTensors]] = []
-
-    @property
-    def layer_bytes(self) -> int:
-        """Of the largest layer that has run; 0 if none has."""
-        return max((tensors.bytes for tensors in (layer() for layer in self.layers) if tensors is not None), default=0)
 
 
 class HostTensors:
@@ -305,7 +291,7 @@ class LayerTensors(HostTensors):
 
     copies = True  # the tensors put in may be changed or freed afterwards
 
-    def __init__(self, manager: OffloadManager, batch: MicroBatch, engine: Engine, stays: bool) -> None:
+    def __init__(self, manager: OffloadManager, batch: Holding, engine: Engine, stays: bool) -> None:
         super().__init__(manager, batch, engine)
         self._before = batch.layers[-1] if batch.layers else None
         self._accesses: list[Access] | None = None  # None: forward is not over

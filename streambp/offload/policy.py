@@ -41,7 +41,7 @@ import torch
 
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.offload.arena import host_limit
-from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Known, LayerCost, LayerSeen, Margin, Saves, Shortage
+from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Figures, LayerCost, LayerSeen, Margin, Saves, Shortage
 from streambp.offload.link import LinkBudget
 
 SLACK = 0.01  # of the free memory at first: less is no sign that the law is wrong
@@ -69,7 +69,7 @@ class SavesPolicy:
         self,
         layers: int,
         free: Free,
-        states: Callable[[torch.device], tuple[Known, float]],
+        states: Callable[[torch.device], tuple[Figures, float]],
         sizes: bool,
         saves: bool,
         link: LinkBudget | None = None,
@@ -77,7 +77,7 @@ class SavesPolicy:
         self.layers, self.free, self.states = layers, free, states
         self.sizes, self.keeps, self.link = sizes, saves, link
         self.latest: Choice | None = None
-        self.known, self.present = Known(), 0.0
+        self.known, self.present = Figures(), 0.0
         self._begun = self._others_are_seen = False
         self._chunks: dict[tuple[int, int], int] = {}
         self._seen: dict[int, LayerSeen] = {}
@@ -197,7 +197,7 @@ class SavesPolicy:
         elif index in self._by_name and can_keep_graph():
             self._by_name.discard(index)
         self._waiting.add(kept)
-        inputs = 0.0 if cost is None else cost.of(tokens).x
+        inputs = 0.0 if cost is None else cost.scaled_to(tokens).x
         self._expected -= sum(candidate.bytes for candidate in chosen) + inputs
         return Saves(() if graph else tuple(candidate.name for candidate in chosen), graph, watch)
 
@@ -209,7 +209,7 @@ class SavesPolicy:
         if lack is not None:  # what the micro-batch before lacked, those like it leave free besides
             retries = getattr(self.free, "retries", lambda _: 0)(self._device)
             if retries > self._retries:  # the allocator gave its cache back to go on
-                lack.by = max(lack.by, self._slack)
+                lack.missing = max(lack.missing, self._slack)
             margin = lack.margin(self.margins.pop(lack.key, None))
             self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: margin}
         self._seen, self._plan, self.latest, self._at_work = {}, {}, None, -math.inf
@@ -238,7 +238,7 @@ class SavesPolicy:
         measured, costs = link.begin(length), self.known.costs
         if measured is None:
             return
-        whole = functools.reduce(operator.add, (cost.of(measured.tokens) for cost in costs.values()))
+        whole = functools.reduce(operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values()))
         attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
         why = {"attn_out": "attending again is faster than copying"} if attends and whole.attn_out else {}
         room = measured.room - whole.x
@@ -259,7 +259,7 @@ class SavesPolicy:
         if GRAPH in chosen.layers or chosen.layers.get("attn_out", 0) == len(costs):
             return 0.0
         room = min(FORWARD * known.seconds(chosen.tokens, chosen.chunk) * known.link, host_limit(None))
-        room -= sum(cost.of(chosen.tokens).x for cost in costs.values())
+        room -= sum(cost.scaled_to(chosen.tokens).x for cost in costs.values())
         plan = self._fill([[math.inf, room]], costs, None, chosen.tokens, chosen.length, False)
         return max(0.0, known.spared(plan) - chosen.spared / known.products)
 
@@ -306,13 +306,13 @@ class SavesPolicy:
     def _take_back(self, kept: Any, tokens: int) -> None:
         """Save less from this call's layer on if the device has less free than it should; if that is not enough, let go of
         what is saved."""
-        free = self._look()
+        free = self._free_now()
         short = 0.0 if free is None else self._expected - free
         if short <= self._slack:
             return
         self._expected -= short
         if self._shortage is not None and not self._others_are_seen:
-            self._shortage.by = max(self._shortage.by, short)
+            self._shortage.missing = max(self._shortage.missing, short)
         later = range(kept.site.index, self.layers)
         planned = sum(candidate.bytes for i in later for candidate in self._plan.get(i, []))
         if short > planned:
@@ -321,17 +321,17 @@ class SavesPolicy:
             rooms = [[math.inf, planned - short]]
             self._plan |= self._fill(rooms, later, self._device, tokens, kept.plan.length, len(kept.plan) == 1)
 
-    def look(self, kept: Any) -> None:
+    def check_room(self, kept: Any) -> None:
         """Let go of all saves if the device has less free than a chunk takes."""
         lack = self._shortage
         if lack is None or self._at_work == -math.inf or kept.device != self._device:
             return
-        free = self._look()
+        free = self._free_now()
         if free is None:
             return
         if not self._others_are_seen:
             gone = sum(lack.wished.get(other.site.index, 0.0) for other in self._waiting) if lack.gone else 0.0
-            lack.by = max(lack.by, self._at_work + gone - free)
+            lack.missing = max(lack.missing, self._at_work + gone - free)
         if free < self._at_work and not lack.gone:
             self._drop(kept, "less memory was free than a chunk takes")
 
@@ -343,7 +343,7 @@ class SavesPolicy:
     def failed(self) -> None:
         """A step has run out of memory: later ones like it save half of what this one wanted to."""
         if self._shortage is not None:
-            self._shortage.by = max(self._shortage.by, self._shortage.planned / 2)
+            self._shortage.missing = max(self._shortage.missing, self._shortage.planned / 2)
             self._shortage.failed = True
 
     def learn(self) -> Mapping[int, LayerCost]:
@@ -372,7 +372,7 @@ class SavesPolicy:
         free, need = self.free(device), self.known.need
         return None if free is None or need is None else free - need(tokens, chunk, self.present)
 
-    def _look(self) -> float | None:
+    def _free_now(self) -> float | None:
         free = self.free(self._device)
         if free is not None and isinstance(self.latest, Chosen):
             self.latest.least = min(self.latest.least, free)

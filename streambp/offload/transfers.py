@@ -19,6 +19,7 @@ from torch import Tensor
 from streambp.offload.arena import Arena, BufferStack
 from streambp.offload.engines import BACK, COMPUTE, OUT, SPENT, Engine
 
+MICRO_BATCH = "micro-batch"  # a kind of stacks
 GROUPS_IN_FLIGHT = 2  # chunks, or tiles, whose copies to the host may be under way before compute waits
 
 
@@ -52,14 +53,24 @@ class Departure:
 
 
 class Holding:
-    """A stack of host memory in use, given back when nobody refers to this any more, or by `retire`."""
+    """A stack of host memory in use, given back when nobody refers to this any more, or by `retire`.
+
+    layers: of a micro-batch, a forward that waits for its backward, the stores (`manager.LayerTensors`) in their order.
+    """
 
     def __init__(self, arena: Arena, kind: str) -> None:
+        self.last_index = -1
+        self.layers: list[weakref.ref[Any]] = []
         self.arena, self.stack = arena, arena.take(kind)
         self.free_after = tuple(self.stack.last_uses.values())
         self.arriving: dict[Entry, tuple[Tensor, Any]] = {}  # the tensor, and the event that ends its copy
         self._finalizer = weakref.finalize(self, _retire, arena, self.stack, self.arriving)
         self._finalizer.atexit = False
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the largest layer that has run; 0 if none has."""
+        return max((tensors.bytes for tensors in (layer() for layer in self.layers) if tensors is not None), default=0)
 
     @property
     def retired(self) -> bool:

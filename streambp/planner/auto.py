@@ -25,7 +25,7 @@ from streambp.model.last_step import record_of
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import NO_LIMIT, host_limit
-from streambp.offload.costs import Known, LayerCost, Need
+from streambp.offload.costs import Figures, LayerCost, Need
 from streambp.offload.link import LinkBudget
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.laws import Law, features
@@ -160,13 +160,13 @@ class ModelStates:
 
     def __init__(self, model: nn.Module, config: StreamConfig) -> None:
         self.model, self.config = model, config
-        self._known: dict[tuple[Any, ...], Known] = {}
+        self._known: dict[tuple[Any, ...], Figures] = {}
 
     def __reduce__(self) -> Any:
         """A copied or pickled model is counted anew."""
         return ModelStates, (self.model, self.config)
 
-    def __call__(self, device: torch.device) -> tuple[Known, float]:
+    def __call__(self, device: torch.device) -> tuple[Figures, float]:
         """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
         look, present = look_at(self.model)
         if self.config.weights != "device":  # counted as if they were there
@@ -178,26 +178,26 @@ class ModelStates:
             self._known[key] = self._count(device)
         return self._known[key], present
 
-    def _count(self, device: torch.device) -> Known:
+    def _count(self, device: torch.device) -> Figures:
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
-            return Known(why="parameters that ZeRO-3 has divided cannot be counted")
+            return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
         layers = [w for w in self.model._streambp.state.wrappers if isinstance(w, LayerForward)]  # type: ignore[union-attr]
         most = bound(self.model, [wrapper.module for wrapper in layers])
         if free_memory(device) is None or (self.config.chunk_size != "auto" and self.config.offload != "none"):
-            return Known(most)
+            return Figures(most)
         cast = autocast_dtype(device.type)
         wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
         law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
         if isinstance(law, str):
-            return Known(most, why=law)
+            return Figures(most, why=law)
         moved = self.model._streambp.state.weights is not None  # type: ignore[union-attr]
         first = {w.site.index: next(w.module.parameters(), None) for w in layers}
         places = {index: device if moved else getattr(p, "device", torch.device("cpu")) for index, p in first.items()}
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
         rates = rates_here(device)
         if not law.method.work:
-            return Known(law, costs)
-        return Known(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
+            return Figures(law, costs)
+        return Figures(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
         """Bytes that a device has for the weights of layers beside a step of `rows` rows of `length` tokens without saves,

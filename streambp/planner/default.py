@@ -6,7 +6,7 @@ import dataclasses
 
 from streambp.model import unpatched
 from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, Saved
-from streambp.offload.costs import GRAPH, Chosen, Known
+from streambp.offload.costs import GRAPH, Chosen, Figures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.auto import StepNeed, seconds_of, waiting
 from streambp.planner.layer_costs import HERE, costs_from_json
@@ -49,7 +49,7 @@ def by_default(profile: Profile, seq_len: int, usable: float, setting: Setting, 
     present = 1.0 if setting.accumulate else 0.0
     free = usable - kept.weights - kept.optimizer - present * kept.gradients
     spent_by = seconds_of(method, rates, rows)
-    known = Known(StepNeed(method, rows=rows), costs_from_json(profile.saves), spent_by, rates.products, rates.link)
+    known = Figures(StepNeed(method, rows=rows), costs_from_json(profile.saves), spent_by, rates.products, rates.link)
     policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (known, present), True, True)
     policy.begins(HERE)
     tokens, size = rows * seq_len, policy.size(rows, seq_len, HERE)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streambp.offload.engines import BACK, OUT, Engine, SynchronousEngine
-from streambp.offload.manager import MicroBatch, OffloadManager
-from streambp.offload.transfers import Entry, Holding
+from streambp.offload.manager import OffloadManager
+from streambp.offload.transfers import MICRO_BATCH, Entry, Holding
 from streambp.planner.count import one_kernel
 from streambp.planner.skeleton import Skeleton
 
@@ -54,7 +54,7 @@ class CountingManager(OffloadManager):
     ) -> Entry | None:
         """`OffloadManager.place` of a tensor [...], counted: saved tensors add up, of prefixes the largest counts."""
         entry = super().place(holding, engine, tensor, optional, foreign)
-        if isinstance(holding, MicroBatch):
+        if holding.stack.kind == MICRO_BATCH:
             self._waiting += tensor.nbytes
         else:
             self._prefix = max(self._prefix, holding.stack.used)

@@ -13,7 +13,7 @@ from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
 from streambp.model.unpatched import is_plain
 from streambp.model.wrappers import LayerForward
-from streambp.offload.costs import Cost, Known, LayerCost, Product
+from streambp.offload.costs import Cost, Figures, LayerCost, Product
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import StepCount
 from streambp.planner.skeleton import Skeleton, reduce_layers
@@ -30,7 +30,7 @@ def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) 
     reduced = reduce_layers(skeleton.model.eval())  # without dropout, whose numbers no tensor without data has
     patching.patch(skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"))
     sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
-    known = Known()
+    known = Figures()
     installed: patching.Patch = skeleton.model._streambp  # type: ignore[assignment]
     wrappers = [wrapper for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
     for wrapper in wrappers:

@@ -100,7 +100,7 @@ class PackedRows:
     """
 
     ends: tuple[tuple[int, ...], ...]
-    _told: dict[tuple[str, ...], Documents] = dataclasses.field(default_factory=dict)
+    _documents: dict[tuple[str, ...], Documents] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -114,18 +114,18 @@ class PackedRows:
         """How many documents there are."""
         return sum(len(row) - 1 for row in self.ends)
 
-    def told_as(self, names: tuple[str, ...], device: torch.device) -> Documents:
+    def as_documents(self, names: tuple[str, ...], device: torch.device) -> Documents:
         """The same for kernels, by the arguments of these names; one object for all layers of a forward."""
-        if names not in self._told:
+        if names not in self._documents:
             length = self.ends[0][-1]
             ids = torch.zeros(len(self.ends), length, dtype=torch.int32, device="cpu")  # [B, T]
             for row, ends in enumerate(self.ends):
                 ids[row, list(ends[1:-1])] = 1
-            told = ids.cumsum(-1, dtype=torch.int32).to(device)
+            of_tokens = ids.cumsum(-1, dtype=torch.int32).to(device)
             known = self.ends[0] if DOCUMENT_ENDS in names else None
-            ends_told = None if known is None else torch.tensor(known, dtype=torch.int32, device=device)
-            self._told[names] = Documents(told if DOCUMENT_IDS in names else None, ends_told, known)
-        return self._told[names]
+            of_row = None if known is None else torch.tensor(known, dtype=torch.int32, device=device)
+            self._documents[names] = Documents(of_tokens if DOCUMENT_IDS in names else None, of_row, known)
+        return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
         """The chunk's tokens by document, those of a row in their order."""
@@ -191,7 +191,7 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
 Function = Callable[..., Any]
 
 
-def told_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
+def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """The modules of a layer whose forward calls functions that can be told of documents, each with the global's name."""
     found = []
     for module in layer.modules():

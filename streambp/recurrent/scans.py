@@ -104,14 +104,16 @@ class Replaced:
                 module.__dict__[name] = before
 
 
-Told = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
+Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
 
 
-def starting_from(mixers: list[tuple[nn.Module, str]], cache: StateCache | None, told: Told | None = None) -> Replaced:
+def starting_from(
+    mixers: list[tuple[nn.Module, str]], cache: StateCache | None, reading: Reading | None = None
+) -> Replaced:
     """Within, these mixers (`scans_of`) start from the cache's states, and functions of others are told of documents.
 
     Args:
-        told: what is told (`told_of`), of which documents, in which chunk; None: nothing.
+        reading: what reads documents (`document_readers`), which, and of which chunk; None: nothing does.
     """
     if cache is None:
         return Replaced([])
@@ -129,8 +131,8 @@ def starting_from(mixers: list[tuple[nn.Module, str]], cache: StateCache | None,
         else:
             scan = written_forward(module).__globals__[name]
             stand_ins.setdefault(module, {})[name] = SelectiveScan(scan, cache, layer)
-    if told is not None:
-        functions, documents, chunk = told
+    if reading is not None:
+        functions, documents, chunk = reading
         for module, name in functions:
             function = written_forward(module).__globals__[name]
             stand_ins.setdefault(module, {})[name] = telling(function, documents, chunk)

@@ -14,7 +14,7 @@ from streambp import chunks
 from streambp.attention.backend import Use
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import plan_chunks
-from streambp.offload.costs import Known
+from streambp.offload.costs import Figures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from streambp.planner.laws import Law
@@ -191,7 +191,7 @@ def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
         size = plan_chunks(length, rows, "auto").size
     else:
         law = auto.StepNeed(Method("streambp", (), "none", False, True, (Phase("backward 0", Law()),), (), Law(), ()))
-        known = Known(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
+        known = Figures(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
         size = SavesPolicy(1, lambda device: 1.0, lambda device: (known, 0.0), True, True).chunk(0, rows, length, None)
     assert size == length or passes(size) == 1
     assert size * rows <= 8192 or size == 1

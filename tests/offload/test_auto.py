@@ -16,7 +16,7 @@ import torch
 import streambp
 from streambp.model.record import offloaded
 from streambp.offload import manager_of
-from streambp.offload.costs import Cost, Known, LayerCost, LayerSeen, Measured, Product, attention_rate
+from streambp.offload.costs import Cost, Figures, LayerCost, LayerSeen, Measured, Product, attention_rate
 from streambp.offload.engines import COMPUTE, OUT, DeviceMemory, SynchronousEngine
 from streambp.offload.policy import SavesPolicy
 from tests.families import LENGTH, build, make_batch
@@ -50,7 +50,7 @@ class Choice:
     def __init__(self, cost, measured, host=math.inf):
         measured = dataclasses.replace(measured, host=host)
         link = SimpleNamespace(begin=lambda length: measured)
-        policy = SavesPolicy(1, lambda device: None, lambda device: (Known(), 0.0), False, True, link)
+        policy = SavesPolicy(1, lambda device: None, lambda device: (Figures(), 0.0), False, True, link)
         policy.known.costs[0] = LayerCost(torch.device("cpu"), cost, 0.0, measured.tokens, measured.length, 1)
         policy._begin_on_host(link, measured.length, measured.length)
         self.chosen = policy.latest

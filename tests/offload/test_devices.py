@@ -12,7 +12,7 @@ import torch
 from streambp import device
 from streambp.layer.call import LayerCall
 from streambp.offload import engines, manager_of, transfers
-from streambp.offload.costs import Known
+from streambp.offload.costs import Figures
 from streambp.offload.engines import OUT, DeviceMemory
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
@@ -185,7 +185,7 @@ def test_both_budgets_keep_to_the_limit(card, monkeypatch):
 def test_a_smaller_fraction_makes_smaller_chunks(card):
     """Something like the Qwen3-8B shape at 196,608 tokens; the limit is asked for again at each forward's first layer."""
     phase = Phase("backward 0", Law(17.2 * GIB, 0.22 * 2**20, 200 * 2**10))
-    known = Known(
+    known = Figures(
         StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ())), {}, lambda tokens, chunk: 1 / chunk
     )
     rule = SavesPolicy(1, FreeMemory(), lambda device: (known, 0.0), True, True).chunk

@@ -28,7 +28,7 @@ from streambp.layer.recompute import RandomState
 from streambp.layer.saved import InMemory, Kept
 from streambp.offload import policy
 from streambp.offload.arena import host_limit
-from streambp.offload.costs import Cost, Known, LayerCost, Product
+from streambp.offload.costs import Cost, Figures, LayerCost, Product
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from streambp.planner.laws import Law
@@ -196,8 +196,8 @@ def chosen_of_three(length, share):
     products = {name: Product(length * o * 2, 2.0 * length * o * i) for name, (o, i) in shapes.items()}
     cost = Cost(length * 8192, length * 8320, length * 4096, 4.0 * 4096 * length / 2 * length, products)
     one = LayerCost(torch.device("cpu"), cost, 0.0, length, length, 1)
-    chooser = SavesPolicy(3, lambda device: None, lambda device: (Known(), 0.0), False, True)
-    chooser.known = Known(LAW, dict.fromkeys(range(3), one))
+    chooser = SavesPolicy(3, lambda device: None, lambda device: (Figures(), 0.0), False, True)
+    chooser.known = Figures(LAW, dict.fromkeys(range(3), one))
     all_there_is = [candidate for index in range(3) for candidate in one.candidates(index, length, length)]
     room = share * sum(candidate.bytes for candidate in all_there_is)
     plan = chooser._fill([[math.inf, room]], range(3), one.device, length, length, False)

@@ -74,7 +74,7 @@ class KnownNeed:
     """What a policy knows of a model's steps is what they need; what layers may save they show."""
 
     def __init__(self, need):
-        self.known = costs.Known(need)
+        self.known = costs.Figures(need)
 
     def __call__(self, device):
         return self.known, 0.0

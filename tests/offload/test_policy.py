@@ -270,20 +270,20 @@ def test_a_policy_that_does_not_learn_is_seen(monkeypatch):
 
 
 def test_a_margin_goes_when_it_is_no_longer_needed():
-    short = costs.Shortage((1, 1), room=100.0, planned=60.0, wished={}, by=10.0)
+    short = costs.Shortage((1, 1), room=100.0, planned=60.0, wished={}, missing=10.0)
     margin = short.margin(costs.Margin())
     assert margin.bytes == 100 - 60 + 10  # so that ten less than 60 are planned
-    short.by = -1000.0
+    short.missing = -1000.0
     steps = [(margin := short.margin(margin)).bytes for _ in range(50)]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 1
-    short.by = 0.0
+    short.missing = 0.0
     assert short.margin(costs.Margin(5.0)).bytes == 5.0  # nothing was free to spare
 
 
 def test_another_length_has_a_margin_of_its_own():
-    chooser = policy.SavesPolicy(1, lambda device: 100.0, lambda device: (costs.Known(Need()), 0.0), True, True)
-    chooser.known = costs.Known(Need())
+    chooser = policy.SavesPolicy(1, lambda device: 100.0, lambda device: (costs.Figures(Need()), 0.0), True, True)
+    chooser.known = costs.Figures(Need())
     chooser.margins[64, 8] = costs.Margin(30.0)
     assert chooser._rooms(100.0, 64, 8) == [[math.inf, 70.0]]
     assert chooser._rooms(100.0, 32, 8) == [[math.inf, 100.0]]

@@ -22,7 +22,7 @@ from streambp import cli
 from streambp.fields import parse_bytes, parse_tokens
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.launch.settings import from_flags
-from streambp.offload.costs import Known
+from streambp.offload.costs import Figures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
 from streambp.planner.doors import doors, fields_of, python, written
@@ -324,7 +324,7 @@ def test_profile_on_the_command_line(tmp_path, capsys):
 def fitting():
     phase = Phase("backward 0", Law(1000, 10, 100))
     law = auto.StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ()))
-    known = Known(law, {}, seconds=lambda tokens, chunk: tokens / chunk)  # larger chunks are faster
+    known = Figures(law, {}, seconds=lambda tokens, chunk: tokens / chunk)  # larger chunks are faster
     free = [0.0]
     return SavesPolicy(1, lambda device: free[0], lambda device: (known, 0.0), True, True), free
 
