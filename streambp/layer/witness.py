@@ -7,8 +7,8 @@ counts: the norm of the difference of two such combinations is, but for a factor
 
 Backward takes some values instead of computing them. Then it is the inputs of these values that are compared:
 
-    a product that nobody reads and that is left out     its input; in the last chunk also the output, in a few of its rows,
-                                                         for which the product is computed
+    a product that nobody reads and that is left out     its input; in the last chunk also the output, in a few of its rows
+                                                         as they are, for which the product is computed
     saved products and attention results                 in the last chunk the input of the product, q, k and v
 
 Two runs of the same chunks differ, if at all, by the order in which kernels add up, and where code is compiled once with a
@@ -16,7 +16,7 @@ graph and once without: by a few roundings of the coarsest dtype at work. A rout
 token elsewhere, and its row differs whole. So where kernels may add up in any order, and a layer in half precision chooses,
 a part of the rows may differ.
 
-The device is asked once for a whole backward, when autograd has ended it.
+On a CPU equal bits end a comparison. A device is asked once for a whole backward, when autograd has ended it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ def chooses(layer: nn.Module) -> bool:
     members = (member for base in classes for member in vars(base).values())
     codes = (getattr(member, "__code__", None) for member in members)
     return any(code is not None and not CHOOSING.isdisjoint(code.co_names) for code in codes)
+
+
+def answered_at_once(then: Tensor, now: Tensor) -> bool:
+    """Whether two tensors [...] are on a CPU, for which nobody waits, and have the same bits."""
+    return now.is_cpu and torch.equal(then, now)
 
 
 def tolerance_of(dtype: torch.dtype, in_any_order: bool) -> float:
@@ -159,7 +164,7 @@ class Witness:
             if known == name:
                 del self._here[place]
                 now = self.witnesses.combined(x) if rows is None else x[..., rows, :]
-                if then.shape != now.shape or (now.is_cpu and torch.equal(then, now)):  # nobody waits for a CPU
+                if then.shape != now.shape or answered_at_once(then, now):
                     return
                 base = unchanged
                 if base is not None:
