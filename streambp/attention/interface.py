@@ -143,16 +143,16 @@ class Routed(str):
 
     Args:
         own: the config's own implementation; a copied or pickled config has that again.
-        config: id of the config. users: how many `routed` hold it.
+        config: id of the config. holders: one for each `routed` that holds it.
     """
 
     own: str | None
     config: int
-    users: int
+    holders: set[object]
 
     def __new__(cls, own: str | None, config: PreTrainedConfig) -> Routed:
         self = super().__new__(cls, NAME)
-        self.own, self.config, self.users = own, id(config), 0
+        self.own, self.config, self.holders = own, id(config), set()
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -193,35 +193,33 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
 def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionInterface.register(NAME, stream_attention)
     AttentionMaskInterface.register(NAME, stream_mask)
-    here = HERE.get()
+    here, holder = HERE.get(), object()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
-    try:  # Ctrl-C may come between two configs
+    try:
         for config in configs:
-            if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in HERE.get():
-                name = _enter(config)
-                entered.append((config, name))
-                HERE.set({**HERE.get(), id(name): name})
+            name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
+            if id(name) in HERE.get():
+                continue
+            with LOCK:
+                name = _plain(config, "__dict__")[IMPLEMENTATION]
+                if not isinstance(name, Routed) or not name.holders or name.config != id(config):
+                    name = Routed(own_implementation(config), config)
+                entered.append((config, name))  # first: Ctrl-C may come between any two of these
+                name.holders.add(holder)
+                _plain(config, "__dict__")[IMPLEMENTATION] = name
+            HERE.set({**HERE.get(), id(name): name})
         yield
     finally:
         if entered:
             HERE.set(here)
         for config, name in entered:
-            _leave(config, name)
+            _leave(config, name, holder)
 
 
-def _enter(config: PreTrainedConfig) -> Routed:
+def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
     with LOCK:
-        name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
-        if not isinstance(name, Routed) or not name.users or name.config != id(config):
-            name = _plain(config, "__dict__")[IMPLEMENTATION] = Routed(own_implementation(config), config)
-        name.users += 1
-    return name
-
-
-def _leave(config: PreTrainedConfig, name: Routed) -> None:
-    with LOCK:
-        name.users -= 1
-        if not name.users and _plain(config, "__dict__")[IMPLEMENTATION] is name:
+        name.holders.discard(holder)
+        if not name.holders and _plain(config, "__dict__")[IMPLEMENTATION] is name:
             _plain(config, "__dict__")[IMPLEMENTATION] = name.own
 
 

@@ -201,7 +201,7 @@ def test_its_mutants(mutant, monkeypatch):
             test_a_thread_beside_ours_attends_as_its_config_says()
         return
 
-    def leave(config, name):
+    def leave(config, name, holder):
         config._attn_implementation_internal = name.own
 
     monkeypatch.setattr(interface, mutant, leave)
