@@ -17,7 +17,7 @@ from streambp.planner import mixers
 from streambp.planner.count import LiveBytes, StepCount
 from streambp.planner.delta_rules import CausalConv, delta_rule
 from streambp.planner.mixers import KERNELS, assumed, mixers_of, out_of_reach, standing_in
-from streambp.planner.plan import Memory, plan_profile
+from streambp.planner.plan import Memory, plan, plan_profile
 from streambp.planner.profile import Setting
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton, reduce_layers
@@ -183,7 +183,7 @@ def test_what_is_assumed_is_said(monkeypatch):
     assert assumed(model, "torch") == "transformers' plain torch where causal_conv1d, fla would have kernels"
     assert Skeleton(SMALL, HALF, None, 16, "cpu").mixers == "torch"
     with pytest.raises(streambp.StreamBPError, match="mixers is 'fla'"):
-        Skeleton(SMALL, HALF, None, 16, "cuda", "fla")
+        plan(SMALL, 256, gpu_memory=2**30, mixers="fla")
 
 
 def operations(config, choice, point):
