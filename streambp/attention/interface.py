@@ -24,6 +24,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, PICKS, SINKS
 
 NAME = "streambp"
+NOTHING_CAST = contextlib.nullcontext()
 OURS = (AttentionPoint, LazyMask)  # what streamed models have for masks
 UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS})
 
@@ -87,11 +88,8 @@ def stream_attention(
     if dtype is not None:  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    asked = AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)
-    if dtype is None:
-        return attention_mask.attend(asked), None
-    with without_autocast(query.device.type):  # [Note: scores under autocast]
-        return attention_mask.attend(asked), None
+    with NOTHING_CAST if dtype is None else without_autocast(query.device.type):  # [Note: scores under autocast]
+        return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)), None
 
 
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
