@@ -131,8 +131,9 @@ class SavesPolicy:
 
     def size(self, batch_size: int, length: int, device: torch.device) -> int:
         """Positions per row of the chunks that are fastest with what fits beside them; the fewest if nothing fits."""
-        free, known = self.free(device), self.known
-        if free is None or known.need is None or known.seconds is None:
+        known = self.known
+        free = None if known.need is None or known.seconds is None else self.free(device)
+        if free is None:
             return plan_chunks(length, batch_size, "auto").size
         size, best, tokens = 1, math.inf, batch_size * length
         for wanted in CHUNK_TOKENS:
