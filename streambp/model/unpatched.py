@@ -39,6 +39,7 @@ from transformers import PreTrainedConfig
 
 from streambp.attention.backend import AsSdpa
 from streambp.attention.carriers import attention_configs
+from streambp.attention.interface import own_implementation
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room, tells_memory
@@ -236,4 +237,5 @@ def is_plain(site: LayerSite) -> bool:
 
 def _otherwise(config: PreTrainedConfig, sdpa: AsSdpa) -> bool:
     """Whether a layer's attention computes otherwise unpatched, or builds all scores."""
-    return config._attn_implementation == EAGER or (config._attn_implementation == SDPA and not sdpa.same)
+    own = own_implementation(config)
+    return own == EAGER or (own == SDPA and not sdpa.same)
