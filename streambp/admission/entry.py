@@ -117,8 +117,8 @@ def admit(
     call: LayerCall = strategy.make(site, arguments)
     call.look = look
     trained = look.trained
-    found = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
-    call.parameters = site.of(found, ("parameters", call.device, trained)).renewed(look, trained)
+    list_them = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
+    call.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(look, trained)
     # A kind that was tried streams; a new one is tried first, on a few random tokens.
     if findings.judged and call.autocast in findings.seen_writing and site.knows(findings, call.plan):
         return call

@@ -60,7 +60,7 @@ class DecodedLinear:
         )
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype
         result: Tensor
-        if not plain or not decodes or not module.compute_type_is_set or cast or not x.numel():
+        if not plain or not decodes or cast or not x.numel():
             result = type(module).forward(module, x)
             return result
         if self.weight is None:
