@@ -55,6 +55,8 @@ def memory_limit(device: torch.device) -> int:
     if device.type != "cuda":
         free, total = torch.accelerator.get_memory_info(device)
         return min(total, free + counted_bytes(device, "reserved"))
+    if device.index is None:  # the fraction is asked for by number alone
+        device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
     granted = torch.cuda.get_per_process_memory_fraction(device) * total
     return min(int(granted), free + counted_bytes(device, "reserved"))

@@ -100,24 +100,32 @@ class Rotary(torch.autograd.Function):
             return (dq, dk, None) if ctx.by == "liger" else (torch.empty_like(dq), torch.empty_like(dk), None)
 
 
-def fuse_layers(model: nn.Module, by: Fusion) -> int:
-    """Replace the norms and gated MLPs of a model without data; how many there were."""
+def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
+    """Replace the norms and gated MLPs of a model without data; how many there were.
+
+    by: None: those alone that a program gave Liger's kernels itself. Its forwards may be bound to modules.
+    """
+    fusion = by or "liger"
 
     def norm(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return Norm.apply(hidden_states, self.weight, by)
+        return Norm.apply(hidden_states, self.weight, fusion)
 
     def mlp(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        gate, up, down, _ = (getattr(self, name) for name in GATED_MLP)
-        return down(Gate.apply(gate(hidden_states), up(hidden_states), by))
+        gate, up, down = (getattr(self, name) for name in GATED_MLP[:3])
+        return down(Gate.apply(gate(hidden_states), up(hidden_states), fusion))
 
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     found = 0
     for module in model.modules():
-        kind = type(module)
+        kind, ligers = type(module), is_ligers(module.forward)
+        if by is None and not ligers:
+            continue
         weights = [name for name, _ in module.named_parameters(recurse=False)]
         takes_one = len(inspect.signature(kind.forward).parameters) == 2  # gated norms take a second tensor
         is_norm = kind.__name__.endswith(NORM) and weights == ["weight"] and takes_one
-        if is_norm or all(hasattr(module, name) for name in GATED_MLP):
+        if is_norm or all(hasattr(module, name) for name in GATED_MLP[: 3 if ligers else 4]):
+            if ligers:
+                module.__dict__.pop("forward", None)
             content = {"forward": norm if is_norm else mlp, "__module__": kind.__module__}
             classes[kind] = classes.get(kind) or type(kind.__name__, (kind,), content)
             module.__class__ = classes[kind]
@@ -125,13 +133,21 @@ def fuse_layers(model: nn.Module, by: Fusion) -> int:
     return found
 
 
-def fused_rotary(model: nn.Module, by: Fusion) -> contextlib.AbstractContextManager[None]:
-    """Within, functions of the model's files for rotary embeddings are kernels where tensors have no data."""
+def is_ligers(function: Any) -> bool:
+    """Whether Liger's files define a function or method."""
+    return str(getattr(function, "__module__", "")).partition(".")[0] == LIGER
+
+
+def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractContextManager[None]:
+    """Within, functions of the model's files for rotary embeddings are kernels where tensors have no data; by None: Liger's
+    alone."""
     found = []
     for space in globals_of(model):
         function = space.get(ROTARY)
-        if callable(function) and list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]:
-            found.append((space, ROTARY, functools.partial(_rotary, function, by)))
+        if not callable(function) or (by is None and not is_ligers(function)):
+            continue
+        if list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]:
+            found.append((space, ROTARY, functools.partial(_rotary, function, by or "liger")))
     return replaced_functions(found)
 
 

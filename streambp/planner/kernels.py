@@ -1,8 +1,9 @@
-"""Our own kernels that launch nothing on tensors without data, or that torch's operators stand for there: their bytes."""
+"""Kernels on tensors without data: our own launch nothing there and count their bytes; others of Triton's are refused."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -10,6 +11,8 @@ from unittest import mock
 from torch import Tensor
 
 from streambp.attention import merge
+from streambp.device import has_data
+from streambp.errors import StreamBPError
 from streambp.head import blocks, triton_fold, triton_gradient
 from streambp.planner.count import one_kernel
 
@@ -36,4 +39,27 @@ def launched_kernels() -> Iterator[None]:
         mock.patch.object(blocks, "write_gradient", counted_write),
         mock.patch.object(merge, "merge_in_torch", counted_merge),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def no_launches() -> Iterator[None]:
+    """Within, a Triton kernel that is given tensors without data raises a `StreamBPError`.
+
+    Triton would launch it with null pointers: on a GPU that is an illegal access, after which the process gets nothing from
+    its device any more.
+    """
+    triton: Any = sys.modules.get("triton.runtime.jit")
+    if triton is None:
+        yield
+        return
+    launch = triton.JITFunction.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Tensor) and not has_data(x) for x in (*args, *kwargs.values())):
+            name = getattr(kernel, "__name__", "a Triton kernel")
+            raise StreamBPError(f"{name} cannot be launched on tensors without data, so a step with it cannot be counted.")
+        return launch(kernel, *args, **kwargs)
+
+    with mock.patch.object(triton.JITFunction, "run", run):
         yield

@@ -35,6 +35,7 @@ from streambp.nested import replaced
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
+from streambp.planner.kernels import no_launches
 from streambp.planner.mixers import Mixers, standing_in
 
 Device = Literal["cuda", "cpu"]
@@ -86,8 +87,7 @@ class Skeleton:
             if bits != 16:
                 _quantise(self.model, bits)
         self.fused = fusion(kernels, device)
-        if self.fused is not None:
-            fuse_layers(self.model, self.fused)
+        fuse_layers(self.model, self.fused)
         self.model.train()
 
     @contextlib.contextmanager
@@ -99,12 +99,13 @@ class Skeleton:
         keeps the traceback, whose tensors would be counted as alive.
         """
         if self.mode is None:
-            with torch.device("meta"), mock.patch.object(torch, "autocast", _autocast):
+            with torch.device("meta"), mock.patch.object(torch, "autocast", _autocast), no_launches():
                 yield
         else:
             log = logging.getLogger(fake_tensor.__name__)
             with (
                 self.mode,
+                no_launches(),
                 # A mock would remember its arguments, and their bytes would count.
                 replaced([masking_utils], "is_tracing", lambda *_: False),
                 mock.patch.object(log, "disabled", True),
@@ -114,8 +115,7 @@ class Skeleton:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """As `active`; within, the model's mixers allocate what they are taken to run."""
-        rotary = contextlib.nullcontext() if self.fused is None else fused_rotary(self.model, self.fused)
-        with self.active(), standing_in(self.model, self.mixers), rotary:
+        with self.active(), standing_in(self.model, self.mixers), fused_rotary(self.model, self.fused):
             yield
 
     @property

@@ -1,0 +1,66 @@
+"""Kernels that a program put on its model before `patch`: a count launches none of them. Found on a GPU, where Triton takes
+null pointers: the process got nothing but illegal accesses from its device.
+
+covers: planner/fused_layers.py, planner/kernels.py, planner/skeleton.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streambp.errors import StreamBPError
+from streambp.planner.counted import Asked, counted
+from streambp.planner.kernels import no_launches
+from streambp.planner.survey import CHECKPOINTING, streamed
+from tests.families import build
+from tests.liger_stand_in import bind, stand_in, written
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+LAUNCHED = "doubled cannot be launched on tensors without data"
+
+
+@triton.jit
+def doubled(x):  # nothing compiles it
+    pass
+
+
+def profile(model, kernels):
+    return counted(Asked(model, kernels=kernels), [CHECKPOINTING, streamed(("attn_out",))])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_ligers_modules_are_counted_as_such(family, monkeypatch):
+    plain = build(family, torch.bfloat16)
+    expected, own = profile(plain, "liger"), profile(plain, "own")
+    stand_in(monkeypatch)(plain, ("rms_norm", "swiglu", "rope"))
+    assert any("forward" in vars(module) for module in plain.modules())
+    assert profile(plain, "own").methods == expected.methods != own.methods
+
+
+def test_parts_of_liger_leave_the_rest_as_it_is(monkeypatch):
+    plain = build("qwen3", torch.bfloat16)
+    whole, own = profile(plain, "liger"), profile(plain, "own")
+    stand_in(monkeypatch)(plain, ("rms_norm",))
+    found = profile(plain, "own")
+    assert own.methods != found.methods != whole.methods
+
+
+def test_an_unknown_kernel_is_named_and_not_launched():
+    model = build("qwen3", torch.bfloat16)
+    hub = written("hub_norms.layers", "def forward(self, x):\n    kernel[(1,)](x)\n    return x * self.weight\n", kernel=doubled)
+    bind(model.model.norm, hub.forward)
+    with pytest.raises(StreamBPError, match=LAUNCHED):
+        profile(model, "own")
+
+
+def test_kernels_are_launched_on_tensors_with_data(monkeypatch):
+    launched = []
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda kernel, *args, **_: launched.append(args))
+    x = torch.randn(3)
+    with no_launches():
+        doubled[(1,)](x)
+        with pytest.raises(StreamBPError, match=LAUNCHED):
+            doubled[(1,)](x.to("meta"))
+    doubled[(1,)](x.to("meta"))  # not ours to refuse
+    assert [args[0].device.type for args in launched] == ["cpu", "meta"]
