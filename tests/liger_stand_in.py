@@ -16,9 +16,9 @@ from streambp.model import fused_layers
 from tests import opaque_kernels, zoo
 from tests.families import build
 
-HYBRID = "qwen3_5_text"
+HYBRID, MIXTURE = "qwen3_5_text", "qwen3_moe"
 FAMILIES = ("llama", "qwen3", "gemma3", HYBRID)
-KINDS = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text", HYBRID: HYBRID}
+KINDS = {"llama": "llama", "qwen3": "qwen3", MIXTURE: MIXTURE, "gemma3": "gemma3_text", HYBRID: HYBRID}
 PATCHES = f"liger_kernel.transformers.{LIGERS_PATCHES}"
 
 NORM = """
@@ -31,6 +31,10 @@ class LigerRMSNorm(nn.Module):
 MLP = """
 def forward(self, x):
     return self.down_proj(kernels.Gate.apply(self.gate_proj(x), self.up_proj(x), act))
+"""
+EXPERTS = """
+def forward(self, hidden_states, top_k_index, top_k_weights):
+    raise AssertionError("experts are not for these kernels")
 """
 ROTATION = """
 def rotation(q, k, cos, sin, *args, **kwargs):
@@ -60,6 +64,7 @@ def stand_in(monkeypatch):
     home = "liger_kernel.transformers"
     norm, rope = written(f"{home}.rms_norm", NORM), written(f"{home}.rope", ROTATION)
     swiglu = written(f"{home}.swiglu", MLP, act=opaque_kernels.silu)
+    experts = written(f"{home}.swiglu", EXPERTS)
     geglu = written(f"{home}.geglu", MLP, act=opaque_kernels.gelu_tanh)
 
     def apply(rope=None, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None):
@@ -80,6 +85,8 @@ def stand_in(monkeypatch):
                 eps = getattr(module, "variance_epsilon", None) or module.eps
                 in_place = not (gemma or hybrid)
                 bind(module, norm.forward, variance_epsilon=eps, in_place=in_place, **casting)
+            if swiglu and isinstance(getattr(module, "experts", None), nn.Module):  # a wrapper's, where peft has put one
+                bind(module.experts, experts.forward)
             if swiglu and type(module).__name__.endswith("MLP"):
                 bind(module, (package.geglu if gemma else package.swiglu).forward)
 
@@ -100,7 +107,7 @@ def stand_in(monkeypatch):
 
 
 def built(family, seed=0, **sizes):
-    return zoo.build(family, torch.float32, **sizes) if family == HYBRID else build(family, seed=seed, **sizes)
+    return zoo.build(family, torch.float32, **sizes) if family in (HYBRID, MIXTURE) else build(family, seed=seed, **sizes)
 
 
 def own(model):

@@ -23,7 +23,7 @@ from streambp.model import chosen_kernels, fused_layers
 from streambp.verify import compare
 from tests import opaque_kernels
 from tests.families import build, make_batch
-from tests.liger_stand_in import FAMILIES, HYBRID, PATCHES, built, own, stand_in
+from tests.liger_stand_in import FAMILIES, HYBRID, MIXTURE, PATCHES, built, own, stand_in
 from tests.oracle import gradients, relative_l2
 from tests.tiers import thinned
 from tests.versions import needs_states
@@ -92,6 +92,20 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(family
     notes = " ".join(note for note in described.notes if "Liger's kernels compute" in note)
     assert "input_layernorm" in notes
     assert "mlp" in notes
+
+
+@pytest.mark.parametrize(("adapted", "kernels"), [(False, "auto"), (True, "auto"), (True, "liger")])
+def test_experts_keep_their_own_forward(adapted, kernels, liger):
+    """ "liger" asks for Liger's own, but not around adapters of the experts' parameters, which know nothing of them."""
+    model, batch = built(MIXTURE), make_batch("plain")
+    if adapted:
+        peft = pytest.importorskip("peft")
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names))
+    expected = gradients(model, **batch)[1]
+    streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=(), kernels=kernels))
+    assert relative_l2(gradients(model, **batch)[1], expected) <= BAR
+    assert any("input_layernorm" in note for note in streambp.describe(model).notes)
 
 
 def test_every_kind_of_run_computes_with_the_kernels(liger, calls):

@@ -4,6 +4,9 @@
 A model is often patched on the host and moved then, so that each call asks where its tensors are: on a CPU it computes bit
 for bit what "own" does. Nothing is looked for in a process without an accelerator.
 
+Liger's norms and MLPs take one tensor. Its experts take routing as well, and stay the model's: adapters of peft's may stand
+around them, and they were tried on no device.
+
 "auto" refuses nothing that "own" takes. Modules that somebody else has given a forward (accelerate's hooks, hub kernels) or
 compiled keep theirs. Where Liger is not installed, does not know the model or computes otherwise, all modules stay their
 own, and `describe` says why. The rotation is bound to the attention modules of this model: their forward is the class's,
@@ -14,6 +17,7 @@ the rotation stays the model's.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -92,13 +96,15 @@ class ByDevice:
         self.turning: dict[nn.Module, Callable[..., Any]] = {}
 
     def __call__(self, before: Attributes) -> set[nn.Module]:
-        """The modules that keep what others have put there. To be called while all names are Liger's."""
+        """The modules that keep their own forward, or another's. To be called while all names are Liger's."""
         theirs = {m for m in before if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)}
         for module in before:
             forward = module.__dict__.get("forward")
             if module in theirs:
                 continue
-            if isinstance(forward, types.MethodType):
+            if isinstance(forward, types.MethodType) and len(inspect.signature(forward).parameters) > 1:
+                theirs.add(module)
+            elif isinstance(forward, types.MethodType):
                 module.__dict__["forward"] = types.MethodType(OnDevice(forward.__func__, self.kind), module)
             elif forward is None and (space := globals_that_turn(module)) is not None:
                 rotation = space[ROTARY]

@@ -33,6 +33,7 @@ from streambp.foreign import REGION, home_of, is_region
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import (
     ACTIVATIONS,
+    BASE_LAYER,
     LIGER,
     LIGERS_NORM,
     LIGERS_PATCHES,
@@ -168,7 +169,8 @@ def _not_applied(causal: PreTrainedModel, fused: Fused, problem: Exception | Non
 
 
 def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
-    """Whether the forward that Liger has given a module rounds elsewhere than its own, or has another activation.
+    """Whether the forward that Liger has given a module rounds elsewhere than its own, has another activation, or is meant
+    for the module inside of this one, as with peft's adapters of experts.
 
     Args:
         own: the module's attributes before.
@@ -176,6 +178,8 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
     forward: Any = module.__dict__.get("forward")
     if forward is own.get("forward") or home_of(type(module).forward).partition(".")[0] == LIGER:
         return False
+    if isinstance(getattr(module, BASE_LAYER, None), nn.Module):
+        return True
     if hasattr(module, LIGERS_NORM[-1]):
         return _norm_differs(module, own)
     expected = ACTIVATION_OF.get(home_of(forward.__func__).rpartition(".")[2])
