@@ -1,10 +1,10 @@
 """Rates of devices that a step's seconds are computed from, by name: measured, or guessed from what datasheets say.
 
-The H200's four rates were fitted on four measured steps of an 8B model, and predict others within 5 %
-(`tests/planner/test_seconds.py`). Other devices have theirs from two shares of their datasheets. The same kernels of plain
-torch run everywhere and reach 61 % of an H200's memory bandwidth; attention reaches a share of the dense FLOP/s that
-depends on the architecture. What is marked as a guess has no measured rate behind it; `streambp plan --measure-device`
-measures.
+The H200's four rates were fitted on four measured steps of an 8B model, and predict others within 5 %; the H100's are its
+compute with the bandwidth and the link of one H100, and predict steps within 3 % (`tests/planner/test_seconds.py`). Other
+devices have theirs from two shares of their datasheets. The same kernels of plain torch run everywhere and reach 61 % of an
+H200's memory bandwidth; attention reaches a share of the dense FLOP/s that depends on the architecture. What is marked as a
+guess has no measured rate behind it; `streambp plan --measure-device` measures.
 
 Links between GPUs are guesses for every device: 80 % of NVLink's bandwidth each way (H100 and H200 450 GB/s, A100 300, B200
 900; MI300X's links 448), or PCIe's rate without it; between nodes 85 % of an adapter of 400 Gb/s for each GPU (A100 200;
@@ -81,7 +81,7 @@ GEN5, GEN4 = 48.7, 22.0  # GB/s each way with both busy: measured on an H200; as
 SLOW = 10.6  # GB/s between nodes
 TABLE = (
     _row("H200", 668, 597, 540, 2.94, GEN5, "fitted on four steps of an 8B model; link measured"),
-    _row("H100", 668, 597, 540, 2.04, GEN5, "SXM: the H200's compute, as published figures are equal; 61 % of 3.35 TB/s"),
+    _row("H100", 668, 597, 540, 2.56, 45.9, "SXM: the H200's compute; bandwidth and link measured on one"),
     _row("H100-PCIe", 454, 378, 340, 1.22, GEN5, "756 TFLOP/s and 2.0 TB/s, the H200's shares with a lower clock", True,
          GEN5, SLOW),
     _row("A100", 250, 193, 172, 1.24, GEN4, "80 GB: matmul 271 (ml-engineering, MAMF), FlashAttention-2 at most 73 % and "

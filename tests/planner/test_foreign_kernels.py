@@ -48,7 +48,9 @@ def test_parts_of_liger_leave_the_rest_as_it_is(monkeypatch):
 
 def test_an_unknown_kernel_is_named_and_not_launched():
     model = build("qwen3", torch.bfloat16)
-    hub = written("hub_norms.layers", "def forward(self, x):\n    kernel[(1,)](x)\n    return x * self.weight\n", kernel=doubled)
+    hub = written(
+        "hub_norms.layers", "def forward(self, x):\n    kernel[(1,)](x)\n    return x * self.weight\n", kernel=doubled
+    )
     bind(model.model.norm, hub.forward)
     with pytest.raises(StreamBPError, match=LAUNCHED):
         profile(model, "own")
