@@ -94,8 +94,9 @@ def run_steps(
     forward: Callable[[], Tensor],
     update: Callable[[], None] | None = None,
     timeline: bool = True,
+    steps: int = 3,
 ) -> Figures:
-    """Three steps. [Note: measurement]
+    """Three steps, or two where each takes long: then the first is watched. [Note: measurement]
 
     Args:
         forward: gives the loss, a scalar with a graph.
@@ -107,11 +108,11 @@ def run_steps(
     seconds: list[float] = []
     seen, calls, retries = AttentionSeen(), {BUFFERS: 0}, None
     spans: list[tuple[str, float, float]] = []
-    for number in range(3):
+    for number in range(steps):
         if update is None:
             model.zero_grad(set_to_none=True)
         watched = contextlib.ExitStack()
-        if number == 1:
+        if number == steps - 2:
             watched.enter_context(seen)
             watched.enter_context(counted_calls(calls))
             if device.type == "cuda" and timeline:
@@ -124,7 +125,7 @@ def run_steps(
         with watched:
             loss = forward()
             loss.backward()
-            if on_gpu and number == 1:
+            if on_gpu and number == steps - 2:
                 torch.accelerator.synchronize(device)
         if update is not None:
             update()

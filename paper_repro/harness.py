@@ -12,6 +12,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import functools
 import importlib
 import json
 import os
@@ -77,7 +78,7 @@ class Job:
     """What a child process measures.
 
     micro_batches: to a step. adamw: a step ends with AdamW's, whose states are there from the second on. moved: the model
-    is patched on the CPU, and moved.
+    is patched on the CPU, and moved. steps: of which the last is timed; two where each takes long.
     """
 
     experiment: str
@@ -95,6 +96,7 @@ class Job:
     micro_batches: int = 1
     adamw: bool = False
     moved: bool = False
+    steps: int = 3
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -106,8 +108,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(job: Job, output: Path, deadline: Deadline | None = None) -> list[Row]:
-    """Measure a job in a fresh process; print and store each row as it comes. There is at least one."""
+def run(job: Job, output: Path, deadline: Deadline | None = None, fork: bool = False) -> list[Row]:
+    """Measure a job in a fresh process, or in a fork of this one; print and store each row as it comes: one at least."""
     rows: list[Row] = []
 
     def keep(row: Row) -> None:
@@ -120,7 +122,7 @@ def run(job: Job, output: Path, deadline: Deadline | None = None) -> list[Row]:
             keep(Row(**json.loads(text.removeprefix("ROW "))))
 
     command = [sys.executable, "-m", "paper_repro.harness", json.dumps(dataclasses.asdict(job))]
-    ended = run_child(command, ROOT, deadline or Deadline(float("inf")), line)
+    ended = run_child(functools.partial(child, job) if fork else command, ROOT, deadline or Deadline(float("inf")), line)
     if ended.code != 0 or not rows:
         following = job.lengths[min(len(rows), len(job.lengths) - 1)]
         on = rows[-1].device if rows else job.device  # this process must not touch the GPU
@@ -228,7 +230,9 @@ def measure(
         optimizer.step()
         optimizer.zero_grad()
 
-    found = run_steps(model, forward, None if optimizer is None else update, length <= LONGEST_TIMELINE)
+    found = run_steps(
+        model, forward, None if optimizer is None else update, length <= LONGEST_TIMELINE and job.steps > 2, job.steps
+    )
     problems = [*found.problems, *method.missing(found, model.device.type)]
     patched = getattr(model, "_streambp", None)
     if patched is not None:

@@ -7,6 +7,7 @@ loss of SFT it may have a shorter way (`nll`). Missing libraries, or a device th
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -80,10 +81,21 @@ class Plain(Method):
 
 
 class StreamBP(Method):
+    """untouched: `streambp.patch(model)`, and nothing else; Liger's kernels are the default where they are installed."""
+
     name = "streambp"
     streams = True
 
+    @property
+    def liger(self) -> bool:
+        if self.options.get("untouched"):
+            return importlib.util.find_spec("liger_kernel") is not None
+        return super().liger
+
     def prepare(self, model: PreTrainedModel, chunk_size: int | str) -> None:
+        if self.options.get("untouched"):
+            streambp.patch(model)
+            return
         if self.liger:
             liger(model, fused_linear_cross_entropy=False)
         settings = {

@@ -13,14 +13,16 @@ import argparse
 import dataclasses
 import fnmatch
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 MINUTES = 8.0
 FAILED_BEFORE = "STREAMBP_ROWS_FAILED"  # set for a process that takes another's place. [Note: lost devices]
@@ -64,7 +66,7 @@ def each(rows: Iterable[tuple[str, Callable[[], Result]]], names: list[str] | No
         try:
             yield measure()
         except Exception as error:  # the next row may do
-            yield f"{name}: FAILED, {type(error).__name__}: {first_line(error)}", False
+            yield f"{name}: FAILED, {type(error).__name__}{place_of(error)}: {first_line(error)}", False
             if number < len(wanted) and device_is_lost():
                 yield "the GPU gives this process nothing but errors; the next rows run in a new one", False
                 start_again([name for name, _ in wanted[number:]], deadline)
@@ -100,6 +102,16 @@ def start_again(names: list[str], deadline: Deadline) -> None:
     os.execv(sys.executable, [sys.executable, *words, *rows, "--minutes", str(deadline.left / 60)])
 
 
+def place_of(error: BaseException) -> str:
+    """The last line of this repository's code on an error's way; where a device works beside the host, it may be a later
+    one than the line at fault."""
+    root = str(Path(__file__).parents[1])
+    here = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)][
+        1:
+    ]  # not `each`
+    return f" in {os.path.relpath(here[-1].filename, root)}:{here[-1].lineno}" if here else ""
+
+
 def first_line(error: object) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
@@ -117,10 +129,57 @@ class Ended:
         return f"failed with exit code {self.code}: {self.last_words}"
 
 
-def run_child(command: list[str], cwd: Path, deadline: Deadline, line: Callable[[str], None]) -> Ended:
-    """Run a command and hand on each line of its output as it comes; when the time is over it is killed."""
+class Forked:
+    """A child of this process that calls a function; of `subprocess.Popen`, the part that `run_child` needs.
+
+    It has all that this process has imported, which saves a new one's seconds. This process must not have touched a GPU.
+    """
+
+    def __init__(self, call: Callable[[], object], errors: IO[str]) -> None:
+        sys.stdout.flush()
+        here, there = os.pipe()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.dup2(there, 1)
+                os.dup2(errors.fileno(), 2)
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+                call()
+                code = 0
+            except BaseException:
+                traceback.print_exc(file=sys.stderr)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        os.close(there)
+        self.stdout = os.fdopen(here, errors="replace")
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def run_child(
+    command: list[str] | Callable[[], object], cwd: Path, deadline: Deadline, line: Callable[[str], None]
+) -> Ended:
+    """Run a command, or a function in a `Forked` child, and hand on each line of its output as it comes; when the time is
+    over it is killed."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        child = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True)
+        child: Any
+        if callable(command):
+            child = Forked(command, errors)
+        else:
+            child = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True)
         over = threading.Event()
 
         def stop() -> None:

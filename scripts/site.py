@@ -14,7 +14,6 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-FIGURE = "paper_repro/results/predicted_memory.png"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -23,8 +22,6 @@ def moved(text: str, repository: str | None) -> str:
 
     def link(found: re.Match[str]) -> str:
         mark, label, target, anchor = found[1], found[2], found[3], found[4] or ""
-        if target == FIGURE:
-            return f"{mark}[{label}](assets/{Path(FIGURE).name})"
         if target.startswith("docs/"):
             return f"{mark}[{label}]({target.removeprefix('docs/')}{anchor})"
         if target in PAGES:
@@ -47,5 +44,4 @@ def on_files(files: Any, config: Any) -> Any:
     for source, page in PAGES.items():
         text = (ROOT / source).read_text("utf-8")
         files.append(File.generated(config, page, content=moved(text, config.repo_url)))
-    files.append(File.generated(config, f"assets/{Path(FIGURE).name}", abs_src_path=str(ROOT / FIGURE)))
     return files

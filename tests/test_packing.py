@@ -35,7 +35,8 @@ def float64_everywhere(float64_oracle):
 
 def batch_with(kind):
     batch = make_batch("plain")
-    return {**batch, "position_ids": POSITIONS[kind](batch["input_ids"].shape[1])[None]}
+    position_ids = POSITIONS[kind](batch["input_ids"].shape[1])[None]
+    return {**batch, "position_ids": position_ids.to(batch["input_ids"].device)}
 
 
 def step(model, **batch):

@@ -19,7 +19,7 @@ from tests.families import build, make_batch
 from tests.oracle import EXACT, gradients, worst_error
 from tests.tiers import thinned
 
-pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("float64_oracle")]
+pytestmark = [pytest.mark.emulated(any=True), pytest.mark.usefixtures("float64_oracle")]
 FAMILIES = ("qwen3", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3", "qwen3_next", "falcon_h1", "mamba2")
 ALL = ("attn_out", "kv", "*")
 SAVES = {"none": {"saves": ()}, "all": {"saves": ALL}, "auto": {}}
@@ -88,6 +88,7 @@ def divided(model, here, there):
     return places
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("qwen3", "gemma3")))
 def test_layers_on_two_devices(family, offload, truths):

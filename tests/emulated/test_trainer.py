@@ -14,7 +14,7 @@ from tests.families import build, make_batch
 from tests.oracle import EXACT
 from tests.tiers import thinned
 
-pytestmark = pytest.mark.emulated
+pytestmark = pytest.mark.emulated(any=True)
 ROWS = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1, device="cpu").items()} for seed in range(8)]
 
 
@@ -32,7 +32,14 @@ def train(folder, device, config, resume=False, **arguments):
         "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "max_grad_norm": 0.5, "learning_rate": 1e-3,
         "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "report_to": [], "seed": 3, "disable_tqdm": True,
     }  # fmt: skip
-    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "adam_epsilon": EPSILON, **arguments}
+    settings |= {
+        "use_cpu": device.type == "cpu",
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "adam_epsilon": EPSILON,
+        **arguments,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_TORCH_DEVICE", device.type)
         trainer = Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=ROWS, eval_dataset=ROWS[:3])

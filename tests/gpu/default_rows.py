@@ -42,7 +42,7 @@ from tests.gpu import script
 from tests.gpu.script import failed
 from tests.oracle import relative_l2
 
-METHOD = "streambp-auto"
+METHOD = "streambp-default"
 LENGTHS, LENGTH = (2048, 4096, 16384, 65536), (16384,)
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 JOBS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@
 #              pip download --no-deps --only-binary=:all: --python-version 3.12 -d FOLDER liger-kernel==0.8.5 \
 #                  fla-core==0.6.0 trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
 # GO_ON    1: a step that fails does not end the call
+# LIMIT    seconds of each step, in place of its own
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 folder=${1:?"give a folder for the output"}
@@ -29,9 +30,9 @@ LINES=(
     "device:110 exact:150 ops:130 check:190"
     "headline:580"
     "default:420 limit:160"
-    "ops_sizes:220 errors:200 states:160"
+    "setups:150 ops_large:160 errors:120 states:160"
     "offload:160 offload_lora:180 length_16k:120 length_128k:120"
-    "headline_plain:580 peers:580 two_layers:300 offload_full:400 offload_262k:580 errors_right:300 pytest:580 planner:400 exact_all:580"
+    "headline_plain:580 peers:580 two_layers:300 offload_full:400 offload_262k:580 errors_right:300 ops_small:300 suite:580 pytest:580 planner:400 exact_all:580"
 )
 PEERS="axolotl-liger streambp-liger trl-offload-liger liger alst"
 
@@ -55,7 +56,8 @@ for name in "${wanted[@]}"; do
 done
 
 python=${PYTHON:-python} tiny=0 device=${STREAMBP_TEST_DEVICE:-cuda}
-bars=(--row '*-liger') kernels='*' errors='*' families='*' methods='gpu'
+suite="tests/emulated tests/test_families.py tests/test_padding.py tests/test_packing.py" # whose tests put everything on the device that is named
+bars=(--row '*-liger' --row streambp-default) kernels='*' errors='*' families='*' methods='gpu'
 case " ${others[*]-} " in *" --tiny "*) tiny=1 kernels='p* auto' errors='auto *kv' families=mamba2 methods='offloading or growth' bars=(--row checkpointing --row 'streambp-*') ;; esac
 case " ${others[*]-} " in *" --device cpu "*) device=cpu ;; esac
 mkdir -p "$folder"
@@ -84,8 +86,13 @@ table() { # a benchmark: name, lengths, methods
         limited "$python" -m "paper_repro.$1" --output "$folder/$step.csv" --minutes "$minutes" --lengths $2 --methods $3
     fi
 }
+sized() { # attention's kernels at these head sizes
+    sizes=()
+    for size in "$@"; do sizes+=(--row "$kernels $size"); done
+    rows op_rows "${sizes[@]}"
+}
 tests() { # of pytest
-    limited "$python" -m pytest -q -rf "$@"
+    timeout -s INT -k 20 "$limit" "$python" -m pytest -q -rf "$@" # interrupted, it tells what failed so far
 }
 
 run_step() {
@@ -97,11 +104,9 @@ run_step() {
         headline) rows headline --csv "$folder/headline.csv" "${bars[@]}" ;;
         default) rows default_rows --csv "$folder/default.csv" ;;
         limit) rows default_rows --row 'limit *' ;;
-        ops_sizes)
-            sizes=()
-            for size in 192/128 256 64 80 96 192 512; do sizes+=(--row "$kernels $size"); done
-            rows op_rows "${sizes[@]}"
-            ;;
+        ops_large) sized 192/128 256 512 ;;
+        ops_small) sized 64 80 96 192 ;;
+        setups) rows setup_rows ;;
         errors) rows report --row "plain $errors" --row "left* $errors" --row "packed $errors" --row "window $errors" ;;
         states) rows state_rows ;;
         offload) rows offload_rows --row '8B 65,536*' ;;
@@ -114,6 +119,7 @@ run_step() {
         offload_full) rows offload_rows --row '4B full*' ;;
         offload_262k) rows offload_rows --row '8B 262,144' ;;
         errors_right) rows report --row "right* $errors" ;;
+        suite) STREAMBP_TEST_DEVICE=$device tests -n 6 -m "not full and not gpu" $suite ;;
         pytest) tests -m "gpu and not full" tests -k "not precise and not test_rows and not peaks and ($methods)" ;;
         planner) tests -s -m gpu tests/gpu/test_planner.py ;;
         exact_all) rows exact_rows --row "float64 $families" ;;
@@ -123,6 +129,7 @@ run_step() {
 failed=0
 for number in "${!steps[@]}"; do
     step=${steps[$number]%:*} limit=${steps[$number]#*:} file=$folder/${steps[$number]%:*}.txt
+    limit=${LIMIT:-$limit}
     [ $tiny = 0 ] || limit=3600 # a rehearsal's guards against hangs alone: it may run on a busy machine
     if grep -qs '^exit code ' "$file"; then echo "== $step: done already"; continue; fi
     minutes=$(awk "BEGIN {print $limit / 72}")

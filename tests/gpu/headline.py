@@ -42,7 +42,7 @@ from tests.oracle import Gradients, gradients, relative_l2
 
 PEER, LEAN, FAST = "trl-selective-liger", "streambp-lean-liger", "streambp-fast-liger"
 CHECKS = ("check", "check liger")
-DEFAULT = "streambp-auto-liger"
+DEFAULT = "streambp-default"
 ORDER = (CHECKS[0], PEER, LEAN, DEFAULT, CHECKS[1], FAST, "trl-selective", "streambp-lean", "checkpointing")
 TINY = (CHECKS[0], "checkpointing", "streambp-lean", "streambp-auto")
 SECONDS, GIB, FAST_SECONDS = 1.00, 34.6, 0.93  # bars: times the peer's seconds, in GiB; and in the peer's memory

@@ -261,6 +261,20 @@ def test_lines_of_a_child_come_as_it_writes_them(tmp_path):
     assert "exit code -9" in str(ended)
 
 
+def test_a_fork_has_what_this_process_has(tmp_path):
+    lines = []
+
+    def child():
+        print("one", os.environ.setdefault("STREAMBP_TEST_FORK", "here"), flush=True)
+        raise ValueError("injected")
+
+    ended = run_child(child, tmp_path, Deadline(), lines.append)
+    assert lines == ["one here"]
+    assert "STREAMBP_TEST_FORK" not in os.environ
+    assert str(ended) == "failed with exit code 1: ValueError: injected"
+    assert run_child(lambda: None, tmp_path, Deadline(), lines.append).code == 0
+
+
 @pytest.mark.full
 def test_a_child_is_stopped_when_the_time_is_over(tmp_path):
     lines = []
@@ -274,10 +288,11 @@ def test_rows_go_on_after_one_that_fails():
     def fails():
         raise ValueError("injected\nsecond line")
 
+    line = fails.__code__.co_firstlineno + 1
     rows = [("a 1", lambda: ("first", True)), ("a 2", fails), ("b", lambda: ("last", True))]
     assert list(each(rows, None, Deadline())) == [
         ("first", True),
-        ("a 2: FAILED, ValueError: injected", False),
+        (f"a 2: FAILED, ValueError in tests/paper_repro/test_scripts.py:{line}: injected", False),
         ("last", True),
     ]
     assert list(each(rows, ["a 1", "b"], Deadline())) == [("first", True), ("last", True)]
