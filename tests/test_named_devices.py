@@ -62,7 +62,7 @@ PLACES = {
         cli/environment.py:_device
         device.py:
         lazy/standin.py:
-        model/wrappers.py:refuse_replicas
+        model/split.py:refuse_replicas
         planner/survey.py:survey
     """,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PreTrainedConfig
 
@@ -12,7 +12,7 @@ from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import own_implementation
 from streambp.distributed.context_parallel import ContextParallel, find_context_parallel
 from streambp.distributed.ulysses import Ulysses, find_ulysses
-from streambp.errors import UnsupportedModelError
+from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.site import LayerSite
 from streambp.sharded.call import keeps
 from streambp.sharded.gathered import GatheredShards, room_for_keys
@@ -52,6 +52,19 @@ def refuse_lone_layer(site: LayerSite) -> None:
             "with input_ids or inputs_embeds, so that it cannot tell which tokens the other ranks hold. Call the model, or "
             "run it unpatched (streambp.unpatch(model))."
         )
+
+
+def refuse_replicas() -> NoReturn:
+    """What nn.DataParallel calls to copy a module to another device.
+
+    Raises:
+        StreamBPError: always. A replica's forward is the original's, wrapper and all, which has its weights elsewhere.
+    """
+    raise StreamBPError(
+        "nn.DataParallel would run replicas of a streamed model, which this does not support. HF Trainer uses it where a "
+        "process sees several GPUs: start one process for each with torchrun or accelerate launch, or show one GPU to the "
+        "process (CUDA_VISIBLE_DEVICES=0)."
+    )
 
 
 def shards_of(

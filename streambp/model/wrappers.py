@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
 from streambp.model.deferring import DeferredNorm, can_be_deferred
 from streambp.model.packing import warn_of_documents, warn_of_trials
-from streambp.model.split import refuse_lone_layer, shards_of
+from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import PatchState, wants_cache
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
@@ -88,6 +88,10 @@ class LayerForward(InstanceForward):
         """The layer's output, streamed where the call may stream."""
         if self.retired:
             return self.original(*args, **kwargs)
+        unpatched = self.state.unpatched
+        if self.state.bypass and unpatched is not None and unpatched.within:  # a call that owns the model
+            unpatched.enter_layer()
+            return self.original(*args, **kwargs)
         with self.state.owner.enter():
             return (
                 self._call(args, kwargs) if self.state.failed is None else self._on_trial(self.state.failed, args, kwargs)
@@ -108,8 +112,6 @@ class LayerForward(InstanceForward):
         if tree is not None:
             tell(tree, self.site, args, kwargs)
         if self.state.bypass or has_cache(kwargs):
-            if self.state.unpatched is not None and self.state.unpatched.within:
-                self.state.unpatched.enter_layer()
             with self.site.weights_for_once(args, kwargs, "a cache or attention weights were asked for"):
                 return self.original(*args, **kwargs)
         if kwargs.get("attention_mask") is None and self._reads_all(args):
@@ -141,19 +143,6 @@ class LayerForward(InstanceForward):
     def _defers(self, norm: nn.Module) -> bool:
         request = self.state.defer_norm
         return request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm)
-
-
-def refuse_replicas() -> NoReturn:
-    """What nn.DataParallel calls to copy a module to another device.
-
-    Raises:
-        StreamBPError: always. A replica's forward is the original's, wrapper and all, which has its weights elsewhere.
-    """
-    raise StreamBPError(
-        "nn.DataParallel would run replicas of a streamed model, which this does not support. HF Trainer uses it where a "
-        "process sees several GPUs: start one process for each with torchrun or accelerate launch, or show one GPU to the "
-        "process (CUDA_VISIBLE_DEVICES=0)."
-    )
 
 
 class BackboneForward(InstanceForward):

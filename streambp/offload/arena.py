@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -133,6 +135,30 @@ def local_ranks() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
+@functools.lru_cache(maxsize=16)
+def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], ...]:
+    """Files of this process's control groups and all above them, as a batch system's limit is not at the root: limit, bytes
+    in use, counts, and the name of the count of cache. Of version 2 and of version 1, whose limit of a group without one is
+    beyond any memory. They are looked for once: a training step asks five times a second.
+
+    Args:
+        cgroup: where groups are. members: of which this process is one, as /proc/self/cgroup lists them.
+    """
+    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in members.splitlines() if line.count(":") > 1)}
+    first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
+    found = []
+    for root, path, (most, current, cached) in (
+        (cgroup, own.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
+        (cgroup / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ):
+        deepest = root / path.lstrip("/")
+        for group in (deepest, *deepest.parents):
+            limit, used = group / most, group / current
+            if group.is_relative_to(root) and limit.exists() and used.exists():
+                found.append((limit, used, group / "memory.stat", cached))
+    return tuple(found)
+
+
 def host_limit(
     wanted: int | None,
     meminfo: Path = Path("/proc/meminfo"),
@@ -149,28 +175,14 @@ def host_limit(
     Raises:
         StreamBPError: less is available than wanted. The out-of-memory killer would give no exception.
     """
-    limits: list[float] = []
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in lines:
-            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    # This process's control groups and all above them, as a batch system's limit is not at the root. Of version 2 and of
-    # version 1, whose limit of a group without one is beyond any memory.
-    members = membership.read_text().splitlines() if membership.exists() else []
-    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in members if line.count(":") > 1)}
-    first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
-    for root, path, (most, current, cached) in (
-        (cgroup, own.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
-        (cgroup / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-    ):
-        deepest = root / path.lstrip("/")
-        for group in (deepest, *deepest.parents):
-            limit, used, stat = group / most, group / current, group / "memory.stat"
-            inside = group.is_relative_to(root) and limit.exists() and used.exists()
-            if inside and limit.read_text().strip() != "max":
+    found = re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    limits: list[float] = [] if found is None else [int(found[1]) * 1024]
+    for limit, used, stat, cached in _groups(cgroup, membership.read_text() if membership.exists() else ""):
+        with contextlib.suppress(OSError):  # it was looked for before
+            if (most := limit.read_text().strip()) != "max":
                 counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
                 # MemAvailable counts such cache as free as well: a checkpoint that was just read fills it.
-                limits.append(int(limit.read_text()) - int(used.read_text()) + int(counts.get(cached, 0)))
+                limits.append(int(most) - int(used.read_text()) + int(counts.get(cached, 0)))
     ranks = local_ranks()
     available = min(limits, default=math.inf) / ranks
     if wanted is None:

@@ -93,7 +93,7 @@ def test_host_budget_too_small_raises_and_the_model_stays_usable():
 def test_host_limit_reads_what_the_machine_has(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 200 kB\nMemAvailable:      100 kB\n")
-    assert host_limit(None, meminfo, tmp_path) == int(0.9 * 102400)
+    assert host_limit(None, meminfo, tmp_path / "no groups") == int(0.9 * 102400)
     (tmp_path / "memory.max").write_text("50000\n")
     (tmp_path / "memory.current").write_text("10000\n")
     assert host_limit(30000, meminfo, tmp_path) == 30000
