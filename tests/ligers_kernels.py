@@ -60,6 +60,7 @@ def apply(model, rotation):
 def compare():
     teach_the_interpreter()
     chosen_kernels.accelerator = lambda: torch.device("cpu")
+    chosen_kernels.without_driver = lambda kind: None
     batch = make_batch("plain", length=9, rows=1)
     for family, kernels, settings in CASES:
         stock = zoo.build(family, torch.float32) if family == "qwen3_5_text" else build(family)

@@ -37,6 +37,7 @@ ROTATION = "the rotation of queries and keys"
 
 def with_accelerator(monkeypatch, kind="cpu"):
     monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(chosen_kernels, "without_driver", lambda kind: None)
 
 
 @pytest.fixture
@@ -92,6 +93,19 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(family
     notes = " ".join(note for note in described.notes if "Liger's kernels compute" in note)
     assert "input_layernorm" in notes
     assert "mlp" in notes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_an_accelerator_without_a_driver_of_tritons_has_the_models_kernels(monkeypatch):
+    """Apple's, say, where liger-kernel can be installed."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cpu"))
+    model = build("qwen3")
+    before = own(model)
+    streambp.patch(model, AUTO)
+    assert any("Triton has no driver here" in note for note in streambp.describe(model).notes)
+    streambp.unpatch(model)
+    assert own(model) == before
 
 
 @pytest.mark.parametrize(("adapted", "kernels"), [(False, "auto"), (True, "auto"), (True, "liger")])

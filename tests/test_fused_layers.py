@@ -292,6 +292,7 @@ def test_ligers_own_functions_are_taken_off(family, monkeypatch):
     assert not model._streambp.fused.left
     assert names_of(family) == names
     monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(chosen_kernels, "without_driver", lambda kind: None)
     streambp.patch(model, streambp.StreamConfig(chunk_size=7))
     for layer in model.model.layers:
         names_in = fused_layers.fused_modules(layer)["liger_kernel"]

@@ -79,6 +79,7 @@ def kernels(monkeypatch):
 
     table.update((KINDS.get(name, name), known) for name in FACTORS[0])
     monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(chosen_kernels, "without_driver", lambda kind: None)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield

@@ -7,16 +7,17 @@ for bit what "own" does. Nothing is looked for in a process without an accelerat
 Liger's norms and MLPs take one tensor. Its experts take routing as well, and stay the model's: adapters of peft's may stand
 around them, and they were tried on no device.
 
-"auto" refuses nothing that "own" takes. Modules that somebody else has given a forward (accelerate's hooks, hub kernels) or
-compiled keep theirs. Where Liger is not installed, does not know the model or computes otherwise, all modules stay their
-own, and `describe` says why. The rotation is bound to the attention modules of this model: their forward is the class's,
-with Liger's rotation among its globals. It writes over queries and keys, which may be products that `saves` names; then
-the rotation stays the model's.
+"auto" refuses nothing that "own" takes. Modules that somebody else has given a forward (accelerate's hooks, hub kernels)
+or compiled keep theirs. Where Liger is not installed, does not know the model or computes otherwise, all modules stay
+their own, and `describe` says why; so too where Triton has no driver for the accelerator. The rotation is bound to the
+attention modules of this model: their forward is the class's, with Liger's rotation among its globals. It writes over
+queries and keys, which may be products that `saves` names; then the rotation stays the model's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import types
 from collections.abc import Callable
@@ -75,12 +76,25 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
         return Fused(why_own=str(error))
     except Exception as error:  # of its import: a driver that is not there, whatever Triton makes of it
         return Fused(why_own=f"Liger cannot be imported ({type(error).__name__}: {error}).")
+    if (found := without_driver(device.type)) is not None:
+        fused.take_off()
+        return Fused(why_own=found)
     return fused if config.products else dataclasses.replace(fused, replaced=(*fused.replaced, *by_device.turn()))
 
 
 def accelerator() -> torch.device | None:
     """This process's; None: it has a CPU alone."""
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def without_driver(kind: str) -> str | None:
+    """Why Triton launches no kernel on devices of this type; None: it does."""
+    try:
+        driver = importlib.import_module("triton.runtime").driver.active
+        found = driver.get_active_torch_device().type
+    except Exception as error:  # there is none, or the compiler that it needs is missing
+        return f"Triton has no driver here ({type(error).__name__}: {error})."
+    return None if found == kind else f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
 
 
 class ByDevice:
