@@ -32,7 +32,6 @@ from paper_repro.recipes import METHODS
 from paper_repro.rows import Deadline, add_minutes, first_line, run_child
 from paper_repro.shapes import build, make_batch
 from streambp.device import counted_bytes, is_accelerator, tells_memory
-from streambp.offload.policy import Figures
 
 ROOT = Path(__file__).parents[1]
 
@@ -262,15 +261,27 @@ def told(model: PreTrainedModel, start: int) -> str:
     said = f"{record}; {record.short_steps} steps let go of saves"
     if record.least_free is not None:
         said += f", {record.least_free / GIB:.3g} GiB were free at least"
-    known = Figures() if state.policy is None else state.policy.known
-    if known.need is None:
+    policy = state.policy
+    if policy is None or policy.known.need is None:
         return said
-    need = known.need(record.tokens, record.rows * min(record.chunk_size, record.tokens // record.rows), 0.0)
+    chunk = record.rows * min(record.chunk_size, record.tokens // record.rows)
     kept = record.needed if record.needed is not None else record.saved_bytes or 0.0
-    return (
-        f"{said}; predicted {(start + need + kept) / GIB:.4g} GiB: {start / GIB:.3g} at the start, {need / GIB:.3g} of a "
-        f"step without saves, {kept / GIB:.3g} of saves"
+    need, waiting = peak_of(policy.known.need.by_layer(record.tokens, chunk, 0.0), kept, policy.layers)
+    parts = (
+        f"{start / GIB:.3g} at the start, {need / GIB:.3g} of a step without saves, {waiting / GIB:.3g} of {kept / GIB:.3g}"
     )
+    return f"{said}; predicted {(start + need + waiting) / GIB:.4g} GiB: {parts} of saves"
+
+
+def peak_of(phases: Iterable[tuple[float, float]], kept: float, layers: int) -> tuple[float, float]:
+    """Bytes that a step without saves takes in the phase of its peak, and those of `kept` that are there then, as much of
+    each layer. phases: the last layer that waits for its backward, and bytes."""
+
+    def there(upto: float) -> float:
+        return kept * (min(upto, layers - 1) + 1) / layers
+
+    upto, need = max(phases, key=lambda phase: phase[1] + there(phase[0]))
+    return need, there(upto)
 
 
 def row_of(job: Job, length: int, status: str, on: str | None = None, **figures: float | str | None) -> dict[str, object]:

@@ -347,3 +347,10 @@ def test_a_search_for_which_no_time_is_left_says_so(monkeypatch):
     )
     assert search("mini", False, "streambp", Options, deadline) == "at least 2048 (stopped: no time was left)"
     assert search("mini", False, "streambp", Options, Deadline(0)) == "no time was left"
+
+
+def test_saves_are_gone_where_a_step_takes_most():
+    """Of two layers with 10 bytes each: before backward both wait, at the last phase none does."""
+    assert harness.peak_of([(math.inf, 5.0), (1.0, 6.0), (0.0, 15.0), (-1.0, 24.0)], 20.0, 2) == (6.0, 20.0)
+    assert harness.peak_of([(math.inf, 5.0), (0.0, 17.0), (-1.0, 24.0)], 20.0, 2) == (17.0, 10.0)
+    assert harness.peak_of([(math.inf, 2.0), (-1.0, 24.0)], 20.0, 2) == (24.0, 0.0)
