@@ -21,7 +21,7 @@ FAMILIES = {
     "moe": "qwen3_moe",
     "shared experts": "deepseek_v3",
     "hybrid": "lfm2",
-    "post-norm": "gemma3",
+    "post-norm": "gemma3_text",
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SAVES: tuple[Any, ...] = ((), ("attn_out",), ("attn_out", "kv", "self_attn.*"), "auto")
