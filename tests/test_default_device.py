@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import streambp
+from streambp.device import memory_limit
 from streambp.layer import gradients
 from tests import zoo
 from tests.families import build, make_batch
@@ -48,3 +49,12 @@ def test_steps_are_the_same_with_another_default_device(name, settings, mode):
                 loss.backward()
         found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
     assert_same(*found)
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    """torch tells the fraction of numbered devices alone."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * device.index, 100))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5 * device.index)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
+    assert memory_limit(torch.device("cuda")) == memory_limit(torch.device("cuda", 1)) == 10

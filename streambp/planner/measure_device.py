@@ -83,7 +83,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
 
 class Clock:
     """Seconds of work on a device: the median of `times` samples, of as many runs each as hide what a launch and a wait
-    cost the host: 0.1 ms and more on a virtual machine, a third of a small product's time."""
+    cost the host, which are a part of a small product's time."""
 
     def __init__(self, device: torch.device, times: int) -> None:
         self._device, self._times = device, times
