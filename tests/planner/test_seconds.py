@@ -142,7 +142,7 @@ def test_every_measured_peak_of_the_default_on_an_h100_within_four_percent():
         phases = needs[lora].by_layer(length, min(length, 16_384), 0.0)
         found = start + sum(peak_of(phases, kept * GIB, QWEN3_8B.num_hidden_layers)) / GIB
         print(
-            f"{lora!s:5} {length:>7,} predicted {found:6.2f} measured {measured:6.2f} {100 * found / measured - 100:+5.1f} %"
+            f"{lora!s:5} {length:>7,} predicted {found:.2f} measured {measured:6.2f} {100 * found / measured - 100:+5.1f} %"
         )
         assert abs(found / measured - 1) <= 0.04
 
