@@ -3,6 +3,7 @@
     python scripts/house.py                    # the tree as it stands
     python scripts/house.py --commit v0.2.0    # a commit
     python scripts/house.py --commit v0.2.0 --and-now   # both, as "before -> after"
+    python scripts/house.py --used-once layer           # the functions of a folder that one place of the package uses
 
 code: lines that are neither blank nor comment nor docstring. tiny: functions whose body, without its docstring, has at most
 three lines. notes: each `[Note: name]` with its text behind it, which other places cite. comments: lines that are, or end
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import dataclasses
 import io
 import re
@@ -137,12 +139,32 @@ def densities(counts: Counts) -> str:
     return "{:.0f} functions and {:.1f} classes for 1,000 lines of code".format(*rates)
 
 
+def used_once(folder: str) -> Iterator[str]:
+    """A line for each function of a folder whose name one place of the package reads: `T` where a test names it, too."""
+    names: collections.Counter[str] = collections.Counter()
+    for _, source in sources(None):
+        for node in ast.walk(ast.parse(source)):
+            names[getattr(node, "id", None) or getattr(node, "attr", None) or ""] += 1
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    for path, source in sources(None):
+        if (path.partition("/")[0] if "/" in path else ".") != folder:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and names[node.name] == 1:
+                tested = "T" if re.search(rf"\b{node.name}\b", tests) else " "
+                yield f"{tested} {body_lines(node):>3} lines  {path}:{node.lineno} {node.name}"
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="count this commit instead of the tree")
     parser.add_argument("--and-now", action="store_true", help="compare the commit with the tree")
+    parser.add_argument("--used-once", metavar="FOLDER", help="list its functions that one place of the package uses")
     options = parser.parse_args()
+    if options.used_once:
+        print("\n".join(used_once(options.used_once)))
+        return
     first = by_folder(options.commit)
     second = by_folder(None) if options.commit and options.and_now else None
     print(table(first, second))
