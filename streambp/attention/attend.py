@@ -93,7 +93,9 @@ def attend_blocks(
         merged.add(number, narrowed(o, size) if padded else o, lse)
     attended = merged.result()
     attended = attended if sink is None else with_sink(attended, sink)
-    return attended if attended.o.dtype == q.dtype else attended.rounded(q.dtype, keep_wide)
+    if attended.o.dtype == q.dtype:
+        return attended
+    return Attended(attended.o.to(q.dtype), attended.lse, attended.o if keep_wide else None)
 
 
 def with_sink(attended: Attended, sink: Tensor) -> Attended:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import importlib.metadata
+import operator
 import os
 import re
 from typing import NamedTuple
@@ -111,46 +112,51 @@ class Backend:
 
         tail: the next kernel's, if the preferred one refuses short blocks. masked: those of the kernel for MASK blocks.
         """
-        first, *others = (_limited(kernel.tiling, use) for kernel in self.kernels)
-        masked = next(kernel for kernel in self.kernels if Kind.MASK in kernel.kinds)
+        limited = list[Tiling]()
+        for kernel in self.kernels:
+            tiling, most = kernel.tiling, kernel.tiling.k_block
+            if use is not Use.BACKWARD:
+                most = tiling.k_forward if use is Use.FORWARD else min(most or K_BLOCK, K_BLOCK)
+            limited.append(tiling if most == tiling.k_block else dataclasses.replace(tiling, k_block=most))
+        first, *others = limited
         return dataclasses.replace(
             first,
             tail=others[0] if first.few is not None else None,
-            masked=_limited(masked.tiling, use),
-            native_window=any(tiling.native_window for tiling in (first, *others)),
-            native_varlen=any(tiling.native_varlen for tiling in (first, *others)),
+            masked=next(t for t, kernel in zip(limited, self.kernels, strict=True) if Kind.MASK in kernel.kinds),
+            native_window=any(tiling.native_window for tiling in limited),
+            native_varlen=any(tiling.native_varlen for tiling in limited),
         )
 
     def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
         """The blocks of `rows` rows of a chunk; made once for all layers that share the layout."""
         key = (self, chunk.start, chunk.stop, use)
         plan: BlockPlan | None = layout.derived.get(key)
-        if plan is None:
-            plan = layout.derived[key] = self._plan(layout, chunk, rows, use)
+        if plan is not None:
+            return plan
+        tiling: Tiling | None = layout.derived.get((self.kernels, use))
+        if tiling is None:
+            tiling = layout.derived[self.kernels, use] = self.tiling(use)
+        blocks = tuple(sorted(layout.blocks(chunk.start, chunk.stop, tiling), key=operator.attrgetter("k0")))
+        whole = 0, rows, chunk.start, chunk.stop
+        kernels, covers, kinds, used = list[Kernel](), list[bool](), set[Kind](), set[Used]()
+        for block in blocks:
+            kernel = self.kernel(block)
+            kernels.append(kernel)
+            covers.append((block.b0, block.b1, block.q0, block.q1) == whole)
+            kinds.add(block.kind)
+            used.add(Used(kernel.name, block.kind, self.because))
+        depth, covered = (len(blocks), rows * (chunk.stop - chunk.start)) if blocks and all(covers) else _depth(blocks)
+        plan = layout.derived[key] = BlockPlan(
+            blocks,
+            tuple(kernels),
+            depth,
+            complete=covered == rows * (chunk.stop - chunk.start),
+            covers=tuple(covers),
+            by_place=kinds.isdisjoint((Kind.MASK, Kind.VARLEN)),
+            all_read=any(covers[:1]) and kinds <= {Kind.FULL, Kind.CAUSAL},
+            used=frozenset(used),
+        )
         return plan
-
-    def _plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
-        tiling = layout.derived.get((self.kernels, use)) or self.tiling(use)
-        layout.derived[self.kernels, use] = tiling
-        found = layout.blocks(chunk.start, chunk.stop, tiling)
-        blocks = tuple(sorted(found, key=lambda block: block.k0))
-        depth, covered = _depth(blocks)
-        covers = tuple((b.b0, b.b1, b.q0, b.q1) == (0, rows, chunk.start, chunk.stop) for b in blocks)
-        complete = covered == rows * (chunk.stop - chunk.start)
-        kernels = tuple([self.kernel(block) for block in blocks])  # a map would end where no kernel takes a block
-        used = {Used(kernel.name, block.kind, self.because) for kernel, block in zip(kernels, blocks, strict=True)}
-        kinds = {block.kind for block in blocks}
-        by_place = kinds.isdisjoint((Kind.MASK, Kind.VARLEN))
-        all_read = any(covers[:1]) and kinds <= {Kind.FULL, Kind.CAUSAL}
-        return BlockPlan(blocks, kernels, depth, complete, covers, by_place, all_read, frozenset(used))
-
-
-def _limited(tiling: Tiling, use: Use) -> Tiling:
-    if use is Use.FORWARD:
-        return dataclasses.replace(tiling, k_block=tiling.k_forward)
-    if use is Use.STREAMED:
-        return dataclasses.replace(tiling, k_block=min(tiling.k_block or K_BLOCK, K_BLOCK))
-    return tiling
 
 
 def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:

@@ -29,13 +29,12 @@ from streambp.attention.own import (
     PaddingMask,
     PlainMask,
     biases_positions,
-    chunk_arguments,
     own_mask,
-    reader,
     why_picked_blocks_stay_whole,
 )
 from streambp.attention.prefix import AttentionPoint, ChunkMask
 from streambp.attention.spans import Spans
+from streambp.cache import ChunkCache
 from streambp.chunks import Barrier, Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, EAGER, PER_KEY
@@ -286,7 +285,14 @@ class OverCache(NoAttention):
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """A cache that returns the prefix, and the mask's part for the chunk's queries."""
         assert isinstance(point, ChunkMask)
-        return chunk_arguments(named, self.argument, point), reader(named, point)
+        chunk, mask = point.chunk, named["attention_mask"]
+
+        def read(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
+            return point.read(k, mask.values(v, chunk))
+
+        changed: dict[str, Any] = {self.argument: ChunkCache(chunk.start, read), "attention_mask": mask.cut(chunk)}
+        changed.update({name: named[name][..., : chunk.stop] for name in PER_KEY if isinstance(named.get(name), Tensor)})
+        return {**named, **changed}, read
 
     def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
         """The model's own mask, cut to these tokens."""

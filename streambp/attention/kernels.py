@@ -60,8 +60,14 @@ class Kernel(Protocol):
     tiling: Tiling
 
     def takes(self, block: Block) -> bool:
-        """Whether it can compute a block of this kind and size."""
-        ...
+        """Whether it can compute a block: one of its kinds, of its few lengths if it has some, and on the diagonal if it is
+        causal and the kernel does not align queries to the last keys."""
+        kind, tiling = block.kind, self.tiling
+        if kind not in self.kinds or (
+            kind is Kind.CAUSAL and not tiling.bottom_right and (block.q0, block.q1) != (block.k0, block.k1)
+        ):
+            return False
+        return tiling.few is None or (tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq], of the softmax over this block's keys alone."""
@@ -98,7 +104,7 @@ def narrowed(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else x[..., :size]
 
 
-class MathKernel:
+class MathKernel(Kernel):
     """Plain matrix products in promote_types(dtype, float32); serves every kind, dropout, softcap and any head size."""
 
     name = "math"
@@ -106,7 +112,7 @@ class MathKernel:
     tiling = Tiling(q_block=512, k_block=2048, k_forward=2048)
 
     def takes(self, block: Block) -> bool:
-        """Any size of its kinds."""
+        """Any size of its kinds: its causal tiles know where queries and keys are."""
         return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
@@ -167,16 +173,12 @@ class MathKernel:
         return scores.masked_fill(~reads(tile), -torch.inf)
 
 
-class CpuFlashKernel:
+class CpuFlashKernel(Kernel):
     """torch's fused CPU kernel (online softmax, grouped queries); no dropout, D_v = D."""
 
     name = "cpu flash"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
     tiling = Tiling(k_block=K_BLOCK)
-
-    def takes(self, block: Block) -> bool:
-        """FULL blocks of any size, CAUSAL blocks on the diagonal."""
-        return block.kind in self.kinds and is_square(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D] in q's dtype."""
@@ -192,16 +194,12 @@ class CpuFlashKernel:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=task.scale)
 
 
-class FlashKernel:
+class FlashKernel(Kernel):
     """torch's FlashAttention on CUDA: dense, windowed and varlen (bottom-right causal, grouped queries)."""
 
     name = "flash"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.VARLEN})
     tiling = Tiling(k_block=K_BLOCK, bottom_right=True, native_window=True, native_varlen=True)
-
-    def takes(self, block: Block) -> bool:
-        """Any size of its kinds."""
-        return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D] in q's dtype; VARLEN blocks go to the kernel as one packed row [T, H, D]."""
@@ -246,10 +244,6 @@ class SquareFlashKernel(FlashKernel):
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
     tiling = Tiling(k_block=K_BLOCK)
 
-    def takes(self, block: Block) -> bool:
-        """FULL blocks of any size, CAUSAL blocks on the diagonal."""
-        return block.kind in self.kinds and is_square(block)
-
 
 class WindowlessFlashKernel(FlashKernel):
     """FlashAttention where its operators do not differentiate windows: FlashAttention-4 behind torch 2.11."""
@@ -258,17 +252,12 @@ class WindowlessFlashKernel(FlashKernel):
     tiling = Tiling(k_block=K_BLOCK, bottom_right=True)
 
 
-class CudnnKernel:
+class CudnnKernel(Kernel):
     """cuDNN's fused attention on Hopper and later; nearly twice FlashAttention-2, but causal only for squares."""
 
     name = "cudnn"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
     tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, few=CUDNN_FEW)
-
-    def takes(self, block: Block) -> bool:
-        """FULL blocks and CAUSAL blocks on the diagonal, in the few lengths of its tiling. [Note: few shapes]"""
-        fits = self.tiling.takes(block.q1 - block.q0) and self.tiling.takes(block.k1 - block.k0)
-        return block.kind in self.kinds and fits and is_square(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v] in q's dtype."""
@@ -296,11 +285,6 @@ def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
     """cu_seqlens of a VARLEN block's queries and keys, [documents + 1] each in int32."""
     cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
     return cu_q, cu_q if block.cu_k == block.cu_q else torch.tensor(block.cu_k, dtype=torch.int32, device=device)
-
-
-def is_square(block: Block) -> bool:
-    """Whether it is no causal block, or one whose queries are its keys."""
-    return block.kind is not Kind.CAUSAL or (block.q0, block.q1) == (block.k0, block.k1)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -17,16 +17,15 @@ from streambp.attention.kernels import (
     WINDOWLESS_FLASH,
     Kernel,
     Task,
-    is_square,
     narrowed,
     widened,
 )
-from streambp.attention.spans import Block, Kind, Tiling
+from streambp.attention.spans import Kind, Tiling
 
 LSE_ALIGNMENT = 32  # queries of the memory-efficient kernels' logsumexp are a multiple of it
 
 
-class PaddedKernel:
+class PaddedKernel(Kernel):
     """Another kernel, for q, k and v that have not the one head size which it needs. [Note: padded values]
 
     They are padded for each block, unlike V in a padded buffer. So it is for blocks that another kernel leaves over, and
@@ -38,10 +37,6 @@ class PaddedKernel:
         self.name = f"padded {inner.name}"
         self.kinds = inner.kinds
         self.tiling = dataclasses.replace(inner.tiling, k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
-
-    def takes(self, block: Block) -> bool:
-        """What the other one takes."""
-        return self.inner.takes(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v], a view, and lse [B, H, Tq]."""
@@ -59,7 +54,7 @@ class PaddedKernel:
         return narrowed(dq, size), narrowed(dk, size), narrowed(dv, v.shape[-1])
 
 
-class EfficientKernel:
+class EfficientKernel(Kernel):
     """torch's memory-efficient attention on CUDA: any D and D_v. It takes one key head for each query head.
 
     Its backward computes the row sums of dO * o itself and takes the logsumexp as given, so both may be merged ones.
@@ -68,10 +63,6 @@ class EfficientKernel:
     name = "efficient"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
     tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)  # keys and values are repeated for the heads of a group
-
-    def takes(self, block: Block) -> bool:
-        """FULL blocks of any size, CAUSAL blocks on the diagonal."""
-        return block.kind in self.kinds and is_square(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of one with more queries."""

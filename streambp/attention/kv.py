@@ -81,10 +81,6 @@ class KVBuffer:
         if self.columns is not None and self.packed is None:
             self.packed, self.v = self.width, narrowed(self.v, self.columns).contiguous()
 
-    def _unpack(self) -> None:
-        assert self.packed is not None
-        self.v, self.packed = widened(self.v, self.packed), None
-
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
         """dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32); zeros when first asked for."""
         if self.dk is None or self.dv is None:
@@ -118,7 +114,7 @@ class KVBuffer:
             BackwardError: the layer has written to K or V since they were attended to. [Note: one chunk]
         """
         if self.packed is not None:
-            self._unpack()
+            self.v, self.packed = widened(self.v, self.packed), None
         if gradients and self.versions not in (None, (self.k._version, self.v._version)):
             raise BackwardError(
                 "A layer writes in place to keys or values that its attention has read, and backward would read others. "
@@ -138,9 +134,8 @@ class KVBuffer:
             self.added += 2
             return
         rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
-        all_dk, all_dv = self.grow_accumulators()
-        self.add_once(all_dk[rows, keys], dk.transpose(1, 2))
-        self.add_once(all_dv[rows, keys], dv.transpose(1, 2))
+        for total, part in zip(self.grow_accumulators(), (dk, dv), strict=True):
+            self.add_once(total[rows, keys], part.transpose(1, 2))
 
     def add_once(self, total: Tensor, part: Tensor) -> None:
         """Add a part [...] to accumulators [...], unless an attempt before has done so: what counts is that it came to its

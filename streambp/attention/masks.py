@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,16 +80,17 @@ class DenseMask:
         """No query reads a key behind it."""
         return not self.barriers
 
-    def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
+    def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """MASK blocks of queries [start, stop), over keys up to a block's last query if causal, up to `stop` otherwise."""
-        tiling = tiling.masked or tiling
+        tiling, found = tiling.masked or tiling, list[Block]()
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):
             q1 = min(q0 + q_step, stop)
             end = q1 if self.causal else stop
             for k0 in range(0, end, k_step):
-                yield Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
+                found.append(Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end)))
+        return found
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1), in bool or to be added, on `device`."""
@@ -124,29 +125,23 @@ def resolve(
         mask: a `LazyMask`, a ready 4-D mask of the user's, or None for plain causal.
         position_ids: [1 or B, T]; restarts mark packed documents, if there is no 2-D padding mask.
         cu_seq_lens: [documents + 1] document boundaries of a single packed row; they win over plain position_ids.
+
+    Raises:
+        UnsharedError: rows share a prefix, and the mask is more than causal within a window.
     """
     if isinstance(mask, Tensor):
         return _from_tensor(mask, batch_size, length, device)
     if mask is None:
         mask = LazyMask({"mask_function": causal_mask_function, "q_length": length, "kv_length": length})
     if mask.layout is None:
-        if mask.tree is not None:
-            mask.layout = _of_tree(mask, mask.tree, length, device)
-        else:
+        if mask.tree is None:
             mask.layout = _from_description(mask, batch_size, length, position_ids, cu_seq_lens, device)
+        else:  # a packed row, with a tree if a single row is causal, within a window or without. [Note: tree of rows]
+            plain = _from_description(mask, 1, length, None, None, device)
+            if not isinstance(plain, Spans) or plain != Spans.causal(1, length, plain.window):
+                raise UnsharedError("the attention mask is more than causal within a window")
+            mask.layout = mask.tree(plain.window)
     return mask.layout
-
-
-def _of_tree(mask: LazyMask, tree: Callable[[int | None], Spans], length: int, device: torch.device) -> Spans:
-    """A packed row's spans, where the mask of a single row is causal, within a window or without. [Note: tree of rows]
-
-    Raises:
-        UnsharedError: it is something else.
-    """
-    plain = _from_description(mask, 1, length, None, None, device)
-    if not isinstance(plain, Spans) or plain != Spans.causal(1, length, plain.window):
-        raise UnsharedError("the attention mask is more than causal within a window")
-    return tree(plain.window)
 
 
 def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:

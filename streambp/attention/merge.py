@@ -37,10 +37,6 @@ class Attended:
     def __post_init__(self) -> None:
         self.version = 0 if self.o.is_inference() else self.o._version
 
-    def rounded(self, dtype: torch.dtype, keep: bool) -> Attended:
-        """The same with o in that dtype; keep: and as it was."""
-        return Attended(self.o.to(dtype), self.lse, self.o if keep else None)
-
     @property
     def changed(self) -> bool:
         """Whether the layer has written to o."""

@@ -15,8 +15,6 @@ read itself alone, with a value of zero that no other query reads. [Note: empty 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +22,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, reads
-from streambp.attention.prefix import ChunkMask
-from streambp.cache import ChunkCache
 from streambp.chunks import Barrier, Chunk
 from streambp.device import has_data
 from streambp.errors import UnsupportedMaskError
-from streambp.known_names import INDEX_UPDATE, PER_KEY, QUERY_OFFSET
+from streambp.known_names import INDEX_UPDATE, QUERY_OFFSET
 from streambp.source import written_forward
 
 
@@ -110,24 +106,6 @@ class PaddingMask(OwnMask):
         return PaddingMask(torch.ones_like(self.mask[:, :length]))
 
 
-def chunk_arguments(named: dict[str, Any], cache: str, point: ChunkMask) -> dict[str, Any]:
-    """The arguments of a chunk for a layer that attends by itself; `cache` is the name of its cache's argument."""
-    chunk: Chunk = point.chunk
-    mask: OwnMask = named["attention_mask"]
-    changed: dict[str, Any] = {cache: ChunkCache(chunk.start, reader(named, point)), "attention_mask": mask.cut(chunk)}
-    changed.update({name: named[name][..., : chunk.stop] for name in PER_KEY if isinstance(named.get(name), Tensor)})
-    return {**named, **changed}
-
-
-def reader(named: dict[str, Any], point: ChunkMask) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What a chunk's cache returns for its keys and values [B, H_kv, C, D]: those of all tokens up to the chunk's end."""
-    return functools.partial(_read, point, named["attention_mask"])
-
-
-def _read(point: ChunkMask, mask: OwnMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return point.read(k, mask.values(v, point.chunk))
-
-
 def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
     """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is taken for causal.
 
@@ -182,19 +160,16 @@ def why_picked_blocks_stay_whole(layer: nn.Module, positions: Any, mask: OwnMask
         )
     if isinstance(positions, Tensor) and not bool((positions == torch.arange(length, device=positions.device)).all()):
         return "its indexer picks blocks of keys by position_ids, which are not the places of the keys here"
-    if isinstance(mask, PlainMask) or _pads_on_the_right(mask, length):
+    if isinstance(mask, PlainMask):
         return None
-    return "its indexer picks blocks of keys, and its attention mask is more than causal with padding on the right"
-
-
-def _pads_on_the_right(mask: OwnMask, length: int) -> bool:
-    """Whether queries read all keys up to their own but the last ones of each row."""
-    kept = mask.read(length - 1, length, 0, length)  # [B or 1, H or 1, 1, T]
-    if bool((kept[..., 1:] & ~kept[..., :-1]).any()):
-        return False
+    kept = mask.read(length - 1, length, 0, length)  # [B or 1, H or 1, 1, T], of the last query
     places = torch.arange(length, device=kept.device)
     tiles = ((q0, min(q0 + SCAN, length)) for q0 in range(0, length, SCAN))
-    return all(torch.equal(mask.read(q0, q1, 0, length), kept & (places <= places[q0:q1, None])) for q0, q1 in tiles)
+    if not bool((kept[..., 1:] & ~kept[..., :-1]).any()) and all(
+        torch.equal(mask.read(q0, q1, 0, length), kept & (places <= places[q0:q1, None])) for q0, q1 in tiles
+    ):
+        return None
+    return "its indexer picks blocks of keys, and its attention mask is more than causal with padding on the right"
 
 
 def _attributes(module: nn.Module) -> tuple[str, ...]:

@@ -60,10 +60,6 @@ class Run:
     k1: int | None = None
     shift: int = 0
 
-    def clip(self, start: int, stop: int) -> Run:
-        """The queries of the run that are in [start, stop), by the same rule."""
-        return dataclasses.replace(self, q0=max(self.q0, start), q1=min(self.q1, stop))
-
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
@@ -91,31 +87,32 @@ class Tiling:
         """Whether a block may have so many queries, or keys."""
         return self.few is None or next(few_lengths(length, self.few, None), None) == length
 
-    def queries(self, q0: int, q1: int) -> Iterator[tuple[int, int, Tiling]]:
+    def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
         """Cut [q0, q1); each piece with the tiling of its blocks."""
-        start = q0
+        found, start = list[tuple[int, int, Tiling]](), q0
         if self.few is None:
             for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
-                yield start, min(start + (self.q_block or q1 - q0), q1), self
-            return
+                found.append((start, min(start + (self.q_block or q1 - q0), q1), self))
+            return found
         for length in few_lengths(q1 - q0, self.few, self.q_block):
-            yield start, start + length, self
+            found.append((start, start + length, self))
             start += length
         if start < q1:
             assert self.tail is not None
-            yield from self.tail.queries(start, q1)
+            found += self.tail.queries(start, q1)
+        return found
 
-    def keys(self, k0: int, k1: int) -> Iterator[tuple[int, int]]:
+    def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
         """Cut [k0, k1)."""
+        found = list[tuple[int, int]]()
         if self.few is None:
-            step = self.k_block or max(1, k1 - k0)
-            yield from ((start, min(start + step, k1)) for start in range(k0, k1, step))
-            return
+            for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
+                found.append((start, min(start + (self.k_block or k1 - k0), k1)))
+            return found
         for length in few_lengths(k1 - k0, self.few, self.k_block):
-            yield k0, k0 + length
+            found.append((k0, k0 + length))
             k0 += length
-        if k0 < k1:
-            yield k0, k1
+        return [*found, (k0, k1)] if k0 < k1 else found
 
 
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
@@ -173,40 +170,44 @@ class Spans:
         """Causal, and no query from `cut` on reads a key before it."""
         return cls(length, ((Run(0, cut, 0), Run(cut, length, cut)),) * batch_size)
 
-    def blocks(self, start: int, stop: int, tiling: Tiling) -> Iterator[Block]:
+    def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """The blocks of queries [start, stop)."""
-        for b0, b1, runs in self._row_groups():
-            clipped = [run.clip(start, stop) for run in runs if run.q0 < stop and run.q1 > start]
-            causal = [run for run in clipped if run.k1 is None]
-            if tiling.native_varlen and _is_packed(causal):
-                inside = causal if self._joins(causal[0]) else causal[1:]
-                for run in [*causal[: len(causal) - len(inside)], *(run for run in clipped if run.k1 is not None)]:
-                    yield from self._run_blocks(b0, b1, run, tiling)
-                for row in range(b0, b1):
-                    yield self._varlen_block(row, inside)
-            else:
-                for run in clipped:
-                    yield from self._run_blocks(b0, b1, run, tiling)
+        found, first, count = list[Block](), 0, len(self.rows)
+        for row in range(1, count + 1):
+            if row < count and self.rows[row] == self.rows[first]:
+                continue  # rows with the same runs share their blocks
+            b0, b1, first, runs = first, row, row, self.rows[first]
+            clipped = [
+                run if start <= run.q0 and run.q1 <= stop
+                else dataclasses.replace(run, q0=max(run.q0, start), q1=min(run.q1, stop))
+                for run in runs if run.q0 < stop and run.q1 > start
+            ]  # fmt: skip
+            packed = list[Run]()
+            if tiling.native_varlen and len(clipped) > 1:
+                causal = [run for run in clipped if run.k1 is None]
+                if _is_packed(causal):
+                    packed = causal if self._joins(causal[0]) else causal[1:]
+                    clipped = [*causal[: len(causal) - len(packed)], *(run for run in clipped if run.k1 is not None)]
+            for run in clipped:
+                found += self._run_blocks(b0, b1, run, tiling)
+            if packed:  # one call for several documents, of which the first may have begun before its queries
+                k0, q0, end = self._first_key(packed[0]), packed[0].q0, packed[-1].q1
+                cu_q, cu_k = ((0, *(run.q1 - first for run in packed)) for first in (q0, k0))
+                for own in range(b0, b1):
+                    found.append(Block(Kind.VARLEN, own, own + 1, q0, end, k0, end, self.window, cu_q, cu_k))
+        return found
 
-    def _row_groups(self) -> Iterator[tuple[int, int, tuple[Run, ...]]]:
-        first = 0
-        for row in range(1, len(self.rows) + 1):
-            if row == len(self.rows) or self.rows[row] != self.rows[first]:
-                yield first, row, self.rows[first]
-                first = row
-
-    def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> Iterator[Block]:
-        window = self.window
+    def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> list[Block]:
+        window, found = self.window, list[Block]()
         if window is None:
             for q0, q1, pieces in tiling.queries(run.q0, run.q1):
                 if run.k1 is None:
-                    yield from _causal_blocks(b0, b1, q0, q1, run.k0, pieces)
+                    found += _causal_blocks(b0, b1, q0, q1, run.k0, pieces)
                 else:
-                    yield from _full_blocks(b0, b1, q0, q1, run.k0, run.k1, pieces)
-            return
+                    found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(run.k0, run.k1)]
+            return found
         if tiling.native_window and run.k1 is None:
-            yield Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)
-            return
+            return [Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)]
         step = min((tiling.masked or tiling).q_block or window, window)
         for q0 in range(run.q0, run.q1, step):
             q1 = min(q0 + step, run.q1)
@@ -215,10 +216,11 @@ class Spans:
             full, stop = max(run.k0, q1 - reach), q0 if run.k1 is None else run.k1
             edge = max(run.k0, q0 - reach + 1)
             if edge < min(full, stop):
-                yield Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach)
-            yield from _full_blocks(b0, b1, q0, q1, full, stop, tiling)
+                found.append(Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))
+            found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in tiling.keys(full, stop)]
             if run.k1 is None:
-                yield Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1)
+                found.append(Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1))
+        return found
 
     def _first_key(self, run: Run) -> int:
         """The first key that any query of a run reads."""
@@ -229,28 +231,19 @@ class Spans:
         is before the chunk, which another kernel would read faster."""
         return run.k0 == run.q0 or self.window is not None or run.q1 - run.k0 <= JOINED
 
-    def _varlen_block(self, row: int, runs: list[Run]) -> Block:
-        """One call for several documents; the first may have begun before its queries."""
-        k0, q0, stop = self._first_key(runs[0]), runs[0].q0, runs[-1].q1
-        cu_q, cu_k = ((0, *(run.q1 - first for run in runs)) for first in (q0, k0))
-        return Block(Kind.VARLEN, row, row + 1, q0, stop, k0, stop, self.window, cu_q, cu_k)
 
-
-def _causal_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, tiling: Tiling) -> Iterator[Block]:
+def _causal_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, tiling: Tiling) -> list[Block]:
     """Queries [q0, q1) read keys from k0 <= q0 on up to themselves."""
+    found = list[Block]()
     if not tiling.bottom_right:
-        yield from _full_blocks(b0, b1, q0, q1, k0, q0, tiling)
+        for keys in tiling.keys(k0, q0):
+            found.append(Block(Kind.FULL, b0, b1, q0, q1, *keys))
         k0 = q0
     while tiling.k_block and q1 - k0 > max(tiling.k_block, q1 - q0):
         stop = min(k0 + tiling.k_block, q0)
-        yield Block(Kind.FULL, b0, b1, q0, q1, k0, stop)
+        found.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
         k0 = stop
-    yield Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1)
-
-
-def _full_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, k1: int, tiling: Tiling) -> Iterator[Block]:
-    for start, stop in tiling.keys(k0, k1):
-        yield Block(Kind.FULL, b0, b1, q0, q1, start, stop)
+    return [*found, Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1)]
 
 
 def _is_packed(runs: list[Run]) -> bool:
