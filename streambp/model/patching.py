@@ -58,11 +58,17 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     if any(hasattr(module, "_streambp") for module in model.modules()):
         unpatch(model)
     _check_products(found, config)
-    _check_unwrapped(model)
+    if is_patched(model):  # two patches on the same layers would leave it open whose settings count
+        raise StreamBPError(
+            f"This {type(model).__name__} is part of a model that is patched already. Patch that model again to change its "
+            "settings, or call streambp.unpatch on it first."
+        )
     layers = [layer for stack in found.stacks for layer in stack.layers]
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
     state = PatchState(config, root=model, shares_through_cache=shared)
-    state.offloader = None if config.offload == "none" else _offloader(config, len(layers))
+    if config.offload != "none":
+        host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
+        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory)
     resident = config.weights == "device" or (config.weights == "auto" and is_initialized())
     state.weights = None if resident else HostWeights(model, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
@@ -85,16 +91,14 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     return model
 
 
-def _offloader(config: StreamConfig, layers: int) -> OffloadManager:
-    host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
-    return OffloadManager(host_memory, config.on_host_full, layers, gpu_memory)
-
-
 def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]) -> None:
     """Of backbones, layers and language models, in the order in which they are installed."""
+    norms: dict[int, nn.Module] = {}  # the final one of each backbone
     for stack in stacks:
-        state.wrappers.append(BackboneForward(stack.backbone, state, stack.layers))
-        norm = _final_norm(stack.backbone)
+        backbone = stack.backbone
+        state.wrappers.append(BackboneForward(backbone, state, stack.layers))
+        norm = next((getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name)), None)
+        norms.update({} if norm is None else {id(backbone): norm})
         for layer in stack.layers:
             left = len(stack.layers) - stack.layers.index(layer)
             wrapper = LayerForward(layer, state, layers.index(layer), norm if left == 1 else None)
@@ -104,8 +108,15 @@ def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...]
             state.wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
     for module in model.modules():
-        if _is_causal_lm(module) and id(module) not in backbones:
-            state.wrappers.append(CausalLMForward(module, state, _norms_before(module, stacks)))  # type: ignore[arg-type]
+        if not isinstance(module, PreTrainedModel) or id(module) in backbones:
+            continue
+        head = module.get_output_embeddings()
+        if not isinstance(getattr(head, "weight", None), Tensor) or all(child is not head for child in module.children()):
+            continue
+        decoder = module.get_decoder()
+        inside = {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+        own = tuple(norm for key, norm in norms.items() if key in inside or not backbones & inside)
+        state.wrappers.append(CausalLMForward(module, state, own))
 
 
 def streamed_head(model: nn.Module) -> CausalLMForward | None:
@@ -117,15 +128,6 @@ def is_patched(model: nn.Module) -> bool:
     """Whether a model streams: it, a part of it, or a model that it is a part of was given to `patch`."""
     ours = (f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward))
     return any(not wrapper.retired for wrapper in ours)
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    """Two patches on the same layers would leave it open whose settings count."""
-    if is_patched(model):
-        raise StreamBPError(
-            f"This {type(model).__name__} is part of a model that is patched already. Patch that model again to change its "
-            "settings, or call streambp.unpatch on it first."
-        )
 
 
 def _check_products(found: Found, config: StreamConfig) -> None:
@@ -212,22 +214,3 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, Patch] | None:
             "parts of it stream as well. Pass the whole model."
         )
     return root, found
-
-
-def _final_norm(backbone: nn.Module) -> nn.Module | None:
-    return next((getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name)), None)
-
-
-def _norms_before(module: PreTrainedModel, stacks: tuple[Stack, ...]) -> tuple[nn.Module, ...]:
-    """The final norms of the decoder that a language-model head belongs to; of all stacks if the model does not tell."""
-    decoder = module.get_decoder()
-    inside = {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
-    own = [stack for stack in stacks if id(stack.backbone) in inside] or stacks
-    return tuple(norm for stack in own if (norm := _final_norm(stack.backbone)) is not None)
-
-
-def _is_causal_lm(module: nn.Module) -> bool:
-    if not isinstance(module, PreTrainedModel):
-        return False
-    head = module.get_output_embeddings()
-    return isinstance(getattr(head, "weight", None), Tensor) and any(child is head for child in module.children())

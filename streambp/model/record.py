@@ -127,21 +127,19 @@ class StepRecord:
         parts = [f"{batch} in {cut}, {self.way}"]
         if self.whole:
             parts.append(f"but {len(self.whole)} of {self.layers} layers ran whole under gradient checkpointing")
-        return f"{', '.join(parts)}: {self._kept()}"
-
-    def _kept(self) -> str:
-        """What layers kept, as the end of a sentence."""
-        if self.host is not None and self.host.out:
-            return f"moved {sized(self.host.out)} to the host"
-        if self.way == KEPT_GRAPH:
-            told = f"backward recomputed nothing{self._room(self.saved_bytes, ', the graph took')}"
+        moved = self.host is not None and self.host.out
+        if moved:
+            kept = f"moved {sized(moved)} to the host"
+        elif self.way == KEPT_GRAPH:
+            kept = f"backward recomputed nothing{self._room(self.saved_bytes, ', the graph took')}"
         elif not self.saved:
-            told = "saved layer inputs alone"
+            kept = "saved layer inputs alone"
         elif self.saved_bytes is None:
-            told = f"saved {', '.join(saved.name for saved in self.saved)}"
+            kept = f"saved {', '.join(saved.name for saved in self.saved)}"
         else:
-            told = f"saved{self._room(self.saved_bytes, '')}"
-        return told if self.let_go is None else f"{told}, and let go of it: {self.let_go}"
+            kept = f"saved{self._room(self.saved_bytes, '')}"
+        let_go = "" if moved or self.let_go is None else f", and let go of it: {self.let_go}"
+        return f"{', '.join(parts)}: {kept}{let_go}"
 
     def _room(self, size: float | None, verb: str) -> str:
         if size is None:

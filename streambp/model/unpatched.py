@@ -121,7 +121,11 @@ class UnpatchedRuns:
         finally:
             self.within = False
         # Not above: the error's frames hold tensors.
-        if result is None or self._took(found.bytes, given.device, before) > 2 * SHARE * found.room:
+        after = self.chooser.free(given.device) if result is not None and tells_memory(given.device) else None
+        took = 0.0 if before is None or after is None else before - after
+        if before is not None and took > found.bytes + SLACK * before:
+            self.factor *= took / found.bytes
+        if result is None or took > 2 * SHARE * found.room:
             result, self.most = None, tokens // 2
             make_room(given.device, allocators)
             random.restore()
@@ -169,16 +173,6 @@ class UnpatchedRuns:
         last = self.steps.last
         if last is not None and last.unpatched and last.broke_off:  # it raised, and may have run out of memory
             self.most = min(self.most, last.tokens // 2)
-
-    def _took(self, predicted: float, device: torch.device, before: float | None) -> float:
-        """Bytes that forward took, where the device tells. The prediction grows if that is noticeably more."""
-        after = self.chooser.free(device) if tells_memory(device) else None
-        if before is None or after is None:
-            return 0.0
-        took = before - after
-        if took > predicted + SLACK * before:
-            self.factor *= took / predicted
-        return took
 
 
 class LossOfLabels(torch.autograd.Function):

@@ -3,8 +3,7 @@
 A first step finds out how each layer can be cut, measures what layers save, tries whether rows can share
 prefixes, compiles kernels and sets host memory aside. All of it follows from a step, so a warm-up is one: the program's own
 forward and a backward, of which nothing stays but what was found out. Gradients are asked for by `torch.autograd.grad`: no
-`.grad` is written, and nothing that waits for one (an optimizer inside of backward) runs. What later work wants done before
-the first step belongs into `_first_looks`, behind that step.
+`.grad` is written, and nothing that waits for one (an optimizer inside of backward) runs.
 """
 
 from __future__ import annotations
@@ -55,29 +54,25 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
     layers = [wrapper for wrapper in wrappers if isinstance(wrapper, LayerForward) and not wrapper.retired]
     if not layers:
         raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch before streambp.warm_up.")
-    if isinstance(model, DistributedDataParallel) or any(map(is_fsdp_unit, model.modules())) or _waited_for(model):
+    waited_for = any(is_partitioned(p) or hasattr(p, GRADIENT_HOOKED) for p in model.parameters())
+    if isinstance(model, DistributedDataParallel) or any(map(is_fsdp_unit, model.modules())) or waited_for:
         raise StreamBPError(
             f"An engine (DDP, DeepSpeed, FSDP) holds the parameters of this {type(model).__name__} and waits for gradients "
             "that a warm-up does not give. Call streambp.warm_up before the engine gets the model."
         )
     with _as_before([w for w in wrappers if isinstance(w, CausalLMForward)], model), leaving_no_trace(model):
-        _first_looks(model, inputs)
+        output = model(**inputs)
+        leaves = [p for p in (*model.parameters(), *inputs.values()) if isinstance(p, Tensor) and p.requires_grad]
+        loss = _loss_of(output)
+        if torch.is_grad_enabled() and leaves and loss is not None:
+            with Autocast.capture(loss.device).off():
+                torch.autograd.grad(loss, leaves, allow_unused=True)
     warm = next((w.site.warm for w in layers if w.site.warm is not None and w.site.warm.on), Warm())
     for wrapper in layers:
         wrapper.site.warm = warm
 
 
-def _first_looks(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """A step; behind it there is room for what is to be done once the sizes of a step are known."""
-    output = model(**inputs)
-    leaves = [p for p in (*model.parameters(), *inputs.values()) if isinstance(p, Tensor) and p.requires_grad]
-    loss = _loss_of(output, inputs)
-    if torch.is_grad_enabled() and leaves and loss is not None:
-        with Autocast.capture(loss.device).off():
-            torch.autograd.grad(loss, leaves, allow_unused=True)
-
-
-def _loss_of(output: Any, inputs: Mapping[str, Any]) -> Tensor | None:
+def _loss_of(output: Any) -> Tensor | None:
     """What a program might differentiate of a model's output: its loss, or something of its logits [B, T, V], a number."""
     fields = output if isinstance(output, Mapping) else {"": output}
     found = [x for value in fields.values() for x in (value if isinstance(value, tuple | list) else (value,))]
@@ -89,10 +84,6 @@ def _loss_of(output: Any, inputs: Mapping[str, Any]) -> Tensor | None:
         labels = torch.zeros(lazy.shape[:-1], dtype=torch.long, device=lazy.device)  # [B, T]
         return F.cross_entropy(lazy.flatten(0, -2), labels.flatten())
     return torch.stack([x.sum().float() for x in wanted]).sum() if wanted else None
-
-
-def _waited_for(model: nn.Module) -> bool:
-    return any(is_partitioned(p) or hasattr(p, GRADIENT_HOOKED) for p in model.parameters())
 
 
 @contextlib.contextmanager
