@@ -34,15 +34,15 @@ def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None,
     return (cached and starts > 0) or (ends is not None and starts != len(ends) - 2)
 
 
-def warn_of_documents(attention: bool, states: bool) -> None:
-    """Warn that streamed layers take rows for several documents.
+def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> bool:
+    """Warn that streamed layers took rows for several documents that the unpatched model would take for one; whether.
 
     Args:
-        attention: the unpatched model would attend across them.
+        unseen: its attention would read documents off a mask, which knows none where there is a cache, as in this call.
         states: its recurrences and convolutions would go on from one to the next.
     """
     unpatched, cure = [], ""
-    if attention:
+    if unseen and any(site.last.documents is not None and site.last.documents[0] == "position_ids" for site in sites):
         unpatched.append(
             "attend across them, because its config makes a cache for this call, with which transformers does not look for "
             "documents (with use_cache=False it does)"
@@ -50,12 +50,15 @@ def warn_of_documents(attention: bool, states: bool) -> None:
     if states:
         unpatched.append("let its recurrences and convolutions go on from one to the next")
         cure = " Set StreamConfig(documents='as_given') if recurrences and convolutions alone are to go on."
+    if not unpatched:
+        return False
     warnings.warn(
         "position_ids restart, so streamed layers treat each row as several documents and keep the documents apart. The "
         f"unpatched model would {' and '.join(unpatched)}. Pass attention_mask=torch.ones_like(input_ids) if each row is "
         f"one document whose positions skip: transformers looks for no documents where a mask is given.{cure}",
         stacklevel=2,
     )
+    return True
 
 
 def warn_of_trials(sites: list[LayerSite]) -> bool:

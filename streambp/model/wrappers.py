@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from streambp.model.deferring import DeferredNorm, can_be_deferred
 from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import PatchState, wants_cache
-from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes, Unseen
 from streambp.prefixes.tree import Tree
@@ -114,7 +112,9 @@ class LayerForward(InstanceForward):
         if self.state.bypass or has_cache(kwargs):
             with self.site.weights_for_once(args, kwargs, "a cache or attention weights were asked for"):
                 return self.original(*args, **kwargs)
-        if kwargs.get("attention_mask") is None and self._reads_all(args):
+        unmasked = kwargs.get("attention_mask") is None and len(args) < 2 and self.site.kind.attention.reads_a_mask
+        if unmasked and any(config._attn_implementation == EAGER for config in attention_configs(self.module)):
+            # A model always gives it a mask, and who calls a layer by itself may not.
             with self.site.weights_for_once(args, kwargs, "eager attention without a mask reads later keys"):
                 return self.original(*args, **kwargs)
         if self.state.shards is None:
@@ -125,24 +125,13 @@ class LayerForward(InstanceForward):
             output = stream_shard(self.site, args, kwargs, self.state.shards)
         if tree is not None:
             check_streamed(self.site)
-        if self.final_norm is not None and self._defers(self.final_norm):
-            assert self.state.defer_norm is not None
+        norm, request = self.final_norm, self.state.defer_norm
+        if norm is not None and request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm):
             # Not before: some models normalise the embeddings with the same module.
-            self.state.deferring = DeferredNorm(self.final_norm, self.state.defer_norm)
+            self.state.deferring = DeferredNorm(norm, request)
             self.state.deferring.install()
             self.state.defer_norm = None
         return output
-
-    def _reads_all(self, args: Any) -> bool:
-        """Whether queries of a call without a mask read later keys, too: eager attention's do; a model always gives it one,
-        and who calls a layer by itself may not."""
-        if not self.site.kind.attention.reads_a_mask or len(args) > 1:
-            return False
-        return any(config._attn_implementation == EAGER for config in attention_configs(self.module))
-
-    def _defers(self, norm: nn.Module) -> bool:
-        request = self.state.defer_norm
-        return request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm)
 
 
 class BackboneForward(InstanceForward):
@@ -182,8 +171,12 @@ class BackboneForward(InstanceForward):
                 if self.prefixes is not None:
                     self.prefixes.stand_aside(kwargs)
                 return self.original(**kwargs)
-            self._switch_checkpointing_off()
-            self._check(kwargs)
+            for layer in self.layers:
+                # Trainer switches it on as training starts; up to transformers 5.22 it would recompute the layer again.
+                if layer.__dict__.get(CHECKPOINTING[0]):
+                    layer.gradient_checkpointing = False  # type: ignore[assignment]
+                    self.checkpointed.append(layer)
+            self._check(given)
             refuse_foreign_attention(self.attentions)
             self.state.check_cache(self._config, kwargs)
             if self.state.policy is not None and isinstance(given, Tensor):
@@ -192,27 +185,30 @@ class BackboneForward(InstanceForward):
             if output is not None:
                 if self.prefixes is not None:
                     self.prefixes.last = AS_UNPATCHED
-                self._note(kwargs, unpatched=True)
+                self._note(given, unpatched=True)
                 return output
-            if self.state.offloader is not None:
-                self._set_host_memory_aside(self.state.offloader)
+            offloader = self.state.offloader
+            if offloader is not None and self.state.root is not None and not offloader.host_bytes:
+                # Engines are there by the first forward, which is when it looks how much host memory it may take.
+                offloader.set_aside, weights = engine_host_use(self.state.root).to_come, self.state.weights
+                offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
             if is_initialized():
                 self.state.shards = shards_of(kwargs, self._config, self.module.training, lambda: self._sites)
                 self.state.split = self.state.shards or self.state.split
             if self.keeps_states:
-                self.state.packed_rows = self._packed_rows(kwargs)
+                self.state.packed_rows = self._packed_rows(kwargs, given)
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
             masked = FLASH not in str(self._config._attn_implementation)
-            with explaining("in the model around its layers"), routed(self._configs()), self._layers_known():
-                alone = self.prefixes is None and self.state.tree is None
-                output = self.original(**kwargs) if alone else self._over_rows_or_tree(kwargs)
+            with explaining("in the model around its layers"), routed(self._configs()):
+                output = self._run(kwargs)
             if torch.is_grad_enabled():
-                self._note(kwargs)
-                if self.module.training:
-                    self._warn_of_documents(masked)
+                self._note(given)
+                if self.module.training and not self.state.warned_of_documents:
+                    packed, asked_cache = self.state.packed_rows is not None, masked and self.state.asked_cache
+                    self.state.warned_of_documents = warn_of_documents(self._sites, asked_cache, packed)
             if not self.state.warned_of_trials:
                 self.state.warned_of_trials = warn_of_trials(self._sites)
             return output
@@ -243,14 +239,13 @@ class BackboneForward(InstanceForward):
         """Whether a call, its own or of the language model around it, is computed as a packed row if it streams."""
         return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, self.state.labels, padding_unseen)
 
-    def _note(self, kwargs: Mapping[str, Any], unpatched: bool = False) -> None:
-        """Forward is over. unpatched: it ran so. [Note: notes on a step]"""
-        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    def _note(self, given: Any, unpatched: bool = False) -> None:
+        """Forward of these tokens is over. unpatched: it ran so. [Note: notes on a step]"""
         shared = None if self.prefixes is None or not isinstance(self.prefixes.last, Shared) else self.prefixes.last
         self.state.steps.forward_done(id(self.module), given, shared, unpatched)
 
-    def _over_rows_or_tree(self, kwargs: dict[str, Any]) -> Any:
-        """The model's own forward, over a packed row if that is wanted."""
+    def _run(self, kwargs: dict[str, Any]) -> Any:
+        """The model's own forward with streamed layers, over a packed row if that is wanted."""
         state, deferred = self.state, self.state.defer_norm
         if state.tree is not None:
             raise UnsharedError(f"{type(self.module).__name__} runs inside another model that packs rows")
@@ -264,19 +259,15 @@ class BackboneForward(InstanceForward):
             finally:
                 state.tree, state.packed_rows, state.failed = None, packed_rows, None
 
-        if self.prefixes is None or state.shards is not None:
-            return over(kwargs, None)
-        documents = state.packed_rows is not None
-        return self.prefixes.call(kwargs, over, lambda: self._sites, state.labels, documents, state.padding_unseen)
-
-    @contextlib.contextmanager
-    def _layers_known(self) -> Iterator[None]:
-        """Within, a layer that is not ours and takes our mask for a tensor is named."""
         try:
-            yield
+            if self.prefixes is None or state.shards is not None:
+                return self.original(**kwargs)
+            documents = state.packed_rows is not None
+            return self.prefixes.call(kwargs, over, lambda: self._sites, state.labels, documents, state.padding_unseen)
         except (AttributeError, TypeError) as error:
             if LazyMask.__name__ not in str(error):
                 raise
+            # A layer that is not ours took our mask for a tensor.
             raise StreamBPError(
                 f"A layer of {type(self.module).__name__} reads the attention mask of streamed layers, and is none of "
                 f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch again."
@@ -301,14 +292,6 @@ class BackboneForward(InstanceForward):
             self.state.unasked_cache |= use_cache and torch.is_grad_enabled()
         return not use_cache
 
-    def _switch_checkpointing_off(self) -> None:
-        """Trainer switches checkpointing on for every layer when training starts; up to transformers 5.22 it would wrap
-        the whole streamed layer in a second recomputation. The flag comes back with `remove`."""
-        for layer in self.layers:
-            if layer.__dict__.get(CHECKPOINTING[0]):
-                layer.gradient_checkpointing = False  # type: ignore[assignment]
-                self.checkpointed.append(layer)
-
     def leave(self, own: dict[str, Any]) -> None:
         """Also admits nn.DataParallel there."""
         super().leave(own)
@@ -321,14 +304,7 @@ class BackboneForward(InstanceForward):
         for layer in self.checkpointed:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
-    def _set_host_memory_aside(self, offloader: OffloadManager) -> None:
-        """Engines are there by the first forward, which is when the offloader looks how much host memory it may take."""
-        if self.state.root is not None and not offloader.host_bytes:
-            offloader.set_aside, weights = engine_host_use(self.state.root).to_come, self.state.weights
-            offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
-
-    def _check(self, kwargs: dict[str, Any]) -> None:
-        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    def _check(self, tokens: Any) -> None:
         if tokens is not None and tokens.shape[1] == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -338,21 +314,7 @@ class BackboneForward(InstanceForward):
                 "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
             )
 
-    def _warn_of_documents(self, masked: bool) -> None:
-        """Warn, once, that the unpatched model would take for one document what this call took for several.
-
-        Args:
-            masked: unpatched its attention reads documents off a mask, which knows none where there is a cache.
-        """
-        if self.state.warned_of_documents:
-            return
-        told = {site.last.documents[0] for site in self._sites if site.last.documents is not None}
-        across = masked and self.state.asked_cache and "position_ids" in told
-        if across or self.state.packed_rows is not None:
-            self.state.warned_of_documents = True
-            warn_of_documents(across, self.state.packed_rows is not None)
-
-    def _packed_rows(self, kwargs: dict[str, Any]) -> PackedRows | None:
+    def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
         """The documents that layers with states are to find in position_ids; None: they are told, or there is one a row."""
         positions = kwargs.get("position_ids")
         positions = self.state.position_ids if positions is None else positions
@@ -361,7 +323,6 @@ class BackboneForward(InstanceForward):
         told = any(kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS))
         if told or not has_data(positions):
             return None
-        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if positions.dim() == 3 and positions.shape[0] == 4:  # of text, time, height and width
             positions = positions[0]
         if tokens is None or positions.dim() != 2 or positions.shape[1] != tokens.shape[1]:
