@@ -38,39 +38,25 @@ def engine_host_use(model: nn.Module) -> HostUse:
     DeepSpeed allocates everything when it is initialised. Under FSDP2 the gradients come with the first backward and the
     optimizer's state with its first step; nobody knows that optimizer yet, so Adam's two states are assumed.
     """
-    shards = list(_fsdp_shards(model))
+    shards: list[Tensor] = []  # that FSDP2 keeps on the host
+    for module in filter(is_fsdp_unit, model.modules()):
+        state = module._get_fsdp_state()  # type: ignore[operator]
+        for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:
+            parameters = getattr(group, FSDP_PARAMETERS, ())
+            shards += [p.sharded_param for p in parameters if getattr(p, FSDP_OFFLOADED, False)]
     if shards:
         gradients = _bytes(p.grad for p in shards if p.grad is not None)
         trained = _bytes(p for p in shards if p.requires_grad)
         return HostUse(parameters=_bytes(shards), to_come=(1 + STATES) * trained - gradients)
     zero = next((getattr(p, name) for p in model.parameters() for name in ZERO_OPTIMIZERS if hasattr(p, name)), None)
-    parameters: list[Tensor] = []
+    partitioned: list[Tensor] = []
     if getattr(zero, OFFLOADS_PARAMETERS, False):
-        parameters = [p.ds_tensor for p in model.parameters() if is_partitioned(p)]  # type: ignore[attr-defined]
-    state: Iterable[Tensor] = ()
+        partitioned = [p.ds_tensor for p in model.parameters() if is_partitioned(p)]  # type: ignore[attr-defined]
+    states: list[Any] = []  # float32 partitions with their gradients and state
     if zero is not None and any(getattr(zero, name, False) for name in OFFLOADS_STATES):
-        state = _optimizer_tensors(zero.optimizer)
-    return HostUse(parameters=_bytes(parameters), optimizer=_bytes(state))
-
-
-def _fsdp_shards(model: nn.Module) -> Iterable[Tensor]:
-    """The shards that FSDP2 keeps on the host."""
-    for module in model.modules():
-        if is_fsdp_unit(module):
-            state = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]
-            for parameter in (p for group in groups for p in getattr(group, FSDP_PARAMETERS, ())):
-                if getattr(parameter, FSDP_OFFLOADED, False):
-                    yield parameter.sharded_param
-
-
-def _optimizer_tensors(optimizer: Any) -> Iterable[Tensor]:
-    """float32 partitions with their gradients and state."""
-    for partition, states in optimizer.state.items():
-        yield partition
-        if partition.grad is not None:
-            yield partition.grad
-        yield from (value for value in states.values() if isinstance(value, Tensor))
+        for partition, state in zero.optimizer.state.items():
+            states += [partition, partition.grad, *state.values()]
+    return HostUse(parameters=_bytes(partitioned), optimizer=_bytes(x for x in states if isinstance(x, Tensor)))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -23,10 +23,6 @@ class Ulysses:
     group: Any
     disable_in_eval: bool
 
-    def splits(self, training: bool) -> bool:
-        """Whether a forward finds its sequence split over the ranks; training: the model's mode."""
-        return training or not self.disable_in_eval
-
 
 def find_ulysses(implementation: str | None) -> Ulysses | None:
     """What `UlyssesSPAttentionHF.register_with_transformers` put in place of an attention function, if it did.

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from streambp.known_names import ENGINES, FORWARD_HOOKS, FULL_SHAPE, PARTITIONED, WITH_KWARGS, Z3_LEAF
+from streambp.known_names import ENGINES, FULL_SHAPE, PARTITIONED
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -29,26 +28,8 @@ def full_shape(parameter: Tensor) -> torch.Size:
     return shape
 
 
-def make_leaf(layer: nn.Module) -> RemovableHandle:
-    """Have ZeRO-3 treat a streamed layer as one unit, before or after deepspeed.initialize. [Note: ZeRO-3 leaves]"""
-    setattr(layer, Z3_LEAF, True)
-    return layer.register_forward_pre_hook(_differentiable_input, with_kwargs=True, prepend=True)
-
-
-def unmake_leaf(layer: nn.Module, handle: RemovableHandle) -> None:
-    """Undo `make_leaf`, which returned `handle`."""
-    handle.remove()
-    layer.__dict__.pop(Z3_LEAF, None)
-
-
-def no_leaf(own: dict[str, Any], handle: RemovableHandle) -> None:
-    """The attributes `own` of a copied layer without what `make_leaf`, which returned `handle`, has put there."""
-    own.pop(Z3_LEAF, None)
-    for table in (FORWARD_HOOKS[1], WITH_KWARGS):
-        own[table] = type(own[table])((key, hook) for key, hook in own[table].items() if key != handle.id)
-
-
-def _differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A forward pre-hook of a streamed layer: its hidden_states are positional and want a gradient under ZeRO-3."""
     if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)

@@ -20,7 +20,7 @@ NEAR = 24  # frames between a model's forward and the function that called it: t
 def computes_its_own_loss() -> bool:
     """Whether peft's CPT is calling the model."""
     near = itertools.islice(_running(), NEAR)
-    return any(frame.f_code.co_name == CPT_FORWARD and _home(frame).startswith("peft.") for frame in near)
+    return any(f.f_code.co_name == CPT_FORWARD and str(f.f_globals.get("__name__")).startswith("peft.") for f in near)
 
 
 def wants_predictions() -> bool:
@@ -34,7 +34,3 @@ def _running() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _home(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))

@@ -44,43 +44,17 @@ PREDICTED = "evaluations build the logits, which a Trainer takes for metrics or 
 WITH_LOGITS = "builds the logits: the call had a cache"
 
 
-def _how(outcome: HeadOutcome) -> str:
-    """What became of the deferred tensors of a call with labels."""
-    if outcome.built_for is not None:
-        return f"builds the logits: the loss uses {outcome.built_for} on them, costs memory"
-    if not outcome.used:
-        return "builds the logits: the model's loss does not come from its output projection, costs memory"
-    if outcome.hidden_built_for is not None:
-        return f"{BLOCKWISE}; the final norm's output is computed for the model's {outcome.hidden_built_for}"
-    return BLOCKWISE
-
-
-def _how_lazily(outcome: HeadOutcome, loss: str | None) -> str:
-    """What became of lazy logits so far; of a call with labels, beside how its loss was computed."""
-    before = "" if loss is None else f"{loss}; besides, "
-    if outcome.built_for is not None:
-        return f"{before}builds the logits: the program uses {outcome.built_for} on them, costs memory"
-    if outcome.computed:
-        return f"{before}no logits: computed blockwise for {', '.join(outcome.computed)}"
-    return "no logits: none were used" if loss is None else loss
-
-
 @dataclasses.dataclass
 class Scored:
     """A model's output, and what its labels scored: tokens [B, T - 1] of labels[:, 1:] (with shift_labels [B, T]).
 
-    make_hidden_states gives `hidden_states`.
+    hidden_states: gives [B, T - 1, h], what the head computed the tokens' values from, before `norm` if there is one.
     """
 
     output: Any
     tokens: TokenLogProbs
-    make_hidden_states: Callable[[], Tensor]
+    hidden_states: Callable[[], Tensor]
     norm: nn.Module | None
-
-    @property
-    def hidden_states(self) -> Tensor:
-        """[B, T - 1, h], what the head computed the tokens' values from, before `norm` if there is one."""
-        return self.make_hidden_states()
 
 
 @dataclasses.dataclass
@@ -104,10 +78,18 @@ class HeadUse:
     @property
     def told(self) -> str | None:
         """What `describe` says of the head: the last call's loss and what became of its lazy logits; None before a call."""
-        told = self.last if self.lazy is None else _how_lazily(self.lazy, self.last)
+        told, lazy = self.last, self.lazy
+        if lazy is not None:
+            before = "" if told is None else f"{told}; besides, "
+            if lazy.built_for is not None:
+                told = f"{before}builds the logits: the program uses {lazy.built_for} on them, costs memory"
+            elif lazy.computed:
+                told = f"{before}no logits: computed blockwise for {', '.join(lazy.computed)}"
+            else:
+                told = told or "no logits: none were used"
         return f"{told}; {PREDICTED}" if told and self.predicted else told
 
-    def note(self, how: str | None, training: bool, labelled: bool = True, lazy: HeadOutcome | None = None) -> None:
+    def note(self, training: bool, how: str | None, labelled: bool = True, lazy: HeadOutcome | None = None) -> None:
         """Count a call and remember how it computed its loss; evaluations only until a call in training."""
         self.trained += training
         self.unlabelled += training and not labelled
@@ -172,12 +154,14 @@ class CausalLMForward(InstanceForward):
                 raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
             self._refuse_unshifted(kwargs)
             if labels is None and self._is_lazy(kwargs):
-                return self._lazily(kwargs)
+                self._leave_cache(kwargs)
+                request = HeadRequest(self.state.pending)
+                output = self._run(kwargs, dataclasses.replace(request, norms=self._steady_norms))
+                self.use.note(self._trains, None, lazy=request.outcome)
+                return _hand_out(output, request)
             output = self.original(**kwargs)
-            if labels is not None:
-                self._note(WITH_LOGITS)
-            elif self._trains:
-                self._note(WITHOUT_LABELS, labelled=False)
+            if labels is not None or self._trains:
+                self.use.note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
             return output
         if want_log_probs:
             scored = self.score(kwargs, Wanted())
@@ -245,7 +229,14 @@ class CausalLMForward(InstanceForward):
         norms = self.norms if lazy is None else self._steady_norms
         output = self._run(kwargs, dataclasses.replace(request, norms=norms, num_items=kwargs.get("num_items_in_batch")))
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
-        self._note(_how(request.outcome), lazy=None if lazy is None else lazy.outcome)
+        outcome, how = request.outcome, BLOCKWISE
+        if outcome.built_for is not None:
+            how = f"builds the logits: the loss uses {outcome.built_for} on them, costs memory"
+        elif not outcome.used:
+            how = "builds the logits: the model's loss does not come from its output projection, costs memory"
+        elif outcome.hidden_built_for is not None:
+            how = f"{BLOCKWISE}; the final norm's output is computed for the model's {outcome.hidden_built_for}"
+        self.use.note(self._trains, how, lazy=None if lazy is None else lazy.outcome)
         return output
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
@@ -270,7 +261,7 @@ class CausalLMForward(InstanceForward):
 
         output = self.state.as_unpatched(run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs))
         if output is not None:
-            self._note(AS_UNPATCHED)
+            self.use.note(self._trains, AS_UNPATCHED)
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
@@ -291,20 +282,10 @@ class CausalLMForward(InstanceForward):
             return False
         return not any(map(is_fsdp_unit, self.module.modules()))
 
-    def _lazily(self, kwargs: dict[str, Any]) -> Any:
-        self._leave_cache(kwargs)
-        request = HeadRequest(self.state.pending)
-        output = self._run(kwargs, dataclasses.replace(request, norms=self._steady_norms))
-        self._note(None, lazy=request.outcome)
-        return _hand_out(output, request)
-
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
         """One with modules inside (PEFT's) may be another one when logits are used: adapters are switched for a while."""
         return tuple(norm for norm in self.norms if not any(norm.children()))
-
-    def _note(self, how: str | None, labelled: bool = True, lazy: HeadOutcome | None = None) -> None:
-        self.use.note(how, self._trains, labelled, lazy)
 
     @functools.cached_property
     def _biased(self) -> bool:

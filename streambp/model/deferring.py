@@ -33,11 +33,8 @@ def can_be_deferred(norm: nn.Module) -> bool:
         return False
     inner = [module for module in norm.modules() if module is not norm]
     hooked = any(getattr(module, name) for module in inner for name in FORWARD_HOOKS)
-    return not hooked and all(_is_known(type(module)) for module in norm.modules())
-
-
-def _is_known(kind: type[nn.Module]) -> bool:
-    return kind in TORCHS or kind.__module__.partition(".")[0] != "torch"
+    kinds = {type(module) for module in norm.modules()}
+    return not hooked and all(kind in TORCHS or kind.__module__.partition(".")[0] != "torch" for kind in kinds)
 
 
 class DeferredNorm(InstanceForward):

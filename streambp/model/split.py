@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from transformers import PreTrainedConfig
@@ -32,7 +32,7 @@ def find_split(config: PreTrainedConfig, training: bool) -> Ulysses | ContextPar
         UnsupportedModelError: both do, or what streamed layers need to know of it is not where it is expected.
     """
     ulysses, context = find_ulysses(own_implementation(config)), find_context_parallel()
-    if ulysses is None or not ulysses.splits(training):
+    if ulysses is None or (ulysses.disable_in_eval and not training):
         return context
     if context is not None:
         raise UnsupportedModelError(f"{BOTH} Choose one, or run this model unpatched (streambp.unpatch(model)).")
@@ -68,21 +68,20 @@ def refuse_replicas() -> NoReturn:
 
 
 def shards_of(
-    kwargs: Mapping[str, Any], config: PreTrainedConfig, training: bool, sites: Callable[[], list[LayerSite]]
+    kwargs: Mapping[str, Any], tokens: Any, config: PreTrainedConfig, training: bool, sites: list[LayerSite]
 ) -> Shards | None:
     """How the batch of a backbone's call is split over ranks; collectives if it is, None if not.
 
     Args:
-        sites: gives the layers. In how many of them keys or attention's results are saved has to be the same on all ranks,
+        tokens: input_ids [B, T] of `kwargs`, or inputs_embeds [B, T, h].
+        sites: the layers. In how many of them keys or attention's results are saved has to be the same on all ranks,
             since it changes what they exchange.
     """
-    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     found = find_split(config, training)
     if found is None or tokens is None:
         return None
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    layers = [site.config for site in sites()]
-    agreed = sum(keeps(layer, "kv") + MANY * keeps(layer, "attn_out") for layer in layers)
+    agreed = sum(keeps(site.config, "kv") + MANY * keeps(site.config, "attn_out") for site in sites)
     if isinstance(found, Ulysses):
         return gather_shards(Shards, found.group, tokens, positions, mask, agreed)
     kind = functools.partial(GatheredShards, balanced=found.balanced)

@@ -62,22 +62,9 @@ class Step:
         return sum(rows * length for rows, length in self.shapes.values())
 
     @property
-    def broke_off(self) -> bool:
-        """Its backward has begun and not ended: it runs, or it raised."""
-        return self.in_backward and not self.over
-
-    @property
     def let_go(self) -> str | None:
         """Why saved tensors were let go of; None: they were not."""
         return self.choice.let_go if isinstance(self.choice, Chosen) else None
-
-    @property
-    def answer(self) -> Hashable:
-        """What a log is told of once: how the step ran, not how large it was."""
-        chunks = {report.plan.size for report in self.reports if report.plan is not None and len(report.plan) > 1}
-        saves = getattr(self.choice, "layers", ())
-        whole = frozenset(report.because for report in self.reports)
-        return self.unpatched, max(chunks, default=None), frozenset(saves), self.let_go, whole, self.shared is None
 
 
 class Steps:
@@ -169,14 +156,6 @@ class Steps:
                 site.advised = False
             Variable._execution_engine.queue_callback(_Ending(self, step))  # type: ignore[attr-defined]
 
-    def advise(self, step: Step) -> None:
-        """The backward of a step broke off: say what to change if memory ran out and nobody has said so.
-        [Note: bare errors]"""
-        ran_out = any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items())
-        if ran_out and not any(site.advised for site in self.sites):
-            plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)
-            warnings.warn(bare_advice(step.tokens, None if plan is None else (self.sites[0].config, plan)), stacklevel=2)
-
     def settle(self) -> None:
         """The last step is over: count it, and log its line if it did something new."""
         step = self.last
@@ -189,16 +168,17 @@ class Steps:
             moved = self.offloader.moved
             step.moved = {way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved.items()}
             self._moved = moved
-        if self.tell is not None and logger.isEnabledFor(logging.INFO):
-            self._log(step, self.tell)
-
-    def _log(self, step: Step, tell: Callable[[], StepRecord | None]) -> None:
-        answer = step.answer
-        if answer in self._said:
+        if self.tell is None or not logger.isEnabledFor(logging.INFO):
             return
-        self._said.add(answer)
+        chunks = {report.plan.size for report in step.reports if report.plan is not None and len(report.plan) > 1}
+        saves, whole = getattr(step.choice, "layers", ()), frozenset(report.because for report in step.reports)
+        # A log is told once of how steps ran, not of how large they were.
+        how = step.unpatched, max(chunks, default=None), frozenset(saves), step.let_go, whole, step.shared is None
+        if how in self._said:
+            return
+        self._said.add(how)
         try:
-            record = tell()
+            record = self.tell()
         except Exception:  # it only reports, and backward is not over for who called it
             logger.warning("%s: the step's record could not be made", self.name, exc_info=True)
             return
@@ -206,7 +186,8 @@ class Steps:
 
 
 class _Ending:
-    """Called by autograd's engine when the backward of a step has ended; let go of, uncalled, where it broke off."""
+    """Called by autograd's engine when the backward of a step has ended; let go of, uncalled, where it broke off: then it
+    says what to change if memory ran out and nobody has said so. [Note: bare errors]"""
 
     def __init__(self, steps: Steps, step: Step) -> None:
         self.steps, self.step, self.ended = steps, step, False
@@ -216,5 +197,9 @@ class _Ending:
         self.steps.settle()
 
     def __del__(self) -> None:
-        if not self.ended:
-            self.steps.advise(self.step)
+        sites, step = self.steps.sites, self.step
+        if self.ended or any(site.advised for site in sites):
+            return
+        if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):
+            plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)
+            warnings.warn(bare_advice(step.tokens, None if plan is None else (sites[0].config, plan)), stacklevel=1)

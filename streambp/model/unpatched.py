@@ -171,7 +171,7 @@ class UnpatchedRuns:
 
     def _heed_backward(self) -> None:
         last = self.steps.last
-        if last is not None and last.unpatched and last.broke_off:  # it raised, and may have run out of memory
+        if last is not None and last.unpatched and last.in_backward and not last.over:  # it raised, perhaps out of memory
             self.most = min(self.most, last.tokens // 2)
 
 

@@ -21,11 +21,22 @@ from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
-from streambp.distributed.zero import make_leaf, no_leaf, unmake_leaf
+from streambp.distributed.zero import differentiable_input
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
 from streambp.instance_forward import InstanceForward
-from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, DOCUMENT_IDS, EAGER, FLASH, MOVES, REPLICATE
+from streambp.known_names import (
+    CHECKPOINTING,
+    DOCUMENT_ENDS,
+    DOCUMENT_IDS,
+    EAGER,
+    FLASH,
+    FORWARD_HOOKS,
+    MOVES,
+    REPLICATE,
+    WITH_KWARGS,
+    Z3_LEAF,
+)
 from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
@@ -65,22 +76,26 @@ class LayerForward(InstanceForward):
         self.leaf: RemovableHandle | None = None
 
     def install(self) -> None:
-        """Also makes the layer a ZeRO-3 leaf. [Note: ZeRO-3 leaves]"""
+        """Also makes the layer a ZeRO-3 leaf, before or after deepspeed.initialize. [Note: ZeRO-3 leaves]"""
         super().install()
-        self.leaf = make_leaf(self.module)
+        setattr(self.module, Z3_LEAF, True)
+        self.leaf = self.module.register_forward_pre_hook(differentiable_input, with_kwargs=True, prepend=True)
 
     def remove(self) -> None:
         """Also undoes that the layer is a ZeRO-3 leaf."""
         super().remove()
         if self.leaf is not None:
-            unmake_leaf(self.module, self.leaf)
+            self.leaf.remove()
+            self.module.__dict__.pop(Z3_LEAF, None)
 
     def leave(self, own: dict[str, Any]) -> None:
         """Also no ZeRO-3 leaf there."""
         super().leave(own)
         own.pop(MOVES, None)
         if self.leaf is not None:
-            no_leaf(own, self.leaf)
+            own.pop(Z3_LEAF, None)
+            for table in (FORWARD_HOOKS[1], WITH_KWARGS):
+                own[table] = type(own[table])((key, hook) for key, hook in own[table].items() if key != self.leaf.id)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, streamed where the call may stream."""
@@ -193,7 +208,7 @@ class BackboneForward(InstanceForward):
                 offloader.set_aside, weights = engine_host_use(self.state.root).to_come, self.state.weights
                 offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
             if is_initialized():
-                self.state.shards = shards_of(kwargs, self._config, self.module.training, lambda: self._sites)
+                self.state.shards = shards_of(kwargs, given, self._config, self.module.training, self._sites)
                 self.state.split = self.state.shards or self.state.split
             if self.keeps_states:
                 self.state.packed_rows = self._packed_rows(kwargs, given)

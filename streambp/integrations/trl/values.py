@@ -63,7 +63,7 @@ class PolicyAndValueHead(FusedHead):
     def _values(self, scored: Scored, kwargs: dict[str, Any]) -> Tensor:
         value_model = getattr(self.module, VALUE_MODEL, None)
         if value_model is None:
-            return blockwise_values(scored.hidden_states, scored.norm, getattr(self.module, VALUE_HEAD))
+            return blockwise_values(scored.hidden_states(), scored.norm, getattr(self.module, VALUE_HEAD))
         inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
         values: Tensor = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
         return values.to(torch.promote_types(values.dtype, torch.float32))[:, : scored.tokens.log_probs.shape[1]]
