@@ -23,7 +23,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,18 +71,16 @@ class Compiler:
             more: dict[str, Any] = {}
             if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in 2.11
                 more["recompile_limit"] = GRAPHS
-            self.made[function, role] = torch.compile(own, backend=self._counting(role), **more)
+
+            def backend(graph: Any, examples: Any, **options: Any) -> Any:
+                self.graphs[role] += 1
+                start = time.monotonic()
+                compiled = lookup_backend(BACKEND)(graph, examples, **options)
+                self.seconds += time.monotonic() - start
+                return compiled
+
+            self.made[function, role] = torch.compile(own, backend=backend, **more)
         return self.made[function, role]
-
-    def _counting(self, role: str) -> Callable[..., Any]:
-        def backend(graph: Any, examples: Any, **more: Any) -> Any:
-            self.graphs[role] += 1
-            start = time.monotonic()
-            compiled = lookup_backend(BACKEND)(graph, examples, **more)
-            self.seconds += time.monotonic() - start
-            return compiled
-
-        return backend
 
 
 class Region:
@@ -191,17 +189,29 @@ def compile_regions(model: nn.Module) -> Fused:
     left: set[str] = set()
     alike: dict[Any, bool] = {}
     for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
-        for role, module in layer.named_modules():
-            make = _maker(module)
-            if make is None or module is layer or _is_others(module):
+        for name, module in layer.named_modules():
+            what, own, kind = _what(module), module.__dict__, type(module)
+            others = ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)  # somebody else's forward, or code
+            if what is None or module is layer or others or compiled_inside(module):
                 continue
-            key = (type(module), type(getattr(module, "act_fn", None)))
+            key = (kind, type(getattr(module, "act_fn", None)))
             if key not in alike:
-                alike[key] = make is turning or treats_tokens_alike(module)
+                alike[key] = what == "rotation" or treats_tokens_alike(module)
             if not alike[key]:
-                left.add(type(module).__name__)
+                left.add(kind.__name__)
                 continue
-            forward = types.MethodType(make(module, compiler, NUMBER.sub(".*", role)), module)
+            region: Any
+            role = NUMBER.sub(".*", name)
+            if what == "MLP":
+                region = MLPRegion(compiler.compiled(gated if names_of(module) == GATED_MLP else gated_in_one, role))
+            elif what == "norm":
+                region = NormRegion(compiler.compiled(kind.forward, role))
+            else:  # the class's forward, with a compiled rotation among its globals
+                space: Any = globals_that_turn(module)
+                around = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")
+                region = with_globals(around, kind.forward)
+                setattr(region, REGION, around.fused)
+            forward = types.MethodType(region, module)
             module.__dict__["forward"] = forward
             replaced.append(Replaced(module, "forward", None, forward, False))
     why = None if replaced else "no module of its layers is known to treat tokens alike"
@@ -217,42 +227,16 @@ def no_compiler(device: str) -> str | None:
     return None
 
 
-Maker = Callable[[nn.Module, Compiler, str], Callable[..., Any]]
-
-
-def _maker(module: nn.Module) -> Maker | None:
-    """What makes its region, by what it looks like."""
+def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
+    """What in it can be a region, by what it looks like."""
     if names_of(module):
-        return _mlp
+        return "MLP"
     kind = type(module)
     if NORMS in kind.__name__ and not [*module.children()] and isinstance(kind.forward, types.FunctionType):
-        return None if kind.__module__.startswith("torch.") else _norm
+        return None if kind.__module__.startswith("torch.") else "norm"
     space = globals_that_turn(module)
-    return turning if space is not None and tuple(inspect.signature(space[ROTARY]).parameters)[:4] == ROTATED else None
-
-
-def _is_others(module: nn.Module) -> bool:
-    """Whether somebody else has given it a forward, or compiles it or a part of it."""
-    own = module.__dict__
-    return ACCELERATE_HOOK in own or "forward" in own or is_compiled(module) or bool(compiled_inside(module))
-
-
-def _norm(module: nn.Module, compiler: Compiler, role: str) -> Region:
-    function: Any = type(module).forward
-    return NormRegion(compiler.compiled(function, role))
-
-
-def _mlp(module: nn.Module, compiler: Compiler, role: str) -> Region:
-    return MLPRegion(compiler.compiled(gated if names_of(module) == GATED_MLP else gated_in_one, role))
-
-
-def turning(module: nn.Module, compiler: Compiler, role: str) -> Callable[..., Any]:
-    """Its class's forward, with a compiled rotation among its globals."""
-    space: Any = globals_that_turn(module)
-    around = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")
-    forward: Any = with_globals(around, type(module).forward)
-    setattr(forward, REGION, around.fused)
-    return forward  # type: ignore[no-any-return]
+    turns = space is not None and tuple(inspect.signature(space[ROTARY]).parameters)[:4] == ROTATED
+    return "rotation" if turns else None
 
 
 class Known(nn.Module):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
 from streambp.admission.insides import hooks_of_others
 from streambp.admission.stacks import find_stacks
-from streambp.attention.backend import Used
 from streambp.attention.kernels import MATH
 from streambp.attention.spans import Kind
 from streambp.chunks import AUTO_RULE
@@ -20,7 +20,6 @@ from streambp.errors import UnsupportedModelError
 from streambp.foreign import REGION, compiled_around, is_compiled
 from streambp.instance_forward import forwards
 from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
-from streambp.layer.site import LayerSite
 from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_of, patch_of, record_of
 from streambp.model.patching import Patch
@@ -29,7 +28,7 @@ from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
 from streambp.offload.costs import Chosen
 from streambp.offload.weights import HostWeights
-from streambp.prefixes.calls import UNREMARKABLE, Shared
+from streambp.prefixes.calls import UNREMARKABLE
 from streambp.reporting import told
 
 BLOCKS = MappingProxyType(
@@ -74,11 +73,22 @@ class Description:
     last_step: StepRecord | None = None
 
     def __str__(self) -> str:
-        whole_lines = self.last_step is not None and any(" " in name for name in self.saves)
-        peak = None if self.last_step is None else self.last_step.peak
-        saves = ("\n" + " " * 12 if whole_lines else ", ").join(self.saves)
+        step, margin = self.last_step, "\n" + " " * 12
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for layer in self.layers:
+            groups.setdefault((layer.path, layer.kind, layer.reason), []).append(layer.name)
+        lines = []
+        for (path, kind, reason), names in groups.items():
+            span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+            if path == "streams" and reason.startswith(NOT_TRIED):
+                path, reason = NOT_TRIED, reason.removeprefix(NOT_TRIED).removeprefix("; ")
+            elif path == "streams" and step is not None and step.way == UNPATCHED:
+                path, reason = UNPATCHED, "; ".join(filter(None, ("longer steps stream", reason)))
+            lines.append(f"{path}: {len(names)} x {kind} ({span})" + (f", {reason}" if reason else ""))
+        peak = None if step is None else step.peak
+        saves = (margin if step is not None and any(" " in name for name in self.saves) else ", ").join(self.saves)
         rows = [
-            ("layers", self._summary()),
+            ("layers", margin.join(lines)),
             ("chunk_size", self.chunk_size),
             ("saves", saves or "nothing but each layer's input"),
             ("offload", self.offload),
@@ -88,24 +98,8 @@ class Description:
             *(("note", note) for note in self.notes),
         ]
         called = any(not layer.reason.startswith(NOT_TRIED) for layer in self.layers if layer.path == "streams")
-        last = ("none with gradients yet" if called else NOT_TRIED) if self.last_step is None else str(self.last_step)
-        first = f"last step: {last}"
-        return "\n".join((first, *(f"{name:<11} {value}" for name, value in rows)))
-
-    def _summary(self) -> str:
-        unpatched = self.last_step is not None and self.last_step.way == UNPATCHED
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        for layer in self.layers:
-            groups.setdefault((layer.path, layer.kind, layer.reason), []).append(layer.name)
-        lines = []
-        for (path, kind, reason), names in groups.items():
-            span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-            if path == "streams" and reason.startswith(NOT_TRIED):
-                path, reason = NOT_TRIED, reason.removeprefix(NOT_TRIED).removeprefix("; ")
-            elif path == "streams" and unpatched:
-                path, reason = UNPATCHED, "; ".join(filter(None, ("longer steps stream", reason)))
-            lines.append(f"{path}: {len(names)} x {kind} ({span})" + (f", {reason}" if reason else ""))
-        return ("\n" + " " * 12).join(lines)
+        last = ("none with gradients yet" if called else NOT_TRIED) if step is None else str(step)
+        return "\n".join((f"last step: {last}", *(f"{name:<11} {value}" for name, value in rows)))
 
 
 def describe(model: nn.Module) -> Description:
@@ -121,16 +115,15 @@ def describe(model: nn.Module) -> Description:
     found: Patch = patch_of(model)
     lost: list[str] = []
 
-    def layers_lost(why: str) -> tuple[LayerDescription, ...]:
-        lost.append(f"layers {LOST} ({why})")
-        return ()
-
-    def step_lost(why: str) -> None:
-        lost.append(f"the last step {LOST} ({why})")
-
     one, several = (lambda why: f"{LOST} ({why})"), (lambda why: (f"{LOST} ({why})",))
-    record = told(record_of, found.state, otherwise=step_lost)
-    layers = told(_layers, model, found, otherwise=layers_lost)
+    record: StepRecord | str | None = told(record_of, found.state, otherwise=one)
+    if isinstance(record, str):
+        lost.append(f"the last step {record}")
+        record = None
+    layers: Any = told(_layers, model, found, otherwise=one)
+    if isinstance(layers, str):
+        lost.append(f"layers {layers}")
+        layers = ()
     notes = told(_notes, model, found, otherwise=several)
     return Description(
         layers,
@@ -163,14 +156,20 @@ def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
     wrappers = [w for w in found.state.wrappers if isinstance(w, LayerForward)]
     here = [w for w in wrappers if id(w.module) in names]
     described = [(id(w.module), _streamed(names[id(w.module)], w)) for w in here]
-    later = [layer for layer in _decoder_layers(found) if id(layer) in names and not any(layer is w.module for w in here)]
+    try:  # what `patch` would stream now
+        stacks = () if found.state.root is None else find_stacks(found.state.root).stacks
+    except UnsupportedModelError:
+        stacks = ()
+    own = {id(w.module) for w in here}
+    now = (layer for stack in stacks for layer in stack.layers)
+    later = [layer for layer in now if id(layer) in names and id(layer) not in own]
     for layer in later:
-        own = [f for module in layer.modules() for f in forwards(module) if isinstance(f, LayerForward) and not f.retired]
-        if not own:
+        others = [f for m in layer.modules() for f in forwards(m) if isinstance(f, LayerForward) and not f.retired]
+        if not others:
             unpatched = LayerDescription(names[id(layer)], type(layer).__name__, "unpatched", CAME_LATER)
             described.append((id(layer), unpatched))
-        elif own[0].module is layer:  # a copy of a streamed layer; others stand around one that is described
-            described.append((id(layer), _streamed(names[id(layer)], own[0])))
+        elif others[0].module is layer:  # a copy of a streamed layer; others stand around one that is described
+            described.append((id(layer), _streamed(names[id(layer)], others[0])))
     if later:
         described.sort(key=lambda pair: places[pair[0]])
     gone = [w for w in wrappers if id(w.module) not in names]
@@ -179,27 +178,13 @@ def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
 
 
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
-    site = wrapper.site
-    tried = site.last.plan is not None or site.last.because or any(found.judged for found in site.findings.values())
-    reason = _reason(site) if tried else "; ".join(filter(None, (NOT_TRIED, _reason(site))))
-    return LayerDescription(name, type(wrapper.module).__name__, "checkpoints" if site.last.because else "streams", reason)
-
-
-def _decoder_layers(found: Patch) -> list[nn.Module]:
-    """What `patch` would stream now; where it would refuse the model, none."""
-    try:
-        stacks = [] if found.state.root is None else find_stacks(found.state.root).stacks
-    except UnsupportedModelError:
-        return []
-    return [layer for stack in stacks for layer in stack.layers]
-
-
-def _reason(site: LayerSite) -> str:
-    """Why a layer does not stream, or what its streaming costs."""
+    """With the reason why a layer does not stream, or what its streaming costs."""
+    site, kind = wrapper.site, type(wrapper.module).__name__
     last, costs = site.last, site.kind.attention.costs
     if last.because:
-        return last.because
-    parts = [] if costs is None else [costs]
+        return LayerDescription(name, kind, "checkpoints", last.because)
+    tried = last.plan is not None or any(found.judged for found in site.findings.values())
+    parts = [*(() if tried else (NOT_TRIED,)), *(() if costs is None else (costs,))]
     if last.told and last.rows is not None:
         how = f"told to its kernels as {' and '.join(last.told)}"
         parts.append(f"{last.rows.number} documents of packed rows as position_ids mark them, {how}")
@@ -215,7 +200,7 @@ def _reason(site: LayerSite) -> str:
         parts.append(f"chunks of up to {last.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
     if site.foreign_until is not None:
         parts.append(f"{', '.join(site.foreign)} tried on {site.foreign_until} tokens at once, no more did fit")
-    return "; ".join(parts)
+    return LayerDescription(name, kind, "streams", "; ".join(parts))
 
 
 def _saves(found: Patch, record: StepRecord | None) -> tuple[str, ...]:
@@ -247,18 +232,18 @@ def _describe_attention(found: Patch, record: StepRecord | None) -> str:
     counts: dict[str, int] = {}
     for wrapper in found.state.wrappers:
         if isinstance(wrapper, LayerForward):
-            for what in sorted({_attended(used) for used in wrapper.site.attended}):
+            whats = set()
+            for used in wrapper.site.attended:
+                if used.kernel != MATH.name:
+                    whats.add(used.kernel)
+                elif used.because:
+                    whats.add(f"plain products, because {used.because},")
+                else:
+                    whats.add(f"plain products for {BLOCKS[used.kind]}")
+            for what in sorted(whats):
                 counts[what] = counts.get(what, 0) + 1
     told = "; ".join((*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items())))
     return f"the model's own; where layers stream: {told}" if record is not None and record.way == UNPATCHED else told
-
-
-def _attended(used: Used) -> str:
-    if used.kernel != MATH.name:
-        return used.kernel
-    if used.because:
-        return f"plain products, because {used.because},"
-    return f"plain products for {BLOCKS[used.kind]}"
 
 
 def _describe_offload(found: Patch) -> str:
@@ -274,7 +259,13 @@ def _describe_offload(found: Patch) -> str:
     names = config.named_saves if config.saves != "auto" else () if choice is None else tuple(choice.layers)
     moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
-    parts = [f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){_beside(found)}"]
+    use = HostUse() if found.state.root is None else engine_host_use(found.state.root)
+    sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}  # of an engine's own offloading
+    beside = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
+    if beside:
+        coming = f", and {sized(use.to_come)} are set aside for its gradients and states" if use.to_come else ""
+        beside = f", beside the engine's {beside}{coming}"
+    parts = [f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){beside}"]
     if manager.gpu_memory is not None:
         parts.append(
             f"{sized(manager.gpu_memory)} on the device for keys, values and their gradients, which stream beyond "
@@ -288,20 +279,6 @@ def _describe_offload(found: Patch) -> str:
         elif config.saves == "auto":
             parts.append(offloaded(choice))
     return "; ".join(parts)
-
-
-def _beside(found: Patch) -> str:
-    """What an engine's own offloading takes of the same host memory."""
-    use = HostUse() if found.state.root is None else engine_host_use(found.state.root)
-    parts = [
-        f"{sized(size)} of {what}"
-        for size, what in ((use.parameters, "parameters"), (use.optimizer, "optimizer state"))
-        if size
-    ]
-    if not parts:
-        return ""
-    coming = f", and {sized(use.to_come)} are set aside for its gradients and states" if use.to_come else ""
-    return f", beside the engine's {' and '.join(parts)}{coming}"
 
 
 def _weights(weights: HostWeights) -> str:
@@ -342,13 +319,6 @@ def _fused_layers(found: Patch) -> list[str]:
     return notes
 
 
-def _shared(last: Shared | str) -> str:
-    if isinstance(last, str):
-        return f"computed as given: {last}"
-    padding = f" and {last.padding:,} of padding" if last.padding else ""
-    return f"the last call's {last.rows} rows of {last.tokens_of_rows:,} tokens{padding} were computed as {last.tokens:,}"
-
-
 def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
     hooked = sum(
         any(not belongs_to_engine(hook) for table in FORWARD_HOOKS for hook in getattr(m, table).values())
@@ -375,7 +345,12 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         notes.append(f"{packed[0]} {how}: attention kept the {packed[1]} documents of the last call's rows apart")
     backbones = [w.prefixes for w in found.state.wrappers if isinstance(w, BackboneForward) and w.prefixes is not None]
     tells = (prefixes.last for prefixes in backbones if prefixes.rows == "packed" or prefixes.last not in UNREMARKABLE)
-    notes += [f"rows: {_shared(last)}" for last in tells if last is not None]
+    for last in tells:
+        if isinstance(last, str):
+            notes.append(f"rows: computed as given: {last}")
+        elif last is not None:
+            size = f"{last.tokens_of_rows:,} tokens" + (f" and {last.padding:,} of padding" if last.padding else "")
+            notes.append(f"rows: the last call's {last.rows} rows of {size} were computed as {last.tokens:,}")
     if found.state.unasked_cache:
         notes.append(
             "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran "
@@ -383,17 +358,14 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         )
     if found.state.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
-    return (*notes, *_compiled(model, found), *(f"left as it is: {reason}" for reason in found.left_alone))
-
-
-def _compiled(model: nn.Module, found: Patch) -> list[str]:
-    """Which parts run compiled, of those that a program compiles."""
     layers = [wrapper.module for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
     inside = sorted({name.removesuffix(f".{COMPILED}") for name, module in named if is_compiled(module)})
-    apart, notes = compiled_around(model, found.state.root, layers, [w.module for w in found.state.wrappers]), []
+    apart = compiled_around(model, found.state.root, layers, [w.module for w in found.state.wrappers])
     if apart is not None:
         rest = f"{', '.join(sorted(apart))} run compiled" if apart else "what is around them is eager, too"
         notes.append(f"streamed layers stay eager under torch.compile; {rest}")
-    within = f"{', '.join(inside)} run compiled inside of streamed layers; outputs of Linears in there are not saved"
-    return notes + [within] * bool(inside)
+    if inside:
+        within = "run compiled inside of streamed layers; outputs of Linears in there are not saved"
+        notes.append(f"{', '.join(inside)} {within}")
+    return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

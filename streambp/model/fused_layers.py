@@ -74,16 +74,6 @@ class Replaced:
     after: Any
     was_there: bool
 
-    def undo(self) -> None:
-        """Put it back, unless somebody has set it again since."""
-        own = self.module.__dict__
-        if own.get(self.name, ABSENT) is not self.after:
-            return
-        if self.was_there:
-            own[self.name] = self.before
-        else:
-            del own[self.name]
-
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
@@ -101,9 +91,15 @@ class Fused:
     compiler: Any = None
 
     def take_off(self) -> None:
-        """Put back what was set."""
+        """Put back what was set, unless somebody has set it again since."""
         for change in reversed(self.replaced):
-            change.undo()
+            own = change.module.__dict__
+            if own.get(change.name, ABSENT) is not change.after:
+                continue
+            if change.was_there:
+                own[change.name] = change.before
+            else:
+                del own[change.name]
 
 
 Attributes = dict[nn.Module, dict[str, Any]]  # of each module, its own
@@ -155,17 +151,13 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
     Fused(tuple(change for change in changes if change.module in undone)).take_off()
     if problem is not None or not any(change.name == "forward" for change in fused.replaced):
         fused.take_off()
-        raise _not_applied(causal, fused, problem) from problem
+        found = f"{type(problem).__name__}: {problem}" if problem else "it changes nothing of a model that is there already"
+        found = f"it computes otherwise than {', '.join(fused.left)}" if fused.left and not problem else found
+        raise NoKernelsError(
+            f"Liger could not be applied to this {type(causal).__name__}: {found}",
+            f"{LEAVE_OUT}, or apply Liger before the model is made",
+        ) from problem
     return fused
-
-
-def _not_applied(causal: PreTrainedModel, fused: Fused, problem: Exception | None) -> ConfigError:
-    found = f"{type(problem).__name__}: {problem}" if problem else "it changes nothing of a model that is there already"
-    found = f"it computes otherwise than {', '.join(fused.left)}" if fused.left and not problem else found
-    return NoKernelsError(
-        f"Liger could not be applied to this {type(causal).__name__}: {found}",
-        f"{LEAVE_OUT}, or apply Liger before the model is made",
-    )
 
 
 def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
