@@ -80,12 +80,13 @@ def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
     and a kind of device without a number stands for the current one."""
     devices = [torch.device(w) for w in wanted if isinstance(w, str | torch.device) or type(w) is int]
     devices += [w.device for w in wanted if isinstance(w, Tensor)]
-    return any(d.type != x.device.type or _number(d) not in (None, x.device.index) for d in devices)
-
-
-def _number(device: torch.device) -> int | None:
-    unsaid = device.index is None and is_accelerator(device)
-    return torch.accelerator.current_device_index() if unsaid else device.index
+    for device in devices:
+        if device.type != x.device.type:
+            return True
+        unsaid = device.index is None and is_accelerator(device)
+        if (torch.accelerator.current_device_index() if unsaid else device.index) not in (None, x.device.index):
+            return True
+    return False
 
 
 def allocator_count(device: torch.device, name: Literal["num_alloc_retries", "num_ooms"]) -> int:

@@ -63,12 +63,6 @@ def forwards(module: nn.Module) -> Iterator[Any]:
         forward = within or getattr(forward, "previous", None)
 
 
-def wants_gradients(module: nn.Module) -> bool:
-    """Whether what goes in and out of a module must be real, with gradients: it has backward hooks, for which torch puts
-    an autograd.Function around it, or it is an FSDP unit, which does the same."""
-    return has_backward_hooks(module) or is_fsdp_unit(module)
-
-
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether it has some, or all modules have."""
     everywhere = torch.nn.modules.module
@@ -180,11 +174,6 @@ class InstanceForward:
         setattr(self.module, self.slot, self)
         self.module.__dict__.setdefault(REDUCES, AsUnpatched(self.module))
 
-    @property
-    def installed(self) -> bool:
-        """False as well if another library set the module's forward afterwards, as Liger does."""
-        return self.stands_as(self.module.__dict__.get(self.slot))
-
     def stands_as(self, forward: Any) -> bool:
         """Whether a module's forward is this wrapper, be it bound to the module."""
         if isinstance(forward, MethodType):
@@ -203,8 +192,8 @@ class InstanceForward:
             own |= {} if self.previous is None else {self.slot: self.previous}
 
     def remove(self) -> None:
-        """Put back what stood there before. If another forward stands there now, retire instead."""
-        if not self.installed:
+        """Put back what stood there before. If another forward stands there now, as Liger's may, retire instead."""
+        if not self.stands_as(self.module.__dict__.get(self.slot)):
             self.retired = True
             return
         if self.previous is None:

@@ -36,18 +36,13 @@ OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, Method
 HOMES = (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
 
 
-def _kept() -> dict[tuple[str, str], FunctionType]:
-    """Torch's Python functions and methods whose place nobody has taken, by the module that wrote them and their name."""
-    homes = {home.__name__: vars(home) for home in HOMES}
-    return {
-        (home, value.__name__): value
-        for home, names in homes.items()
-        for value in (*names.values(), *vars(Tensor).values())
-        if isinstance(value, FunctionType) and value.__globals__ is names and not value.__code__.co_freevars
-    }
-
-
-KEPT = _kept()
+# Torch's Python functions and methods whose place nobody has taken, by the module that wrote them and their name.
+KEPT = {
+    (home.__name__, value.__name__): value
+    for home in HOMES
+    for value in (*vars(home).values(), *vars(Tensor).values())
+    if isinstance(value, FunctionType) and value.__globals__ is vars(home) and not value.__code__.co_freevars
+}
 OF_PYTHON = vars(torch._tensor)
 METHODS = {name: value for name, value in vars(Tensor).items() if getattr(value, "__globals__", None) is OF_PYTHON}
 

@@ -17,6 +17,7 @@ queries and keys, which may be products that `saves` names; then the rotation st
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import types
@@ -67,9 +68,9 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
     causal = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     if fused_modules(causal):
         return Fused()
-    by_device = ByDevice(device.type)
+    rotations: dict[nn.Module, Callable[..., Any]] = {}
     try:
-        fused = put_on(model, by_device)
+        fused = put_on(model, functools.partial(by_device, device.type, rotations))
     except NoKernelsError as error:
         return Fused(why_own=f"{error.found}.")
     except MissingLibraryError as error:
@@ -79,7 +80,10 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
     if (found := without_driver(device.type)) is not None:
         fused.take_off()
         return Fused(why_own=found)
-    return fused if config.products else dataclasses.replace(fused, replaced=(*fused.replaced, *by_device.turn()))
+    if config.products:
+        return fused
+    # All names are their own again, to which Liger's rotation is compared.
+    return dataclasses.replace(fused, replaced=(*fused.replaced, *bind_rotations(device.type, rotations)))
 
 
 def accelerator() -> torch.device | None:
@@ -97,52 +101,49 @@ def without_driver(kind: str) -> str | None:
     return None if found == kind else f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
 
 
-class ByDevice:
-    """Has modules that Liger changes choose by device, and finds those that its rotation is for.
+def by_device(kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes) -> set[nn.Module]:
+    """Has modules that Liger changes choose by device; called while all names are Liger's.
 
     Args:
         kind: the type of the device that Liger's kernels run on.
-        turning: attention modules, and Liger's rotation for each.
+        rotations: gets Liger's for each attention module that turns.
+
+    Returns:
+        The modules that keep their own forward, or another's.
     """
+    theirs = {m for m in before if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)}
+    for module in before:
+        forward = module.__dict__.get("forward")
+        if module in theirs:
+            continue
+        if isinstance(forward, types.MethodType) and len(inspect.signature(forward).parameters) > 1:
+            theirs.add(module)
+        elif isinstance(forward, types.MethodType):
+            module.__dict__["forward"] = types.MethodType(OnDevice(forward.__func__, kind), module)
+        elif forward is None:
+            rotation: Any = (globals_that_turn(module) or {}).get(ROTARY)
+            if home_of(rotation).partition(".")[0] == LIGER:
+                rotations[module] = rotation
+    return theirs
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.turning: dict[nn.Module, Callable[..., Any]] = {}
 
-    def __call__(self, before: Attributes) -> set[nn.Module]:
-        """The modules that keep their own forward, or another's. To be called while all names are Liger's."""
-        theirs = {m for m in before if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)}
-        for module in before:
-            forward = module.__dict__.get("forward")
-            if module in theirs:
-                continue
-            if isinstance(forward, types.MethodType) and len(inspect.signature(forward).parameters) > 1:
-                theirs.add(module)
-            elif isinstance(forward, types.MethodType):
-                module.__dict__["forward"] = types.MethodType(OnDevice(forward.__func__, self.kind), module)
-            elif forward is None and (space := globals_that_turn(module)) is not None:
-                rotation = space[ROTARY]
-                if home_of(rotation).partition(".")[0] == LIGER:
-                    self.turning[module] = rotation
-        return theirs
-
-    def turn(self) -> list[Replaced]:
-        """Bind the rotation to the modules whose own is alike. To be called when all names are their own again."""
-        found: list[Replaced] = []
-        alike: dict[Callable[..., Any], bool] = {}
-        for module, rotation in self.turning.items():
-            space = globals_that_turn(module)
-            if space is None:
-                continue
-            own = space[ROTARY]
-            if own not in alike:
-                alike[own] = turns_halves(own)
-            if alike[own]:
-                around = WithRotation(space, rotation, self.kind)
-                forward = types.MethodType(with_globals(around, type(module).forward), module)
-                module.__dict__["forward"] = forward
-                found.append(Replaced(module, "forward", None, forward, False))
-        return found
+def bind_rotations(kind: str, rotations: dict[nn.Module, Callable[..., Any]]) -> list[Replaced]:
+    """Bind Liger's rotation for a kind of device to the modules whose own is alike."""
+    found: list[Replaced] = []
+    alike: dict[Callable[..., Any], bool] = {}
+    for module, rotation in rotations.items():
+        space = globals_that_turn(module)
+        if space is None:
+            continue
+        own = space[ROTARY]
+        if own not in alike:
+            alike[own] = turns_halves(own)
+        if alike[own]:
+            around = WithRotation(space, rotation, kind)
+            forward = types.MethodType(with_globals(around, type(module).forward), module)
+            module.__dict__["forward"] = forward
+            found.append(Replaced(module, "forward", None, forward, False))
+    return found
 
 
 def turns_halves(rotation: Callable[..., Any]) -> bool:

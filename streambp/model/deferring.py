@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from streambp.admission.insides import foreign_parts
 from streambp.head.recipe import HeadRequest, Recipe
-from streambp.instance_forward import InstanceForward, wants_gradients
+from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import FORWARD_HOOKS
 from streambp.lazy.deferred import Deferred
 
@@ -29,7 +29,10 @@ TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)  # of torch's modules; the la
 def can_be_deferred(norm: nn.Module) -> bool:
     """Whether a final norm may be called with some tokens [n, h] at a time, and once more in backward, for its parameters'
     gradients alone. What others wrote may mix tokens, count, draw, or train a tensor that is none of its parameters."""
-    if wants_gradients(norm) or foreign_parts(norm, norm.__dict__.get("forward")) or any(True for _ in norm.buffers()):
+    # For backward hooks, and around an FSDP unit, torch puts an autograd.Function, which needs real tensors.
+    if has_backward_hooks(norm) or is_fsdp_unit(norm):
+        return False
+    if foreign_parts(norm, norm.__dict__.get("forward")) or any(True for _ in norm.buffers()):
         return False
     inner = [module for module in norm.modules() if module is not norm]
     hooked = any(getattr(module, name) for module in inner for name in FORWARD_HOOKS)

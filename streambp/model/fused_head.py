@@ -40,14 +40,10 @@ class FusedHead(InstanceForward):
         self.outputs = outputs
         self.wanted = Wanted(**{name: name in outputs for name in OPTIONAL_OUTPUTS})
 
-    def add(self) -> None:
-        """Put it in place, for `unpatch` to take off."""
-        self.install()
+    def install(self) -> None:
+        """Also for `unpatch` to take off."""
+        super().install()
         self.state.wrappers.append(self)
-
-    def over(self, causal: CausalLMForward) -> FusedHead:
-        """The same, of a model that is patched anew."""
-        return type(self)(causal, self.temperature, self.in_float32, self.outputs)
 
     def call(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """A `FusedCausalLMOutput` where it is asked for; the model's output otherwise."""
@@ -98,11 +94,13 @@ def add_head(
         add_trls_head(causal.module, temperature, cast_lm_head_to_fp32, outputs)
         return
     causal.refuse_foreign()
-    head_class(causal, temperature, cast_lm_head_to_fp32, outputs).add()
+    head_class(causal, temperature, cast_lm_head_to_fp32, outputs).install()
 
 
-def replaces_trls_head(causal: CausalLMForward) -> FusedHead | None:
-    """A head like the one that TRL's `add_fused_lm_head` has given the model before it was patched, to go before it."""
+def head_again(causal: CausalLMForward, before: FusedHead | None) -> FusedHead | None:
+    """A head like the one that a model had when it was patched: of ours, or of TRL's `add_fused_lm_head`."""
+    if before is not None:
+        return type(before)(causal, before.temperature, before.in_float32, before.outputs)
     settings = next((s for f in wrapped_functions(causal.previous) if (s := trls_head(f)) is not None), None)
     if settings is None:
         return None

@@ -55,6 +55,14 @@ def record_of(state: PatchState) -> StepRecord | None:
     room = None if choice is None or state.offloader is not None else choice.room
     saved = () if step.unpatched else _saved(state, step, choice)
     counted = 0 if step.over else 1
+    whole = [(s, r.because) for s, r in zip(steps.sites, step.reports, strict=False) if r.because is not None]
+    names = {} if state.root is None or not whole else {id(module): name for name, module in state.root.named_modules()}
+    device = next((p.device for p in steps.sites[0].layer.parameters()), None) if steps.sites else None
+    host = None
+    if state.offloader is not None:
+        stats, moved = state.offloader.stats(), step.moved
+        stalls = stats["stall_out"] + stats["stall_back"]
+        host = HostTraffic(moved.get(OUT, 0.0), moved.get(BACK, 0.0), stats["host_bytes"], stalls, int(stats["left"]))
     return StepRecord(
         number=step.number,
         tokens=step.tokens,
@@ -68,11 +76,11 @@ def record_of(state: PatchState) -> StepRecord | None:
         needed=choice.bytes if isinstance(choice, AsUnpatched) else None,
         free=room,
         least_free=None if chosen is None or chosen.least == math.inf else chosen.least,
-        peak=_peak(state),
+        peak=counted_bytes(device, "peak") if device is not None and tells_memory(device) else None,
         let_go=step.let_go,
-        host=_host(state, step),
+        host=host,
         shared=step.shared,
-        whole=_whole(state, step),
+        whole=tuple((names.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole),
         split_by=None if state.split is None or step.unpatched else state.split.by,
         unpatched_steps=steps.unpatched + counted * step.unpatched,
         short_steps=steps.short + counted * (step.let_go is not None),
@@ -100,33 +108,14 @@ def _saved(state: PatchState, step: Step, choice: Choice | None) -> tuple[Saved,
     return tuple(Saved(name, layers) for name, layers in names.items())
 
 
-def _host(state: PatchState, step: Step) -> HostTraffic | None:
-    if state.offloader is None:
-        return None
-    stats, moved = state.offloader.stats(), step.moved
-    stalls = stats["stall_out"] + stats["stall_back"]
-    return HostTraffic(moved.get(OUT, 0.0), moved.get(BACK, 0.0), stats["host_bytes"], stalls, int(stats["left"]))
-
-
-def _peak(state: PatchState) -> int | None:
-    layer = state.steps.sites[0].layer if state.steps.sites else None
-    device = None if layer is None else next((p.device for p in layer.parameters()), None)
-    return counted_bytes(device, "peak") if device is not None and tells_memory(device) else None
-
-
-def _whole(state: PatchState, step: Step) -> tuple[tuple[str, str], ...]:
-    whole = [(s, r.because) for s, r in zip(state.steps.sites, step.reports, strict=False) if r.because is not None]
-    if not whole:
-        return ()
-    names = {} if state.root is None else {id(module): name for name, module in state.root.named_modules()}
-    return tuple((names.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole)
-
-
 def head_of(state: PatchState) -> str:
     """What became of the head in the last step; before the first, what it will do."""
     heads = [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
-        other = _other_head(state)
+        models = [] if state.root is None else [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
+        others = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
+        # One that gives logits otherwise than by one weight (a ModuleList of several).
+        other = next((type(head).__name__ for head in others if not hasattr(head, "weight")), None)
         return f"builds the logits: the head is a {other}, costs memory" if other else "none (no language-model head)"
     told = [_what_became_of(head) for head in heads]
     if len(set(told)) == 1:
@@ -134,17 +123,14 @@ def head_of(state: PatchState) -> str:
     return "; ".join(f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True))
 
 
-def _other_head(state: PatchState) -> str | None:
-    """The kind of a head that gives logits otherwise than by one weight (a ModuleList of several); None: there is none."""
-    models = [] if state.root is None else [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
-    heads = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
-    return next((type(head).__name__ for head in heads if not hasattr(head, "weight")), None)
-
-
 def _what_became_of(head: CausalLMForward) -> str:
     """What a head did in the last step; before the first, what it will do."""
     if not head.reached:
-        return f"as another library computes it: {_outermost(head)} replaced the model's forward after streambp.patch"
+        forward = head.module.__dict__.get(head.slot)
+        who = foreign_forward(type(head.module), forward) or "something"  # which tells by where it was written
+        if any(trls_head(function) is not None for function in wrapped_functions(forward)):
+            who = "TRL's fused head"
+        return f"as another library computes it: {who} replaced the model's forward after streambp.patch"
     if head.foreign is not None:
         return f"as another library computes it: {head.foreign}"
     if not head.state.config.head:
@@ -154,11 +140,3 @@ def _what_became_of(head: CausalLMForward) -> str:
         return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
     missing = f" ({use.unlabelled} of {use.trained} training calls came without labels)" if use.unlabelled else ""
     return use.told + missing
-
-
-def _outermost(head: CausalLMForward) -> str:
-    """Who replaced the forward of a patched model: TRL's head is known, others tell by where they were written."""
-    forward = head.module.__dict__.get(head.slot)
-    if any(trls_head(function) is not None for function in wrapped_functions(forward)):
-        return "TRL's fused head"
-    return foreign_forward(type(head.module), forward) or "something"

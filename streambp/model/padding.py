@@ -23,16 +23,17 @@ def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any]
         wanted = kwargs.get(name)
         if getattr(own, name, False) if wanted is None else wanted:
             return False
-    if others_read_rows(model, state.backbones):
+    if others_read_rows(model, [wrapper.module for wrapper in state.wrappers if hasattr(wrapper, "packs")]):
         return False
     return model.training or not (state.config.eval_logits or wants_predictions())
 
 
-def labels_after_padding(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward's label is predicted by a token that may read nothing. [Note: empty queries]
+def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
+    """Warn of a label that is predicted by a token that may read nothing ([Note: empty queries]), for a model whose own
+    attention averages there; whether there is one.
 
     Args:
-        kwargs: with labels or shift_labels [B, T], attention_mask [B, T]. Other masks are not looked at.
+        kwargs: of a forward, with labels or shift_labels [B, T], attention_mask [B, T]. Other masks are not looked at.
     """
     labels, mask, shifted = kwargs.get("labels"), kwargs.get("attention_mask"), kwargs.get("shift_labels")
     if shifted is None and labels is not None:
@@ -40,12 +41,7 @@ def labels_after_padding(kwargs: dict[str, Any]) -> bool:
     if shifted is None or not isinstance(mask, Tensor) or mask.shape != shifted.shape:
         return False
     nothing_yet = mask.cumsum(1) == 0
-    return bool(((shifted != -100) & nothing_yet.to(shifted.device)).any())  # waits for the device
-
-
-def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
-    """Warn of such a label, for a model whose own attention averages where nothing may be read; whether it did."""
-    if not labels_after_padding(kwargs):
+    if not ((shifted != -100) & nothing_yet.to(shifted.device)).any():  # waits for the device
         return False
     warnings.warn(
         "Set the label of the first token after left padding to -100. Its gradient differs from the unpatched model's; the "

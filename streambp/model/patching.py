@@ -18,7 +18,7 @@ from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.chosen_kernels import choose_kernels
-from streambp.model.fused_head import FusedHead, replaces_trls_head
+from streambp.model.fused_head import FusedHead, head_again
 from streambp.model.fused_layers import Fused
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
@@ -82,10 +82,9 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     if state.weights is not None:
         state.weights.ranges.install(Layer(site.index, site.layer, site.of) for site in state.steps.sites)
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
-        before = heads.get(causal.module)
-        head = replaces_trls_head(causal) if before is None else before.over(causal)
+        head = head_again(causal, heads.get(causal.module))
         if head is not None and config.head and causal.foreign is None:
-            head.add()
+            head.install()
     model._streambp = Patch(state, found.left_alone, fused)  # type: ignore[assignment]
     model.__dict__.setdefault(REDUCES, AsUnpatched(model))
     return model

@@ -99,11 +99,6 @@ class PatchState:
     given_cache: bool = False
     shares_through_cache: bool = False
 
-    @property
-    def backbones(self) -> list[nn.Module]:
-        """The modules that may compute a packed row."""
-        return [wrapper.module for wrapper in self.wrappers if hasattr(wrapper, "packs")]
-
     def makes_cache(self, kwargs: Mapping[str, Any], trains: bool) -> bool:
         """Whether a language model's call returns a cache because its caller passed `use_cache`. A step in training has
         none, as under gradient checkpointing; a warning says so once.
