@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -34,7 +35,6 @@ from streambp.attention.rules import (
     AttentionShape,
     Platform,
     Version,
-    flash_has_windows,
     prefers_cudnn,
     why_not_cudnn,
     why_not_efficient,
@@ -187,6 +187,10 @@ def platform_of(device: torch.device) -> Platform:
     if device.type != "cuda":
         return Platform(device.type, torch=version, flash_on=flash_on)
     flash = current_flash_attention_impl()
+    flash_4: Version = ()
+    if flash is not None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            flash_4 = _numbers(importlib.metadata.version(FLASH_4))
     return Platform(
         "cuda",
         torch.cuda.get_device_capability(device),
@@ -194,20 +198,13 @@ def platform_of(device: torch.device) -> Platform:
         version,
         torch.version.hip is not None,
         flash,
-        _flash_4() if flash is not None else (),
+        flash_4,
         switches.cudnn_sdp_enabled(),
         flash_on,
         switches.mem_efficient_sdp_enabled(),
         os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1",
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-
-
-def _flash_4() -> Version:
-    try:
-        return _numbers(importlib.metadata.version(FLASH_4))
-    except importlib.metadata.PackageNotFoundError:
-        return ()
 
 
 @functools.lru_cache
@@ -260,11 +257,25 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
         no_flash = f"queries and keys have head size {call.size}, values {call.value_size}"
     flash = no_flash is None and here.flash_on
     efficient = here.efficient_on and next(why_not_efficient(call, here), None) is None
+    kernel: FlashKernel | CpuFlashKernel = FLASH
+    if here.device == "cpu":
+        kernel = CPU_FLASH
+    elif here.hip:
+        kernel = SQUARE_FLASH
+    elif here.flash == "FA4" and here.torch < (2, 12):  # whose operators raise in a window's backward
+        kernel = WINDOWLESS_FLASH
+    square = call.pair == (call.padded, call.padded)
     if no_cudnn is None and (wanted == "cudnn" or (wanted == "auto" and prefers_cudnn(here))):
-        left_over = _padded_flash(call, here) if flash else EFFICIENT if efficient else MATH
+        left_over: Kernel = EFFICIENT if efficient else MATH
+        if flash:
+            left_over = kernel if square else PADDED[kernel]
         return Backend(tuple(dict.fromkeys((CUDNN, left_over, MATH))))
     if no_flash is None and (wanted == "flash" or (wanted == "auto" and flash)):
-        return _flash_first(call, here)
+        if square or (here.device == "cpu" and call.size == call.value_size):
+            return Backend((kernel, MATH))
+        if call.value_size < call.size and (call.size == call.padded or here.device == "cpu"):
+            return Backend((kernel, MATH), width=call.size)  # V is padded in its buffer. [Note: padded values]
+        return Backend((PADDED[kernel], MATH))
     if wanted == "auto":
         switched_off = None if here.flash_on else "FlashAttention is switched off"
         because = f"FlashAttention cannot: {no_flash}" if no_flash else switched_off or ""
@@ -273,30 +284,6 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
         f"attention={wanted!r} cannot attend here: {no_flash if wanted == 'flash' else no_cudnn}. Set attention='auto' or "
         "'math' in StreamConfig."
     )
-
-
-def _flash_first(call: AttentionShape, here: Platform) -> Backend:
-    """FlashAttention, with V padded in its buffer where that is all that has to be. [Note: padded values]"""
-    flash = _flash(here)
-    if call.pair == (call.padded, call.padded) or (here.device == "cpu" and call.size == call.value_size):
-        return Backend((flash, MATH))
-    if call.value_size < call.size and (call.size == call.padded or here.device == "cpu"):
-        return Backend((flash, MATH), width=call.size)
-    return Backend((PADDED[flash], MATH))
-
-
-def _padded_flash(call: AttentionShape, here: Platform) -> Kernel:
-    """FlashAttention for the blocks that another kernel leaves over."""
-    flash = _flash(here)
-    return flash if call.pair == (call.padded, call.padded) else PADDED[flash]
-
-
-def _flash(here: Platform) -> FlashKernel | CpuFlashKernel:
-    if here.device == "cpu":
-        return CPU_FLASH
-    if here.hip:
-        return SQUARE_FLASH
-    return FLASH if flash_has_windows(here) else WINDOWLESS_FLASH
 
 
 @dataclasses.dataclass(frozen=True)

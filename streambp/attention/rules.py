@@ -150,11 +150,6 @@ def _why_not_activated(call: AttentionShape, here: Platform, name: str) -> Itera
         )
 
 
-def flash_has_windows(here: Platform) -> bool:
-    """Whether the FlashAttention operators differentiate windows; FlashAttention-4 behind torch 2.11 raises there."""
-    return not (here.flash == "FA4" and here.torch < (2, 12))
-
-
 def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
     """Why cuDNN cannot do it, forward and backward.
 

@@ -27,7 +27,6 @@ it says or leaves out is kept: the warning of documents, a loss of 0 without a v
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -37,7 +36,6 @@ from torch import Tensor
 from torch.distributed import is_initialized
 from transformers import PreTrainedConfig
 
-from streambp.attention.backend import AsSdpa
 from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import own_implementation
 from streambp.chunks import plan_chunks
@@ -225,11 +223,8 @@ def is_plain(site: LayerSite) -> bool:
         or site.kind.attention.picks_keys
         or site.of(engine_hooks)
         or not site.kind.attention.reads_a_mask  # it attends by itself, with all scores
-        or any(map(_otherwise, site.of(attention_configs), itertools.repeat(site.sdpa)))
+        or any(
+            own == EAGER or (own == SDPA and not site.sdpa.same)
+            for own in map(own_implementation, site.of(attention_configs))
+        )
     )
-
-
-def _otherwise(config: PreTrainedConfig, sdpa: AsSdpa) -> bool:
-    """Whether a layer's attention computes otherwise unpatched, or builds all scores."""
-    own = own_implementation(config)
-    return own == EAGER or (own == SDPA and not sdpa.same)

@@ -579,7 +579,7 @@ MUTANTS = {
     "scores": (unpatched, "SCORES", 0, lambda: test_the_prediction_grows_with_scores_and_masks("latent")),
     "mask": (unpatched, "MASK", 0, lambda: test_the_prediction_grows_with_scores_and_masks("window")),
     "own attention": (unpatched, "is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
-    "sdpa": (unpatched, "_otherwise", lambda *_: False, test_what_sdpa_leaves_out_streams),
+    "sdpa": (unpatched, "SDPA", "another", test_what_sdpa_leaves_out_streams),
     "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
     "noise": (unpatched, "SLACK", 0.0, lambda: _with_a_patch(test_what_is_small_does_not_correct_the_prediction)),
 }  # fmt: skip
