@@ -113,9 +113,9 @@ class CausalLMForward(InstanceForward):
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that `patch` found; within, the state has the call's position_ids and labels for a backbone that gets
         none."""
-        before = self.state.position_ids, self.state.labels
-        self.state.position_ids = kwargs.get("position_ids")
-        self.state.labels = kwargs.get("labels"), kwargs.get("shift_labels")
+        before = self.state.running.position_ids, self.state.running.labels
+        self.state.running.position_ids = kwargs.get("position_ids")
+        self.state.running.labels = kwargs.get("labels"), kwargs.get("shift_labels")
         try:
             trls = None if self.previous is None else trls_head(getattr(self.previous, "__func__", None))
             if trls is not None and not kwargs.get(ASKS_TRLS_HEAD) and isinstance(trls[TRLS_FORWARD], MethodType):
@@ -123,7 +123,7 @@ class CausalLMForward(InstanceForward):
                 return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
             return super().original(*args, **kwargs)
         finally:
-            self.state.position_ids, self.state.labels = before
+            self.state.running.position_ids, self.state.running.labels = before
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, with its loss computed without logits where labels are given.
@@ -325,13 +325,13 @@ class CausalLMForward(InstanceForward):
             request.outcome.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
         head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
-        self.state.defer_norm = None if hidden_wanted or gathered else request
-        self.state.padding_unseen = functools.partial(hides_padding, self.module, self.state, kwargs)
+        self.state.running.defer_norm = None if hidden_wanted or gathered else request
+        self.state.running.padding_unseen = functools.partial(hides_padding, self.module, self.state, kwargs)
         head.install()
         try:
             return self.original(**kwargs)
         finally:
-            self.state.defer_norm = self.state.padding_unseen = None
+            self.state.running.defer_norm = self.state.running.padding_unseen = None
             head.remove()
 
     def _finish(self, output: Any) -> Any:

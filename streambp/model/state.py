@@ -37,29 +37,49 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass
+class ForwardContext:
+    """What the wrappers of one patched model share during a forward.
+
+    bypass: it is to be as unpatched (a cache or attention weights were asked for).
+    defer_norm: its head wants the final norm to be left to it. deferring: what stands in for that norm meanwhile.
+    shards: how its sequences are split over ranks, if they are.
+    packed_rows: its documents, if layers with states are to find them in position_ids.
+    position_ids: of a causal language model's call; Mamba's hands them to nobody.
+    labels: of that call, as `known_names.LABELS` has them.
+    padding_unseen: of that call, whether nothing that padding is given goes to the caller (hidden states, logits).
+    tree: its rows, if it computes them as a packed row. [Note: tree of rows]
+    failed: of a running trial of that, what layers raised; None: none is running.
+    asked_cache: it is to have a cache unpatched, by its arguments or the model's config.
+    """
+
+    bypass: bool = False
+    defer_norm: HeadRequest | None = None
+    deferring: DeferredNorm | None = None
+    shards: Shards | None = None
+    packed_rows: PackedRows | None = None
+    position_ids: Any = None
+    labels: tuple[Any, Any] = (None, None)
+    padding_unseen: Unseen = None
+    tree: Tree | None = None
+    failed: list[Exception] | None = None
+    asked_cache: bool = False
+
+
+@dataclasses.dataclass
 class PatchState:
     """What the wrappers of one patched model share.
 
     owner: who is computing with the model. [Note: owner of a step]
     witnesses: compare backward passes with forwards. [Note: witness]
     root: what was given to `patch`.
-    bypass: the running forward is to be as unpatched (a cache or attention weights were asked for).
-    defer_norm: the running forward's head wants the final norm to be left to it.
-    deferring: what stands in for that norm meanwhile.
+    running: what is known of the running forward alone.
     steps: notes on its steps. [Note: notes on a step]
     policy: what decides chunk_size="auto", whose rule its str() says, saves="auto" and offload="auto".
     weights: where those of the layers live; None: on the device.
     unpatched: decides which micro-batches run as unpatched, where saves="auto" decides. [Note: micro-batches as unpatched]
     wrappers: all that `unpatch` takes off, in the order in which they were put on.
     warned_of_padding: that a label's gradient differs from eager attention's.
-    shards: how the running forward's sequences are split over ranks, if they are. split: as they were last time.
-    position_ids: of the running forward of a causal language model; Mamba's hands them to nobody.
-    labels: of that forward, as `known_names.LABELS` has them.
-    padding_unseen: of that forward, whether nothing that padding is given goes to the caller (hidden states, logits).
-    tree: the rows of the running forward, if it computes them as a packed row. [Note: tree of rows]
-    failed: of a running trial of that, what layers raised; None: none is running.
-    packed_rows: the documents of the running forward, if layers with states are to find them in position_ids.
-    asked_cache: the running forward is to have a cache unpatched, by its arguments or the model's config.
+    split: how sequences were split over ranks, the last time that they were.
     warned_of_documents: that the unpatched model would not take a row for several documents.
     warned_of_cache: that a training step that was asked for a cache returns none.
     warned_of_trials: that hooks saw the trials of layers.
@@ -72,28 +92,18 @@ class PatchState:
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False)
     witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False)
     root: nn.Module | None = dataclasses.field(default=None, repr=False)
-    bypass: bool = False
+    running: ForwardContext = dataclasses.field(default_factory=ForwardContext, repr=False)
     pending: Pending = dataclasses.field(default_factory=Pending)
-    defer_norm: HeadRequest | None = None
-    deferring: DeferredNorm | None = None
     offloader: OffloadManager | None = None
     weights: HostWeights | None = None
     steps: Steps = dataclasses.field(default_factory=Steps, repr=False)
     policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None
     wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
-    shards: Shards | None = None
-    packed_rows: PackedRows | None = None
-    position_ids: Any = None
-    labels: tuple[Any, Any] = (None, None)
-    padding_unseen: Unseen = None
-    tree: Tree | None = None
-    failed: list[Exception] | None = None
     split: Shards | None = None
     warned_of_padding: bool = False
     warned_of_documents: bool = False
     warned_of_cache: bool = False
-    asked_cache: bool = False
     warned_of_trials: bool = False
     unasked_cache: bool = False
     given_cache: bool = False
@@ -131,7 +141,7 @@ class PatchState:
                 "another model would be trained. Install transformers 5.6 or newer, which shares them without a cache. "
                 "To compute what this version computes without one, pass use_cache=False (or set config.use_cache = False)."
             )
-        self.asked_cache |= wanted
+        self.running.asked_cache |= wanted
 
     def as_unpatched(
         self,
@@ -144,7 +154,7 @@ class PatchState:
         [Note: micro-batches as unpatched]
 
         Args:
-            kwargs: of the call. config: of the text model. padding_unseen: as the state's.
+            kwargs: of the call. config: of the text model. padding_unseen: as `running`'s.
         """
         if self.unpatched is None:
             return None
@@ -154,7 +164,7 @@ class PatchState:
             # It may be begun again, on this rank alone. [Note: what a rank decides alone]
             if self.root is not None and is_initialized() and any(held(self.root)):
                 return None
-            cached = self.asked_cache and not self.warned_of_documents
+            cached = self.running.asked_cache and not self.warned_of_documents
             if finds_other_documents(kwargs, own_implementation(config), cached):
                 return None
         packers: list[Any] = [wrapper for wrapper in self.wrappers if hasattr(wrapper, "packs")]

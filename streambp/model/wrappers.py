@@ -101,14 +101,12 @@ class LayerForward(InstanceForward):
         """The layer's output, streamed where the call may stream."""
         if self.retired:
             return self.original(*args, **kwargs)
-        unpatched = self.state.unpatched
-        if self.state.bypass and unpatched is not None and unpatched.within:  # a call that owns the model
+        unpatched, running = self.state.unpatched, self.state.running
+        if running.bypass and unpatched is not None and unpatched.within:  # a call that owns the model
             unpatched.enter_layer()
             return self.original(*args, **kwargs)
         with self.state.owner.enter():
-            return (
-                self._call(args, kwargs) if self.state.failed is None else self._on_trial(self.state.failed, args, kwargs)
-            )
+            return self._call(args, kwargs) if running.failed is None else self._on_trial(running.failed, args, kwargs)
 
     def _on_trial(self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, but what is raised is kept, and from then on layers hand on what they are given: ranks that wait for
@@ -121,10 +119,11 @@ class LayerForward(InstanceForward):
         return args[0] if args else kwargs["hidden_states"]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tree = self.state.tree
+        running = self.state.running
+        tree = running.tree
         if tree is not None:
             tell(tree, self.site, args, kwargs)
-        if self.state.bypass or has_cache(kwargs):
+        if running.bypass or has_cache(kwargs):
             with self.site.weights_for_once(args, kwargs, "a cache or attention weights were asked for"):
                 return self.original(*args, **kwargs)
         unmasked = kwargs.get("attention_mask") is None and len(args) < 2 and self.site.kind.attention.reads_a_mask
@@ -132,20 +131,20 @@ class LayerForward(InstanceForward):
             # A model always gives it a mask, and who calls a layer by itself may not.
             with self.site.weights_for_once(args, kwargs, "eager attention without a mask reads later keys"):
                 return self.original(*args, **kwargs)
-        if self.state.shards is None:
+        if running.shards is None:
             if is_initialized():
                 refuse_lone_layer(self.site)
-            output = stream_layer(self.site, args, kwargs, self.state.packed_rows, forks=tree.forks if tree else ())
+            output = stream_layer(self.site, args, kwargs, running.packed_rows, forks=tree.forks if tree else ())
         else:
-            output = stream_shard(self.site, args, kwargs, self.state.shards)
+            output = stream_shard(self.site, args, kwargs, running.shards)
         if tree is not None:
             check_streamed(self.site)
-        norm, request = self.final_norm, self.state.defer_norm
+        norm, request = self.final_norm, running.defer_norm
         if norm is not None and request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm):
             # Not before: some models normalise the embeddings with the same module.
-            self.state.deferring = DeferredNorm(norm, request)
-            self.state.deferring.install()
-            self.state.defer_norm = None
+            running.deferring = DeferredNorm(norm, request)
+            running.deferring.install()
+            running.defer_norm = None
         return output
 
 
@@ -176,13 +175,14 @@ class BackboneForward(InstanceForward):
             return self._call(kwargs)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
+        state, running = self.state, self.state.running
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-        if self.state.weights is not None:
-            self.state.weights.begin(given)
-        before = self.state.bypass, self.state.shards, self.state.packed_rows
-        self.state.bypass, self.state.shards, self.state.packed_rows = not self._streams(kwargs), None, None
+        if state.weights is not None:
+            state.weights.begin(given)
+        before = running.bypass, running.shards, running.packed_rows
+        running.bypass, running.shards, running.packed_rows = not self._streams(kwargs), None, None
         try:
-            if self.state.bypass:
+            if running.bypass:
                 if self.prefixes is not None:
                     self.prefixes.stand_aside(kwargs)
                 return self.original(**kwargs)
@@ -193,25 +193,24 @@ class BackboneForward(InstanceForward):
                     self.checkpointed.append(layer)
             self._check(given)
             refuse_foreign_attention(self.attentions)
-            self.state.check_cache(self._config, kwargs)
-            if self.state.policy is not None and isinstance(given, Tensor):
-                self.state.policy.begins(given.device)
-            output = None if self.state.unpatched is None else self._unstreamed(kwargs)
+            state.check_cache(self._config, kwargs)
+            if state.policy is not None and isinstance(given, Tensor):
+                state.policy.begins(given.device)
+            output = None if state.unpatched is None else self._unstreamed(kwargs)
             if output is not None:
                 if self.prefixes is not None:
                     self.prefixes.last = AS_UNPATCHED
                 self._note(given, unpatched=True)
                 return output
-            offloader = self.state.offloader
-            if offloader is not None and self.state.root is not None and not offloader.host_bytes:
+            offloader = state.offloader
+            if offloader is not None and state.root is not None and not offloader.host_bytes:
                 # Engines are there by the first forward, which is when it looks how much host memory it may take.
-                offloader.set_aside, weights = engine_host_use(self.state.root).to_come, self.state.weights
+                offloader.set_aside, weights = engine_host_use(state.root).to_come, state.weights
                 offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
             if is_initialized():
-                self.state.shards = shards_of(kwargs, given, self._config, self.module.training, self._sites)
-                self.state.split = self.state.shards or self.state.split
-            if self.keeps_states:
-                self.state.packed_rows = self._packed_rows(kwargs, given)
+                running.shards = shards_of(kwargs, given, self._config, self.module.training, self._sites)
+                state.split = running.shards or state.split
+            running.packed_rows = self._packed_rows(kwargs, given) if self.keeps_states else None
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
@@ -221,20 +220,20 @@ class BackboneForward(InstanceForward):
                 output = self._run(kwargs)
             if torch.is_grad_enabled():
                 self._note(given)
-                if self.module.training and not self.state.warned_of_documents:
-                    packed, asked_cache = self.state.packed_rows is not None, masked and self.state.asked_cache
-                    self.state.warned_of_documents = warn_of_documents(self._sites, asked_cache, packed)
-            if not self.state.warned_of_trials:
-                self.state.warned_of_trials = warn_of_trials(self._sites)
+                if self.module.training and not state.warned_of_documents:
+                    packed, asked_cache = running.packed_rows is not None, masked and running.asked_cache
+                    state.warned_of_documents = warn_of_documents(self._sites, asked_cache, packed)
+            if not state.warned_of_trials:
+                state.warned_of_trials = warn_of_trials(self._sites)
             return output
         finally:
-            self.state.asked_cache = False
-            if self.state.policy is not None:
-                self.state.policy.ended()
-            self.state.bypass, self.state.shards, self.state.packed_rows = before
-            if self.state.deferring is not None:
-                self.state.deferring.remove()
-                self.state.deferring = None
+            running.asked_cache = False
+            if state.policy is not None:
+                state.policy.ended()
+            running.bypass, running.shards, running.packed_rows = before
+            if running.deferring is not None:
+                running.deferring.remove()
+                running.deferring = None
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward as unpatched; None where this micro-batch streams. [Note: micro-batches as unpatched]"""
@@ -242,17 +241,18 @@ class BackboneForward(InstanceForward):
             return None
 
         def run() -> Any:
-            self.state.bypass = True
+            self.state.running.bypass = True
             try:
                 return self.original(**{**kwargs, "use_cache": False})
             finally:
-                self.state.bypass = False
+                self.state.running.bypass = False
 
-        return self.state.as_unpatched(run, kwargs, self._config.get_text_config(), self.state.padding_unseen)
+        return self.state.as_unpatched(run, kwargs, self._config.get_text_config(), self.state.running.padding_unseen)
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
         """Whether a call, its own or of the language model around it, is computed as a packed row if it streams."""
-        return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, self.state.labels, padding_unseen)
+        labels = self.state.running.labels
+        return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, labels, padding_unseen)
 
     def _note(self, given: Any, unpatched: bool = False) -> None:
         """Forward of these tokens is over. unpatched: it ran so. [Note: notes on a step]"""
@@ -261,24 +261,25 @@ class BackboneForward(InstanceForward):
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward with streamed layers, over a packed row if that is wanted."""
-        state, deferred = self.state, self.state.defer_norm
-        if state.tree is not None:
+        running = self.state.running
+        deferred = running.defer_norm
+        if running.tree is not None:
             raise UnsharedError(f"{type(self.module).__name__} runs inside another model that packs rows")
 
         def over(kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None) -> Any:
-            trial, packed_rows = failed is not None, state.packed_rows
-            state.defer_norm, state.tree, state.failed = None if trial else deferred, tree, failed
-            state.packed_rows = packed_rows if tree is None and not trial else None
+            trial, packed_rows = failed is not None, running.packed_rows
+            running.defer_norm, running.tree, running.failed = None if trial else deferred, tree, failed
+            running.packed_rows = packed_rows if tree is None and not trial else None
             try:
                 return self.original(**kwargs)
             finally:
-                state.tree, state.packed_rows, state.failed = None, packed_rows, None
+                running.tree, running.packed_rows, running.failed = None, packed_rows, None
 
         try:
-            if self.prefixes is None or state.shards is not None:
+            if self.prefixes is None or running.shards is not None:
                 return self.original(**kwargs)
-            documents = state.packed_rows is not None
-            return self.prefixes.call(kwargs, over, lambda: self._sites, state.labels, documents, state.padding_unseen)
+            documents = running.packed_rows is not None
+            return self.prefixes.call(kwargs, over, lambda: self._sites, running.labels, documents, running.padding_unseen)
         except (AttributeError, TypeError) as error:
             if LazyMask.__name__ not in str(error):
                 raise
@@ -332,7 +333,7 @@ class BackboneForward(InstanceForward):
     def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
         """The documents that layers with states are to find in position_ids; None: they are told, or there is one a row."""
         positions = kwargs.get("position_ids")
-        positions = self.state.position_ids if positions is None else positions
+        positions = self.state.running.position_ids if positions is None else positions
         if self.state.config.documents != "from_positions" or not isinstance(positions, Tensor):
             return None
         told = any(kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS))

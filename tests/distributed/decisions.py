@@ -197,7 +197,7 @@ def train(case, rank, decision, patched, name):
         real(runs)
 
     def in_layer(layer, args, kwargs, call=wrappers.LayerForward._call):
-        if layer.site.index == 1 and layer.state.failed is not None:
+        if layer.site.index == 1 and layer.state.running.failed is not None:
             raised.append(1)
             raise KeyError("rope")
         return call(layer, args, kwargs)
