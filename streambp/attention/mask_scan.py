@@ -82,8 +82,10 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
         anything: Tensor | None = None
         for index, k0 in enumerate(range(0, length, SCAN)):
             part = tile(q0, min(q0 + SCAN, length), k0, min(k0 + SCAN, length))
-            anything = _either(anything, part.any(-1))
-            read[index] = _either(read[index], part.any(-2))
+            queries, keys = part.any(-1), part.any(-2)
+            anything = queries if anything is None else anything | queries
+            before = read[index]
+            read[index] = keys if before is None else before | keys
         assert anything is not None
         reading.append(anything)
     empty = ~torch.cat(reading, -1)  # [B or 1, H or 1, T]
@@ -92,7 +94,3 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
     keys = torch.cat([part for part in read if part is not None], -1)  # [B or 1, H or 1, T]
     alone = (empty.all(1) == empty.any(1)) & ~(empty & keys.any(1, keepdim=True)).any(1)
     return empty.all(1), bool(alone.all())
-
-
-def _either(before: Tensor | None, now: Tensor) -> Tensor:
-    return now if before is None else before | now

@@ -64,12 +64,6 @@ class Platform:
         """Of the compute capability; 0 if it is unknown."""
         return 0 if self.capability is None else self.capability[0]
 
-    @property
-    def no_flash_backward_at_200(self) -> bool:
-        """Whether FlashAttention-2 has no backward for head sizes 200 to 224, as torch's own attention has it: on compute
-        capabilities 8.6, 8.9, 12.0 and 12.1 (`check_requires_grad_and_head_dim_gt192_...`, ATen's sdp_utils.cpp)."""
-        return self.capability in ((8, 6), (8, 9)) or self.major >= 12
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
@@ -110,7 +104,7 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
     """Why neither FlashAttention nor the CPU's fused kernel can do it, with q, k and v padded to one head size.
 
     FlashAttention-2 checks D % 8, D <= 256 and D_v == D (flash_api.cpp); for backward on compute capability 8.6, 8.9, 12.0
-    and 12.1 torch's own attention leaves D 200 to 224 out (sdp_utils.cpp).
+    and 12.1 torch's own attention leaves D 200 to 224 out (`check_requires_grad_and_head_dim_gt192_...`, sdp_utils.cpp).
     """
     yield from why_not_fused(call, here)
     if here.device == "cpu":
@@ -121,7 +115,7 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
         return
     if here.flash is not None:
         yield from _why_not_activated(call, here, here.flash)
-    elif 192 < call.padded <= 224 and here.no_flash_backward_at_200:
+    elif 192 < call.padded <= 224 and (here.capability in ((8, 6), (8, 9)) or here.major >= 12):
         yield f"it has no backward for head size {call.padded} on compute capability {here.capability}"
 
 

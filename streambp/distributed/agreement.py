@@ -28,11 +28,18 @@ def must_agree(module: nn.Module) -> bool:
 
 
 def everyones_numbers(module: nn.Module, mine: Sequence[int], device: torch.device) -> list[list[int]]:
-    """What each rank hands in, as many numbers on each, of the ranks that hold the module's parameters together.
+    """What each rank hands in, as many numbers on each, of the ranks over which an engine has divided the module's
+    parameters; of all, where it does not say.
 
     Every one of them calls this before each of its forwards. device: where the model's inputs are.
     """
-    return [said.tolist() for said in all_gather(_group(module), torch.tensor(mine, device=device))]
+    ranks = next((getattr(p, ZERO_GROUP) for p in module.parameters() if hasattr(p, ZERO_GROUP)), None)
+    for unit in filter(is_fsdp_unit, () if ranks is not None else module.modules()):
+        state = unit._get_fsdp_state()  # type: ignore[operator]
+        for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:
+            found = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
+            ranks = found if ranks is None else ranks
+    return [said.tolist() for said in all_gather(ranks, torch.tensor(mine, device=device))]
 
 
 def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
@@ -40,18 +47,3 @@ def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     return parts
-
-
-def _group(module: nn.Module) -> Any:
-    """The ranks over which an engine has divided a module's parameters; all, where it does not say."""
-    for parameter in module.parameters():
-        if hasattr(parameter, ZERO_GROUP):
-            return getattr(parameter, ZERO_GROUP)
-    for unit in filter(is_fsdp_unit, module.modules()):
-        state = unit._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]
-        for group in groups:
-            found = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
-            if found is not None:
-                return found
-    return None
