@@ -239,26 +239,19 @@ def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
     return "rotation" if turns else None
 
 
-class Known(nn.Module):
-    """A Linear's stand-in: gives a value [..., m] that is known, or what it is given; notes what that was."""
-
-    def __init__(self, value: Tensor | None = None) -> None:
-        super().__init__()
-        self.value = value
-        self.seen: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., h] -> [..., m]."""
-        self.seen = x
-        return x if self.value is None else self.value
-
-
 def treats_tokens_alike(module: nn.Module) -> bool:
     """Whether a norm or an MLP computes what its region does, on random numbers on the host."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu")
+
+    seen: dict[nn.Module, Tensor] = {}
+    known: dict[nn.Module, Tensor] = {}
+
+    def note(entry: nn.Module, given: tuple[Tensor], output: Tensor) -> Tensor:
+        seen[entry] = given[0]
+        return known[entry]
 
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
@@ -268,14 +261,15 @@ def treats_tokens_alike(module: nn.Module) -> bool:
             if names:
                 x = some(2, 3, TRIED)  # [B, T, h]
                 parts = [some(2, 3, TRIED) for _ in names[:-2]]  # [B, T, m], of one product 2 m
-                inside: dict[str, Any] = {**module.__dict__[MODULES], names[-2]: Known()}
-                inside.update({name: Known(part) for name, part in zip(names[:-2], parts, strict=True)})
-                twin.__dict__[MODULES] = inside
+                entries = {name: nn.Identity() for name in names[:-2]}  # in the place of Linears
+                known.update(zip(entries.values(), parts, strict=True))
+                for entry in known:
+                    entry.register_forward_hook(note)
+                twin.__dict__[MODULES] = {**module.__dict__[MODULES], **entries, names[-2]: nn.Identity()}
                 act = getattr(module, names[-1])
                 region = gated if names == GATED_MLP else gated_in_one
                 found = type(module).forward(twin, x)
-                entries = all(inside[name].seen is x for name in names[:-2])
-                return entries and torch.equal(found, region(act, *parts))
+                return all(seen.get(entry) is x for entry in known) and torch.equal(found, region(act, *parts))
             parameters = {name: None if p is None else some(TRIED) for name, p in module.__dict__[PARAMETERS].items()}
             twin.__dict__[PARAMETERS] = parameters
             tensors = [some(2, 3, TRIED) for _ in inspect.signature(type(module).forward).parameters][1:]
