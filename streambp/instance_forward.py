@@ -148,8 +148,9 @@ class InstanceForward:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call what this wrapper stands in for: a forward that was set on the module before, or its class's."""
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
+        previous = self.stood if self.unwrapped is None else self.previous
+        if previous is not None:
+            return previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property

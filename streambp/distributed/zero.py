@@ -3,7 +3,8 @@
 [Note: ZeRO-3 leaves] DeepSpeed gathers a module's parameters in its forward and backward hooks. Inside a streamed layer
 these would run once a chunk, so the layer is marked as a leaf, which is gathered whole: once for its forward, once for
 its backward. A leaf's gradients are reduced by a full-backward hook, which fires too early unless hidden_states is a
-positional argument that requires a gradient; a hook in front of DeepSpeed's sees to that. Both do nothing without ZeRO-3.
+positional argument that requires a gradient; a hook in front of DeepSpeed's sees to that, which a layer gets once DeepSpeed
+was imported. Both do nothing without ZeRO-3.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from streambp.known_names import (
     DOCUMENT_ENDS,
     DOCUMENT_IDS,
     EAGER,
+    ENGINES,
     FLASH,
     FORWARD_HOOKS,
     MOVES,
@@ -79,21 +81,26 @@ class LayerForward(InstanceForward):
         """Also makes the layer a ZeRO-3 leaf, before or after deepspeed.initialize. [Note: ZeRO-3 leaves]"""
         super().install()
         setattr(self.module, Z3_LEAF, True)
-        self.leaf = self.module.register_forward_pre_hook(differentiable_input, with_kwargs=True, prepend=True)
+        self.meet_engine()
+
+    def meet_engine(self) -> None:
+        """Once DeepSpeed was imported, see to what its hooks are given. Without it a hook would cost every call."""
+        if self.leaf is None and ENGINES[0] in sys.modules:
+            self.leaf = self.module.register_forward_pre_hook(differentiable_input, with_kwargs=True, prepend=True)
 
     def remove(self) -> None:
         """Also undoes that the layer is a ZeRO-3 leaf."""
         super().remove()
+        self.module.__dict__.pop(Z3_LEAF, None)
         if self.leaf is not None:
             self.leaf.remove()
-            self.module.__dict__.pop(Z3_LEAF, None)
 
     def leave(self, own: dict[str, Any]) -> None:
         """Also no ZeRO-3 leaf there."""
         super().leave(own)
         own.pop(MOVES, None)
+        own.pop(Z3_LEAF, None)
         if self.leaf is not None:
-            own.pop(Z3_LEAF, None)
             for table in (FORWARD_HOOKS[1], WITH_KWARGS):
                 own[table] = type(own[table])((key, hook) for key, hook in own[table].items() if key != self.leaf.id)
 
@@ -171,6 +178,10 @@ class BackboneForward(InstanceForward):
             return self.original(*args, **kwargs)
         if args:
             kwargs = {**kwargs, **inspect.signature(self).bind_partial(*args).arguments}
+        if ENGINES[0] in sys.modules:
+            for wrapper in self.state.wrappers:
+                if isinstance(wrapper, LayerForward):
+                    wrapper.meet_engine()
         with self.state.owner.enter():
             return self._call(kwargs)
 

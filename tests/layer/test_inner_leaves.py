@@ -5,6 +5,9 @@ covers: distributed/engines.py, distributed/zero.py
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -51,3 +54,34 @@ def test_without_grad_nothing_is_reduced():
     with torch.no_grad():
         model(**make_batch("plain"), use_cache=False)
     assert not seen
+
+
+def test_layers_get_their_hook_once_deepspeed_was_imported(monkeypatch):
+    """It costs every call of a layer, and does nothing before. DeepSpeed's own, which are there by then, come behind."""
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    model = zoo.build("qwen3", torch.float32)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    batch = make_batch("plain", seed=0)
+
+    def hooks():
+        return [[hook.__name__ for hook in layer._forward_pre_hooks.values()] for layer in model.model.layers]
+
+    model(**batch, use_cache=False).loss.backward()
+    assert all(layer._z3_leaf for layer in model.model.layers)
+    assert not any(hooks())
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+
+    def fetch(module, args):
+        """As DeepSpeed's."""
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(fetch)
+    for _ in range(2):
+        with torch.no_grad():
+            model(**batch)
+        assert hooks() == [["differentiable_input", "fetch"]] * len(model.model.layers)
+    streambp.unpatch(model)
+    assert hooks() == [["fetch"]] * len(model.model.layers)
+    assert not any(hasattr(layer, "_z3_leaf") for layer in model.model.layers)
+    streambp.patch(model)  # it is there now
+    assert hooks() == [["differentiable_input", "fetch"]] * len(model.model.layers)
