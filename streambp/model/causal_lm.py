@@ -134,41 +134,40 @@ class CausalLMForward(InstanceForward):
         if self.retired:
             return self.original(*args, **kwargs)
         with self.state.owner.enter():
-            return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        want_log_probs = kwargs.pop("output_log_probs", False)
-        if args:
-            kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
-        labels = kwargs.get("labels")
-        if not self.state.warned_of_padding:
-            attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
-            if attention == "eager" or self._biased:  # it averages where nothing may be read
-                self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
-        if labels is None and want_log_probs:
-            raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
-        caches = has_cache(kwargs) or self.state.makes_cache(kwargs, self._trains)
-        if labels is None or not self.state.config.head or caches or self.foreign is not None:
+            want_log_probs = kwargs.pop("output_log_probs", False)
+            if args:
+                kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
+            labels = kwargs.get("labels")
+            if not self.state.warned_of_padding:
+                attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
+                if attention == "eager" or self._biased:  # it averages where nothing may be read
+                    self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
+            if labels is None and want_log_probs:
+                raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
+            caches = has_cache(kwargs) or self.state.makes_cache(kwargs, self._trains)
+            if labels is None or not self.state.config.head or caches or self.foreign is not None:
+                if want_log_probs:
+                    self.refuse_foreign()
+                    raise StreamBPError(
+                        "output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False)."
+                    )
+                self._refuse_unshifted(kwargs)
+                if labels is None and self._is_lazy(kwargs):
+                    self._leave_cache(kwargs)
+                    request = HeadRequest(self.state.pending)
+                    output = self._run(kwargs, dataclasses.replace(request, norms=self._steady_norms))
+                    self.use.note(self._trains, None, lazy=request.outcome)
+                    return _hand_out(output, request)
+                output = self.original(**kwargs)
+                if labels is not None or self._trains:
+                    self.use.note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
+                return output
             if want_log_probs:
-                self.refuse_foreign()
-                raise StreamBPError("output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False).")
-            self._refuse_unshifted(kwargs)
-            if labels is None and self._is_lazy(kwargs):
-                self._leave_cache(kwargs)
-                request = HeadRequest(self.state.pending)
-                output = self._run(kwargs, dataclasses.replace(request, norms=self._steady_norms))
-                self.use.note(self._trains, None, lazy=request.outcome)
-                return _hand_out(output, request)
-            output = self.original(**kwargs)
-            if labels is not None or self._trains:
-                self.use.note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
-            return output
-        if want_log_probs:
-            scored = self.score(kwargs, Wanted())
-            kind: Any = _with_log_probs(scored.output.__class__)
-            return kind(**scored.output, log_probs=scored.tokens.log_probs)
-        output = None if self.state.unpatched is None else self._unstreamed(kwargs)
-        return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
+                scored = self.score(kwargs, Wanted())
+                kind: Any = _with_log_probs(scored.output.__class__)
+                return kind(**scored.output, log_probs=scored.tokens.log_probs)
+            output = None if self.state.unpatched is None else self._unstreamed(kwargs)
+            return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
     @property
     def foreign(self) -> str | None:
