@@ -32,8 +32,6 @@ from streambp.device import counted_bytes, has_data
 from streambp.planner.routing import LOOKED_AT, TOP_K, Routing
 from streambp.planner.work import BACKWARDS, Work, aten, tensors, work_of, workspace
 
-_workspace = workspace
-
 
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that operations created while this mode was on and that are still alive;
@@ -57,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = self.call(func, args, kwargs)
+        result = func(*args, **kwargs)
         fresh = [s for s in (x.untyped_storage() for x in tensors(result)) if s._cdata not in self._alive]
         if fresh:
             before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
@@ -65,10 +63,6 @@ class LiveBytes(TorchDispatchMode):
                 if storage._cdata not in before and storage._cdata not in self._alive:
                     self._track(storage)
         return result
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation."""
-        return func(*args, **kwargs)
 
     def alive(self, first: int, stop: int) -> int:
         """Bytes that are still alive of the storages numbered [first, stop)."""
@@ -152,14 +146,19 @@ class Shapes:
 
     def make(self, known: Known) -> list[Any]:
         """Fresh outputs."""
-        return [self._make(*one) if type(one) is tuple else one for one in known.made]
-
-    def _make(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        if self.mode is None:
-            return torch.empty_strided(shape, stride, dtype=dtype, device=META)
-        with no_dispatch():
-            storage = torch.empty_strided(shape, stride, dtype=dtype, device=META)
-        return FakeTensor(self.mode, storage, torch.device("cpu"))
+        made: list[Any] = []
+        for one in known.made:
+            if type(one) is not tuple:
+                made.append(one)
+                continue
+            shape, stride, dtype = one
+            if self.mode is None:
+                made.append(torch.empty_strided(shape, stride, dtype=dtype, device=META))
+                continue
+            with no_dispatch():
+                storage = torch.empty_strided(shape, stride, dtype=dtype, device=META)
+            made.append(FakeTensor(self.mode, storage, torch.device("cpu")))
+        return made
 
     def _known_kind(self, tensor: Any) -> bool:
         if self.mode is None:
@@ -211,15 +210,13 @@ class Shapes:
         return work
 
 
-class AllocatedBytes(contextlib.AbstractContextManager["AllocatedBytes"]):
+class AllocatedBytes(contextlib.nullcontext[None]):
     """The bytes of an accelerator's allocator beyond those at the start, in place of tracked storages."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._start = counted_bytes(device, "allocated")
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     @property
     def live(self) -> int:
@@ -326,7 +323,7 @@ class StepCount(LiveBytes):
 
     def _workspace(self, func: Any, args: Any) -> None:
         if self.kernels is not None:
-            self.peak = max(self.peak, self.live + _workspace(func, args, self.kernels))
+            self.peak = max(self.peak, self.live + workspace(func, args, self.kernels))
 
 
 def running_counts() -> list[StepCount]:

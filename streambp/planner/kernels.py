@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,24 +20,21 @@ from streambp.planner.count import one_kernel
 @contextlib.contextmanager
 def launched_kernels() -> Iterator[None]:
     """Within, steps count the head's two kernels and the merge by their bytes. [Note: one kernel]"""
-    fold, write, merged = triton_fold.fold_rows, triton_gradient.write_gradient, merge.merge_in_torch
 
-    def counted_fold(product: Tensor, *args: Any) -> Any:
-        with one_kernel(product.nbytes):
-            return fold(product, *args)
+    def counted(kernel: Callable[..., Any], moved: Callable[..., float]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            with one_kernel(moved(*args)):
+                return kernel(*args, **kwargs)
 
-    def counted_write(product: Tensor, *args: Any, **kwargs: Any) -> None:
-        with one_kernel(2 * product.nbytes):
-            write(product, *args, **kwargs)
+        return launch
 
-    def counted_merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-        with one_kernel(o.nbytes + part_o.nbytes + out.nbytes):
-            merged(o, lse, part_o, part_lse, out)
-
+    fold = counted(triton_fold.fold_rows, lambda product, *_: product.nbytes)
+    write = counted(triton_gradient.write_gradient, lambda product, *_: 2 * product.nbytes)
+    merged = counted(merge.merge_in_torch, lambda o, lse, part_o, part_lse, out: o.nbytes + part_o.nbytes + out.nbytes)
     with (
-        mock.patch.object(blocks, "fold_rows", counted_fold),
-        mock.patch.object(blocks, "write_gradient", counted_write),
-        mock.patch.object(merge, "merge_in_torch", counted_merge),
+        mock.patch.object(blocks, "fold_rows", fold),
+        mock.patch.object(blocks, "write_gradient", write),
+        mock.patch.object(merge, "merge_in_torch", merged),
     ):
         yield
 

@@ -66,7 +66,18 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
     dtype = torch.bfloat16 if gpu else torch.float32
     clock = Clock(device, sizes.times)
     with torch.no_grad():
-        products = _products(clock, sizes, device, dtype)
+        # Products with many rows and few, to the inner size and back; the first heats the device.
+        weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
+        flops = taken = 0.0
+        heated = time.perf_counter()
+        for rows in reversed(sizes.rows):
+            x = torch.randn(rows, sizes.hidden, device=device, dtype=dtype)  # [n, h]
+            while time.perf_counter() - heated < sizes.heat:
+                x @ weight
+                clock.wait()
+            taken += clock(lambda x=x, weight=weight: (x @ weight) @ weight.mT)  # type: ignore[misc]
+            flops += 4 * rows * sizes.hidden * sizes.inner
+        products = flops / taken
         forward, backward = _attention(clock, sizes, device, dtype)
         x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]
         weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
@@ -106,21 +117,6 @@ class Clock:
         """Until the device has done everything."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-
-
-def _products(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s, over products with many rows and few, to the inner size and back; the first heats the device."""
-    weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
-    flops = taken = 0.0
-    heated = time.perf_counter()
-    for rows in reversed(sizes.rows):
-        x = torch.randn(rows, sizes.hidden, device=device, dtype=dtype)  # [n, h]
-        while time.perf_counter() - heated < sizes.heat:
-            x @ weight
-            clock.wait()
-        taken += clock(lambda x=x: (x @ weight) @ weight.mT)  # type: ignore[misc]
-        flops += 4 * rows * sizes.hidden * sizes.inner
-    return flops / taken
 
 
 def _attention(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -56,18 +56,12 @@ class SplitCount(StepCount):
         super().reset_peak()
         self.most = {self._keys: self.live - self._keys}
 
-    def mark(self, value: Any) -> None:
-        """These tensors are keys."""
-        for x in tensors(value):
-            storage = x.untyped_storage()
-            if storage._cdata in self._alive and storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                self._keys += storage.nbytes()
-
-    def unmark(self, value: Any) -> None:
-        """These are not: they belong to this rank's tokens."""
-        for x in tensors(value):
-            self._keys -= self._sizes.pop(x.untyped_storage()._cdata, 0)
+    def mark(self, received: Tensor) -> None:
+        """This tensor is keys."""
+        storage = received.untyped_storage()
+        if storage._cdata in self._alive and storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self._keys += storage.nbytes()
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         if self._marking and storage.nbytes() > SMALL:
@@ -160,7 +154,8 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
     def own_gradient(self: Any, *given: Any) -> list[Tensor]:
         found = own(self, *given)
         for count in _counts():
-            count.unmark(found)
+            for x in tensors(found):  # no keys: they belong to this rank's tokens
+                count._keys -= count._sizes.pop(x.untyped_storage()._cdata, 0)
         return found
 
     replaced = [
@@ -181,14 +176,6 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
         for owner, name, stand_in in replaced:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield
-
-
-def fewest_ranks(heads: Sequence[Heads]) -> int:
-    """The smallest number of ranks, beyond one, that can share all heads under Ulysses; 1 if there is none."""
-    for ranks in range(2, 1 + min(h.queries for h in heads)):
-        if all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads):
-            return ranks
-    return 1
 
 
 def split_of(

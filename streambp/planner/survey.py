@@ -18,7 +18,6 @@ from streambp.config import LAST, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
-from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
 from streambp.planner.compose import Counted, Totals, fit, later, unroll
 from streambp.planner.count import Shapes, StepCount
@@ -37,7 +36,7 @@ from streambp.planner.profile import (
     Profile,
 )
 from streambp.planner.skeleton import Reduced, Skeleton, parameters_of, reduce_layers
-from streambp.planner.splits import SplitCount, fewest_ranks, lines_of_keys, split_of, split_over
+from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
 from streambp.planner.step import CountedHead, Span, fused_attention, run_step
 from streambp.planner.tree import module_tree
 from streambp.planner.work import Work
@@ -159,6 +158,14 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _gathered_at_once(skeleton: Skeleton) -> int:
+    """Bytes that ZeRO-3 holds whole: two layers, the running and the next, or the head."""
+    layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
+    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
+    head = sum(p.nbytes for p in skeleton.causal_lm.get_output_embeddings().parameters())
+    return max(2 * largest, head)
+
+
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     """Dense parameters and those of experts; each parameter once, tied or not."""
     groups = []
@@ -169,14 +176,6 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
         if mine:
             groups.append(Group(name, sizes[0], sizes[1], sum(p.numel() for p in trained), sum(p.nbytes for p in trained)))
     return tuple(groups)
-
-
-def _gathered_at_once(skeleton: Skeleton) -> int:
-    """Bytes that ZeRO-3 holds whole: two layers, the running and the next, or the head."""
-    layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
-    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
-    head = sum(p.nbytes for p in skeleton.causal_lm.get_output_embeddings().parameters())
-    return max(2 * largest, head)
 
 
 @dataclasses.dataclass
@@ -196,15 +195,12 @@ class Counter:
         self._heads: dict[str, list[Heads]] = {}
         self.growth: list[Counted] = []  # of streamed steps that add to gradients
 
-    @property
-    def _layers(self) -> list[nn.Module]:
-        return [layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers]
-
     def fused(self, recipe: SurveyRecipe) -> bool:
         """Whether a fused kernel attends, as on a GPU in half precision without softcap and without picked keys."""
         if recipe.config is None:
             return True
-        if any(kind_of(layer).attention.picks_keys for layer in self._layers):  # of few tokens all are picked
+        layers = (layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers)
+        if any(kind_of(layer).attention.picks_keys for layer in layers):  # of few tokens all are picked
             return False
         if self._fused is None:  # what is saved and where it waits changes no kernel
             count = StepCount(None)
@@ -260,8 +256,14 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """On how many a split is counted."""
-        return fewest_ranks(self.heads(recipe)) if recipe.split == ULYSSES else 2
+        """On how many a split is counted: as few as can share all heads under Ulysses, 1 if none can."""
+        heads = self.heads(recipe)
+        if recipe.split != ULYSSES:
+            return 2
+        for ranks in range(2, 1 + min(h.queries for h in heads)):
+            if all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads):
+                return ranks
+        return 1
 
     def count(self, recipe: SurveyRecipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
         """The spans of a first step and, if asked for, of a second that adds to its gradients."""
@@ -323,7 +325,7 @@ class Counter:
     def _sites(self) -> list[Any]:
         """Of the patched model's layers."""
         installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
-        return [wrapper.site for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
+        return list(installed.state.steps.sites)
 
 
 def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
@@ -331,7 +333,8 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # or raise
-    states = any(states_argument(layer) is not None for layer in counter._layers)
+    layers = (layer for stack in find_stacks(counter.skeleton.model).stacks for layer in stack.layers)
+    states = any(states_argument(layer) is not None for layer in layers)
     points = points_for(at, chunked, fused, states, tiles)
     if recipe.split:  # a shard is two parts of whole chunks
         large = 4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
