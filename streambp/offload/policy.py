@@ -242,12 +242,13 @@ class SavesPolicy:
         whole = functools.reduce(operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values()))
         attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
         why = {"attn_out": "attending again is faster than copying"} if attends and whole.attn_out else {}
-        room = measured.room - whole.x
+        hidden = measured.seconds * measured.link  # bytes whose copies hide behind the forward's compute
+        room = min(hidden, measured.host) - whole.x
         self._plan = self._fill([[math.inf, room]], costs, None, measured.tokens, measured.length, False, why)
         self.latest = Chosen(measured.tokens, measured.length, chunk, room, self._plan, measured, whole.x, why)
         for name in sorted(whole.overwritten):
             why.setdefault(name, "layers that overwrite it compute it again")
-        full = f"the {'host' if measured.host < measured.seconds * measured.link else 'link'} has no room"
+        full = f"the {'host' if measured.host < hidden else 'link'} has no room"
         for name in (*(name for name in ("attn_out", "kv") if getattr(whole, name)), *whole.products):
             if self.latest.layers.get(name, 0) < len(costs):
                 why.setdefault(name, full)
