@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -326,21 +326,24 @@ class StepCount(LiveBytes):
             self.peak = max(self.peak, self.live + workspace(func, args, self.kernels))
 
 
-def running_counts() -> list[StepCount]:
-    """The counts that are running."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepCount)]
+Count = TypeVar("Count", bound=StepCount)
+
+
+def running_counts(kind: type[Count]) -> list[Count]:
+    """The counts of a kind that are running."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
 def add_flops(number: float, moved: float = 0.0) -> None:
     """Add FLOPs of products that no operation stands for, and bytes moved, to the counts that are running."""
-    for count in running_counts():
+    for count in running_counts(StepCount):
         count.add(Work(number, moved=moved))
 
 
 @contextlib.contextmanager
 def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
     """Operations within stand for one kernel, which moves these bytes and is one dispatch. [Note: one kernel]"""
-    counts = running_counts()
+    counts = running_counts(StepCount)
     for count in counts:
         count.add(Work(moved=moved, dispatches=1, out=out, back=back))
         count._kernel_depth += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,21 +22,17 @@ from streambp.planner.count import one_kernel
 def launched_kernels() -> Iterator[None]:
     """Within, steps count the head's two kernels and the merge by their bytes. [Note: one kernel]"""
 
-    def counted(kernel: Callable[..., Any], moved: Callable[..., float]) -> Callable[..., Any]:
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            with one_kernel(moved(*args)):
-                return kernel(*args, **kwargs)
+    def launch(kernel: Callable[..., Any], moved: Callable[..., float], *args: Any, **kwargs: Any) -> Any:
+        with one_kernel(moved(*args)):
+            return kernel(*args, **kwargs)
 
-        return launch
-
-    fold = counted(triton_fold.fold_rows, lambda product, *_: product.nbytes)
-    write = counted(triton_gradient.write_gradient, lambda product, *_: 2 * product.nbytes)
-    merged = counted(merge.merge_in_torch, lambda o, lse, part_o, part_lse, out: o.nbytes + part_o.nbytes + out.nbytes)
-    with (
-        mock.patch.object(blocks, "fold_rows", fold),
-        mock.patch.object(blocks, "write_gradient", write),
-        mock.patch.object(merge, "merge_in_torch", merged),
-    ):
+    with contextlib.ExitStack() as stack:
+        for module, name, kernel, moved in (
+            (blocks, "fold_rows", triton_fold.fold_rows, lambda product, *_: product.nbytes),
+            (blocks, "write_gradient", triton_gradient.write_gradient, lambda product, *_: 2 * product.nbytes),
+            (merge, "merge_in_torch", merge.merge_in_torch, lambda o, _, p, __, out: o.nbytes + p.nbytes + out.nbytes),
+        ):
+            stack.enter_context(mock.patch.object(module, name, functools.partial(launch, kernel, moved)))
         yield
 
 

@@ -59,7 +59,7 @@ def compare_step(
     skeleton = Skeleton(model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch")
     counter = Counter(skeleton, reduce_layers(skeleton.model), ids.shape[0], "cudnn" if target == "cuda" else None)
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
-    predicted, _ = unroll(steps, counter.reduced)
+    predicted, *_ = unroll(steps, counter.reduced)
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
     patch(model, recipe.config)
     if target == "cpu":

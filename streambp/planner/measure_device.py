@@ -84,7 +84,17 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         with StepCount(None) as count:
             _norm(x.to("meta"), weight.to("meta"))
         bandwidth = count.work.moved / clock(lambda: _norm(x, weight))  # by what the planner counts. [Note: bytes moved]
-        link = _link(clock, sizes, device)
+        # Copies both ways at once.
+        there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
+        host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=gpu) for _ in range(2)]
+        streams = [torch.Stream(device) if gpu else contextlib.nullcontext() for _ in range(2)]
+
+        def copies() -> None:
+            for stream, target, source in zip(streams, (host[0], back), (there, host[1]), strict=True):
+                with stream:
+                    target.copy_(source, non_blocking=True)
+
+        link = sizes.copied / clock(copies)
     factor = SUSTAINED if gpu else dict.fromkeys(SUSTAINED, 1.0)
     name = torch.get_device_module(device).get_device_name(device) if gpu else f"this {kind.upper()}"
     source = f"measured with torch {torch.__version__}"
@@ -138,18 +148,3 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm in plain torch."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def _link(clock: Clock, sizes: MeasuredSizes, device: torch.device) -> float:
-    """Bytes/s each way, with copies both ways at once."""
-    pinned = is_accelerator(device)
-    there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
-    host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    streams = [torch.Stream(device) if pinned else contextlib.nullcontext() for _ in range(2)]
-
-    def copies() -> None:
-        for stream, target, source in zip(streams, (host[0], back), (there, host[1]), strict=True):
-            with stream:
-                target.copy_(source, non_blocking=True)
-
-    return sizes.copied / clock(copies)

@@ -84,7 +84,8 @@ def remedies(
             parts = ([str(how)] if how != training else []) + (["the optimizer state on the host"] if on_host else [])
             parts += ["the layers' frozen weights on the host"] if plan.choice.on_host is not None else []
             moved = ("--weights", "auto") if setting.weights != found.setting.weights else ()
-            yield Remedy(" and ".join(parts), (*_options(how, training, on_host), *moved), plan)
+            there = ("--optimizer-on-host",) if on_host else ()
+            yield Remedy(" and ".join(parts), (*(how.options if how != training else ()), *there, *moved), plan)
             if on_device:
                 break
     for setting, memory in wider:
@@ -92,7 +93,7 @@ def remedies(
         if plan.choice is not None:
             on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
             change = f"{setting.gpus} GPUs with ZeRO-3" + (" and the optimizer state on the host" if on_host else "")
-            options = ("--gpus", str(setting.gpus), "--zero", "3", *_options(training, training, on_host))
+            options = ("--gpus", str(setting.gpus), "--zero", "3", *(("--optimizer-on-host",) if on_host else ()))
             yield Remedy(change, options, plan)
             break
     longest = max(row.seq_len for row in found.longest if found.profile.method(row.method).chunked)
@@ -124,7 +125,3 @@ def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:
         elif not value and name not in ("--full", "--optimizer-on-host"):
             next(values, None)
     return [*kept, *options]
-
-
-def _options(how: Training, asked: Training, on_host: bool) -> tuple[str, ...]:
-    return (*(how.options if how != asked else ()), *(("--optimizer-on-host",) if on_host else ()))

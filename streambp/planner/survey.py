@@ -19,7 +19,7 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.offload.arena import Arena
-from streambp.planner.compose import Counted, Totals, fit, later, unroll
+from streambp.planner.compose import Counted, fit, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
@@ -178,6 +178,9 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+Works = dict[Point, dict[str, Work]]  # of a whole step, by kind of phase
+
+
 @dataclasses.dataclass
 class Counter:
     """Counts single steps of a skeleton with reduced layers."""
@@ -191,7 +194,7 @@ class Counter:
         self.shapes = Shapes(self.skeleton.mode)
         self._fused: bool | None = None
         self._unread: list[dict[Any, Any]] = []  # what trials of each layer found
-        self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[dict[Point, Totals], dict[Point, Totals]]] = {}
+        self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[Works, Works]] = {}
         self._heads: dict[str, list[Heads]] = {}
         self.growth: list[Counted] = []  # of streamed steps that add to gradients
 
@@ -208,11 +211,11 @@ class Counter:
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
                 self.skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 if not recipe.split:
-                    self._unread = [site.unread for site in self._sites()]
+                    self._unread = [site.unread for site in self.skeleton.model._streambp.state.steps.sites]  # type: ignore[union-attr]
             self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
-    def more_points(self, recipe: SurveyRecipe, size: int, own: dict[Point, Totals]) -> dict[Point, Totals]:
+    def more_points(self, recipe: SurveyRecipe, size: int, own: Works) -> Works:
         """Points that tell the work's laws apart: two chunks of `size`, and three of twice that. Counted once for all
         methods that save the same: another differs in what goes to the host, as much as at a point that both counted. Of
         what tensors that leave for the host take more, each token has the same bytes and each chunk the same dispatches.
@@ -225,20 +228,19 @@ class Counter:
         if key not in self._more_points:
             points = (2 * size, size), ((8 if recipe.split else 6) * size, 2 * size)
             steps = {point: self.count(recipe, point, accumulate=False)[0] for point in points}
-            self._more_points[key] = own, {point: unroll(spans, self.reduced)[1] for point, spans in steps.items()}
+            self._more_points[key] = own, {point: unroll(spans, self.reduced)[2] for point, spans in steps.items()}
         first, found = self._more_points[key]
         shared = next(point for point in own if point in first)
-        totals = {}
-        for point, total in found.items():
+        works: Works = {}
+        for point, work in found.items():
             tokens = point[0] / shared[0]
             chunks = tokens * shared[1] / point[1]
-            work = {}
-            for name, one in total.work.items():
-                more = own[shared].work[name].plus(first[shared].work[name], -1)
+            works[point] = {}
+            for name, one in work.items():
+                more = own[shared][name].plus(first[shared][name], -1)
                 moved, dispatches = one.moved + tokens * more.moved, one.dispatches + chunks * more.dispatches
-                work[name] = one._replace(moved=moved, dispatches=dispatches)
-            totals[point] = dataclasses.replace(total, work=work)
-        return totals
+                works[point][name] = one._replace(moved=moved, dispatches=dispatches)
+        return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
         """Of all layers that attend.
@@ -308,24 +310,21 @@ class Counter:
                 return
             patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
             stack.callback(unpatch, model)
+            installed: Patch = model._streambp  # type: ignore[assignment]
+            sites = installed.state.steps.sites
             if not recipe.split:
-                for site, unread in zip(self._sites(), self._unread, strict=False):
+                for site, unread in zip(sites, self._unread, strict=False):
                     site.unread.update(unread)
             if recipe.config.offload == "none":
                 yield CountingManager()
                 return
             engine = UncountedHost(torch.device("meta" if self.skeleton.mode is None else "cpu"), self.skeleton)
             budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
-            manager = CountingManager(len(self._sites()), budget, engine)
+            manager = CountingManager(len(sites), budget, engine)
             manager.arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
-            for site in self._sites():
+            for site in sites:
                 site.offloader = manager
             yield manager
-
-    def _sites(self) -> list[Any]:
-        """Of the patched model's layers."""
-        installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
-        return list(installed.state.steps.sites)
 
 
 def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
@@ -341,35 +340,39 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
     first: list[list[Counted]] = []
     again: list[list[Counted]] = []
-    totals: list[Totals] = []
+    hosts, counted, links = list[list[float]](), Works(), tuple[float, ...]()
     more = counter.growth if chunked else []
     for point in points:
         steps = counter.count(recipe, point, accumulating and not more)
-        phases, total = unroll(steps[0], counter.reduced)
+        phases, on_host, counted[point], sent = unroll(steps[0], counter.reduced)
+        links = links or sent
         first.append(phases)
-        totals.append(total)
+        hosts.append([on_host])
         if accumulating:
             if not more:  # gradients that are there add the same at every point and in every streamed method
                 pairs = zip(phases, unroll(steps[1], counter.reduced)[0], strict=True)
                 more = [Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients) for one, two in pairs]
-            again.append(later(phases, more))
+            adding = []
+            for one, add in zip(phases, more, strict=True):
+                most = {keys: others + add.peak for keys, others in one.most.items()}
+                adding.append(Counted(one.name, one.start + add.start, one.peak + add.peak, add.gradients, most))
+            again.append(adding)
     counter.growth = more if chunked else counter.growth
     split = None
     if recipe.config is not None and recipe.split:
         heads, saves = counter.heads(recipe), recipe.config.named_saves
-        split = split_of(recipe.split, heads, totals[0].links, ranks, points[0][0], saves)
+        split = split_of(recipe.split, heads, links, ranks, points[0][0], saves)
         first, again = (lines_of_keys(phases, split, [t for t, _ in points], ranks) for phases in (first, again))
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
-    host = fit_bytes(points, [[total.host] for total in totals])[0]._replace(chunk=0.0)
-    counted = dict(zip(points, totals, strict=True))
+    host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
     more_points = counter.more_points(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
-    found = counted | {point: total for point, total in more_points.items() if point not in counted}
+    found = counted | {point: works for point, works in more_points.items() if point not in counted}
     # By the sequence's length, of all ranks that share it; copies to the host by the method's own points alone.
     lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
     work = tuple(
-        fit_work(name, lengths, [Work().plus(one.work[name], ranks) for one in found.values()], k_block, len(counted))
-        for name in totals[0].work
+        fit_work(name, lengths, [Work().plus(one[name], ranks) for one in found.values()], k_block, len(counted))
+        for name in counted[points[0]]
     )
     config = recipe.config or StreamConfig()
     how = (recipe.name, config.named_saves, config.offload, config.gpu_memory is not None, chunked)
