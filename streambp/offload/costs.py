@@ -79,9 +79,10 @@ class LayerCost(NamedTuple):
 
     def scaled_to(self, tokens: int) -> Cost:
         """Of a call of so many tokens, in rows as long."""
-        cost, scale = self.cost, tokens / self.tokens
+        cost = self.cost
         if tokens == self.tokens:
             return cost
+        scale = tokens / self.tokens
         products = {name: Product(scale * p.bytes, scale * p.flops) for name, p in cost.products.items()}
         x, attn_out, kv, flops = (scale * size for size in (cost.x, cost.attn_out, cost.kv, cost.attention_flops))
         return Cost(x, attn_out, kv, flops, products, cost.overwritten)

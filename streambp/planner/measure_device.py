@@ -78,6 +78,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
             taken += clock(lambda x=x, weight=weight: (x @ weight) @ weight.mT)  # type: ignore[misc]
             flops += 4 * rows * sizes.hidden * sizes.inner
         products = flops / taken
+        del weight, x
         forward, backward = _attention(clock, sizes, device, dtype)
         x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]
         weight = torch.ones(sizes.hidden, device=device, dtype=dtype)

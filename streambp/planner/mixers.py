@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -125,8 +124,9 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
                 parameters = set(inspect.signature(_plain(value)).parameters)
             except (TypeError, ValueError):
                 continue
-            kernels = (one for one in KERNELS if one.parameters <= parameters and not one.absent & parameters)
-            found += [(space, name, kernel) for kernel in itertools.islice(kernels, 1)]
+            kernel = next((one for one in KERNELS if one.parameters <= parameters and not one.absent & parameters), None)
+            if kernel is not None:
+                found.append((space, name, kernel))
     return found
 
 

@@ -259,9 +259,9 @@ class Counter:
 
     def ranks(self, recipe: SurveyRecipe) -> int:
         """On how many a split is counted: as few as can share all heads under Ulysses, 1 if none can."""
-        heads = self.heads(recipe)
         if recipe.split != ULYSSES:
             return 2
+        heads = self.heads(recipe)
         for ranks in range(2, 1 + min(h.queries for h in heads)):
             if all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads):
                 return ranks
